@@ -27,7 +27,7 @@ def table(name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a run goes by. 0: the machine has none, or nothing is known of it. One of these may be fitted."""
+    """What a run is timed with. 0: the machine has none, or nothing is known of it. One of these may be fitted."""
 
     gpu_gb_per_s: float  # that GPU kernels reach
     gpu_tflop_per_s: float
@@ -43,10 +43,10 @@ class Rates:
     us_per_expert: float
     us_per_token: float
 
-    def require(self, *needed: str) -> None:
-        """InputError where one of these is not known."""
-        for key in needed:
-            if not getattr(self, key):
+    def require(self, **needed: bool) -> None:
+        """Raise InputError where a rate that is needed is not known."""
+        for key, is_needed in needed.items():
+            if is_needed and not getattr(self, key):
                 raise InputError(f"its machine states nothing from which {key} follows")
 
     def hardware(self, cpu: bool, disk_link: bool) -> Hardware:
@@ -77,7 +77,7 @@ FITTED = tuple(field.name for field in fields(Rates))
 
 
 def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = None) -> Rates:
-    """Return the rates of a machine under a system; InputError for a link or fit_parameter that is not known."""
+    """Return the rates of a machine under a system. Raise InputError for an unknown link or fit_parameter."""
     factors = factors or table("factors")
     base = hardware(machine.profile) if machine.profile else None
     if machine.fit_parameter and machine.fit_parameter not in FITTED:
@@ -111,7 +111,7 @@ def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = Non
 def _gpu(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
     if machine.gpu_gb_per_s:
         return machine.gpu_gb_per_s
-    data_sheet = machine.gpu_data_sheet_gb_per_s or _data_sheet(machine).get("gb_per_s", 0.0)
+    data_sheet = machine.gpu_data_sheet_gb_per_s or gpu_data_sheet(machine.gpu).get("gb_per_s", 0.0)
     read = machine.gpu_read_gb_per_s or data_sheet * factors["gpu_read_of_data_sheet"]
     read = read or (base.memory_bandwidth_gb_per_s if base else 0.0)
     return float(read * factors["gpu_kernels_of_read"])
@@ -120,30 +120,28 @@ def _gpu(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) ->
 def _link(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
     if machine.link_gb_per_s:
         return machine.link_gb_per_s
-    link = machine.link or ("" if base else _data_sheet(machine).get("link", ""))
+    link = machine.link or ("" if base else gpu_data_sheet(machine.gpu).get("link", ""))
     return float(factors["links"][link]) if link else base.link_bandwidth_gb_per_s if base else 0.0
 
 
-def _data_sheet(machine: Machine) -> Mapping[str, Any]:
-    return gpu_data_sheet(machine.gpu) if machine.gpu else {}
-
-
 def gpu_data_sheet(gpu: str) -> dict[str, Any]:
-    """Return what gpus.toml says of a GPU; InputError with near names where it does not know it."""
-    for name, known in table("gpus").items():
+    """Return the entry of gpus.toml for a GPU, none for "". Raise InputError with near names for an unknown one."""
+    for name, known in table("gpus").items() if gpu else ():
         if _plain(name) == _plain(re.sub(r"(?i)nvidia|geforce|amd|radeon|apple|tesla", "", gpu)):
             return dict(known)
-    raise unknown("gpu", gpu, table("gpus"))
+    if gpu:
+        raise unknown("gpu", gpu, table("gpus"))
+    return {}
 
 
 def _peak(machine: Machine) -> float:
     """Return the peak of the machine's memory: channels x MT/s x 8 bytes; InputError for text that says neither."""
     if not machine.ram or machine.host_peak_gb_per_s:
         return machine.host_peak_gb_per_s
-    found = re.fullmatch(r"(\d{1,6})\s*x\s*(?:LP)?DDR\dX?-(\d{1,6})", machine.ram.strip(), re.IGNORECASE)
-    if not found:
+    kind = re.fullmatch(r"(\d{1,6})\s*x\s*(?:LP)?DDR\dX?-(\d{1,6})", machine.ram.strip(), re.IGNORECASE)
+    if not kind:
         raise InputError(f"ram {machine.ram!r}: write channels and kind, such as 2 x DDR5-6000")
-    return int(found[1]) * int(found[2]) * 8 / 1_000
+    return int(kind[1]) * int(kind[2]) * 8 / 1_000
 
 
 def _host(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
@@ -163,9 +161,9 @@ def _cores(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) 
 
 def overheads_of(system: str) -> Mapping[str, Any]:
     """Return a system's entry in systems.toml: that of the longest name with which its own begins."""
-    found = [name for name in table("systems") if _plain(system).startswith(_plain(name))]
-    chosen = table("systems")[max(found, key=len) if found else "default"]
-    return {key: value for key, value in chosen.items() if key != "about"}
+    matching = [name for name in table("systems") if _plain(system).startswith(_plain(name))]
+    entry: Mapping[str, Any] = table("systems")[max(matching, key=len, default="default")]
+    return entry
 
 
 def _plain(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The phone run whose routing is known, token by token: what was read and how long that took, run and measured."""
+"""The phone run whose routing is known, token by token: what was read and how long that took, against measurements."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from sim.backtest.case import Outcome
 from sim.backtest.machine import DATA
-from sim.backtest.play import Played
 from sim.backtest.routing import PHONE
 from traces.steps import DECODE
 
@@ -15,9 +15,9 @@ LANES = 4
 """Reads in flight at once; the device adds up the time of each."""
 
 
-def token_by_token(played: Played) -> dict[str, Any]:
-    """Compare a timed run of the run with what the device measured; totals in bytes and in seconds of the disk."""
-    log = played.log
+def token_by_token(outcome: Outcome) -> dict[str, Any]:
+    """Compare the run with what the device measured; totals in bytes and in seconds of the disk."""
+    log = outcome.log
     decoded = log.phase == DECODE
     measured = pd.read_parquet(DATA / f"{PHONE}.tokens.parquet")
     hit_rate = float(log.hits.sum() / (log.hits + log.late + log.misses).sum())

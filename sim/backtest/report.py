@@ -1,16 +1,14 @@
 """The back-test as people read it: tables of text, the same as Markdown for docs/backtest.md, and rows for JSON."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sim.backtest.file import UNITS
-from sim.backtest.score import Backtest, Result, errors, grouped, summary
+from sim.backtest.score import Backtest, Result, blind_errors, errors, grouped, summary
 from sim.quantities import show_share
 from traces.errors import InputError
-from traces.files import plain
-from traces.output import check_file, replacing
+from traces.output import replacing
 
 Cells = list[str]
 
@@ -52,7 +50,7 @@ def _row(result: Result) -> dict[str, Any]:
 
 def tables(test: Backtest) -> list[tuple[str, list[Cells]]]:
     """Return the tables of the report: a heading, and rows of cells of which the first holds the columns' names."""
-    timed = [result for result in test.results if result.scored and result.timed]
+    timed = [result for result in test.results if result.scored and result.row.timed]
     found = [
         ("By source", _grouped(timed, lambda result: result.row.group)),
         ("By system", _grouped(timed, lambda result: result.row.system)),
@@ -63,7 +61,7 @@ def tables(test: Backtest) -> list[tuple[str, list[Cells]]]:
             [f.machine.name, f.parameter, f"{f.before:.4g}", f"{f.after:.4g}", ", ".join(f.figures)] for f in test.fits
         ]
         found.append(("One fitted parameter a machine", fits))
-    others = [result for result in test.results if result.scored and not result.timed]
+    others = [result for result in test.results if result.scored and not result.row.timed]
     if others:
         found.append(("Hit rates and bytes, without a clock", [_FIGURES, *map(_figures, others)]))
     if test.token_by_token:
@@ -81,7 +79,7 @@ _FIGURES = ["figure", "measured", "predicted", "error", "blind", "assumed"]
 
 def every_row(test: Backtest) -> list[tuple[str, list[Cells]]]:
     """Return a table for each source: every simulated speed and latency, those that fit included."""
-    timed = [result for result in test.results if result.timed and result.predicted is not None]
+    timed = [result for result in test.results if result.row.timed and result.predicted is not None]
     return [(name, [_FIGURES, *map(_figures, part)]) for name, part in grouped(timed, lambda r: r.row.group).items()]
 
 
@@ -113,46 +111,41 @@ def _error(result: Result, error: float | None) -> str:
 
 def headline(test: Backtest) -> str:
     """Return the one line that everything comes to."""
-    told = summary(test)
-    blind, after, before = told["blind"], told["after_fit"], told["same_rows_blind"]
-    lines = f"{_errors(told)} over {told['rows']} speeds and latencies, {told['fit_rows']} fit, "
-    lines += f"{told['unsimulated']} not simulated; blind {_errors(blind)} over {blind['rows']}"
+    scores = summary(test)
+    blind, after, before = scores["blind"], scores["after_fit"], scores["same_rows_blind"]
+    lines = f"{_errors(scores)} over {scores['rows']} speeds and latencies, {scores['fit_rows']} fit, "
+    lines += f"{scores['unsimulated']} not simulated; blind {_errors(blind)} over {blind['rows']}"
     if after["rows"]:
         lines += f"; of {after['rows']} rows on fitted machines {_errors(after)}, blind {_errors(before)}"
     return lines
 
 
-def _errors(told: dict[str, Any]) -> str:
-    return f"median {show_share(told['median_abs_error'])}, worst {show_share(told['worst_abs_error'])}"
+def _errors(scores: dict[str, Any]) -> str:
+    return f"median {show_share(scores['median_abs_error'])}, worst {show_share(scores['worst_abs_error'])}"
 
 
 def _grouped(results: Sequence[Result], key: Callable[[Result], str]) -> list[Cells]:
-    found: list[Cells] = [["", "rows", "median", "worst", "without assumptions", "median", "worst", "blind median"]]
+    lines: list[Cells] = [["", "rows", "median", "worst", "without assumptions", "median", "worst", "blind median"]]
     for name, part in [*grouped(results, key).items(), ("all", list(results))]:
         alone = [result for result in part if not result.assumes]
-        found.append([name, *_three(part), *_three(alone), show_share(_blind(part))])
-    return found
+        blind = show_share(blind_errors(part)["median_abs_error"])
+        lines.append([name, *_rows_and_errors(part), *_rows_and_errors(alone), blind])
+    return lines
 
 
-def _blind(results: Iterable[Result]) -> float | None:
-    median: float | None = errors(replace(each, predicted=each.blind) for each in results)["median_abs_error"]
-    return median
+def _rows_and_errors(results: Iterable[Result]) -> Cells:
+    scores = errors(results)
+    return [str(scores["rows"]), show_share(scores["median_abs_error"]), show_share(scores["worst_abs_error"])]
 
 
-def _three(results: Iterable[Result]) -> Cells:
-    told = errors(results)
-    return [str(told["rows"]), show_share(told["median_abs_error"]), show_share(told["worst_abs_error"])]
-
-
-def _tokens(told: dict[str, Any]) -> list[Cells]:
-    found = [["of 128 tokens", "predicted", "measured", "correlation", "median error of a token"]]
-    found.append(["hit rate", *(f"{told['hit_rate'][key]:.4f}" for key in ("predicted", "measured")), "-", "-"])
-    for key, name in (("bytes_read", "bytes read"), ("io_s", "seconds of I/O"), ("wall_s", "seconds")):
-        each = told[key]
-        places = 0 if key == "bytes_read" else 2
-        totals = [f"{each[part]:,.{places}f}" for part in ("predicted", "measured")]
-        found.append([name, *totals, f"{each['correlation']:.5f}", f"{each['median_abs_error']:.1%}"])
-    return found
+def _tokens(compared: dict[str, Any]) -> list[Cells]:
+    lines = [["of 128 tokens", "predicted", "measured", "correlation", "median error of a token"]]
+    lines.append(["hit rate", *(f"{compared['hit_rate'][key]:.4f}" for key in ("predicted", "measured")), "-", "-"])
+    for key, name, digits in (("bytes_read", "bytes read", 0), ("io_s", "seconds of I/O", 2), ("wall_s", "seconds", 2)):
+        each = compared[key]
+        totals = [f"{each[part]:,.{digits}f}" for part in ("predicted", "measured")]
+        lines.append([name, *totals, f"{each['correlation']:.5f}", f"{each['median_abs_error']:.1%}"])
+    return lines
 
 
 def text(test: Backtest, every: bool = False) -> str:
@@ -173,20 +166,15 @@ BEGINS, ENDS = "<!-- moe-sim backtest -->", "<!-- end of moe-sim backtest -->"
 
 
 def put_into(document: Path, test: Backtest) -> None:
-    """Replace the report between its marks in a Markdown document, whole or not at all; InputError as `around`."""
+    """Replace the report between its marks in a Markdown document, whole or not at all."""
     before, after = around(document)
     with replacing(document) as part:
         part.write_text(f"{before}{BEGINS}\n\n{markdown(test)}\n{ENDS}{after}", "utf-8")
 
 
 def around(document: Path) -> tuple[str, str]:
-    """Return what stands before and after the report's marks; InputError where they are not there."""
-    check_file(document, overwrite=True)
-    try:
-        held = plain(document).read_text("utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{document} cannot be read: {error}") from error
-    before, begins, rest = held.partition(BEGINS)
+    """Return what stands before and after the report's marks. Raise InputError where they are not there."""
+    before, begins, rest = document.read_text("utf-8").partition(BEGINS)
     _, ends, after = rest.partition(ENDS)
     if not (begins and ends):
         raise InputError(f"{document} has no lines {BEGINS} and {ENDS}, between which the report would stand")

@@ -6,8 +6,6 @@ hit rate is reached, and a real model's statistics (`data/reuse.toml`) are carri
 Where every expert is computed where it lies, no routing matters: the same experts are chosen each time.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
@@ -28,12 +26,12 @@ PHONE, PHONE_PROMPT, PHONE_SHAPE = "bigmoeonedge-qwen3-30b", 28, (48, 128, 6)
 
 
 def same_each_time(experts: int, top_k: int) -> Reuse:
-    """Every token chooses the experts of the token before it."""
+    """Return the reuse of tokens that each choose the experts of the one before."""
     return (np.arange(experts) < top_k).astype(np.float64)
 
 
 def of_hit_rate(hit_rate: float, slots: float, experts: int, top_k: int) -> Reuse:
-    """A cache of so many slots a layer hits at this rate; InputError where that cannot be."""
+    """Return the reuse with which a cache of so many slots a layer hits at this rate. Raise InputError if none can."""
     inside = min(max(round(slots), 1), experts)
     hits, misses = hit_rate * top_k, (1 - hit_rate) * top_k
     if hits > inside + 1e-9 or misses > experts - inside + 1e-9:
@@ -45,29 +43,23 @@ def of_hit_rate(hit_rate: float, slots: float, experts: int, top_k: int) -> Reus
 
 
 def like(name: str, experts: int, top_k: int) -> Reuse:
-    """As a real model, by the share of a layer's experts that a cache holds; InputError for an unknown name."""
+    """Return a real model's reuse, by the share of a layer's experts that a cache holds."""
     known = table("reuse")
     if name not in known:
         raise unknown("routing statistics", name, known)
     theirs = np.array(known[name]["reuse"])
     hits = np.concatenate([[0.0], np.cumsum(theirs) / theirs.sum()])
     ours = np.interp(np.linspace(0, 1, experts + 1), np.linspace(0, 1, len(hits)), hits)
-    return _at_most_one(np.diff(ours) * top_k)
+    reuse, over = np.diff(ours) * top_k, 0.0
+    for place, value in enumerate(reuse.tolist()):  # what is above 1 moves to the places behind
+        reuse[place] = min(value + over, 1.0)
+        over = value + over - reuse[place]
+    return reuse
 
 
 def nearest(experts: int) -> str:
     """Return the model with statistics whose number of experts a layer is nearest, as a ratio."""
     return min(table("reuse"), key=lambda name: abs(np.log(len(table("reuse")[name]["reuse"]) / experts)))
-
-
-def _at_most_one(reuse: Reuse) -> Reuse:
-    """Move what is above 1 to the places behind."""
-    over = 0.0
-    for place in range(len(reuse)):
-        wanted = reuse[place] + over
-        reuse[place] = min(wanted, 1.0)
-        over = wanted - reuse[place]
-    return reuse
 
 
 def made(
@@ -101,11 +93,6 @@ def made(
     )
 
 
-def all_experts(layers: int, experts: int, tokens: int, context: int, request: int) -> RequestSteps:
-    """Every step uses every expert: layers are copied whole."""
-    return made(np.ones(experts), layers, experts, tokens, experts, context, request)
-
-
 def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 0) -> list[RequestSteps]:
     """Return the first `most` requests (0: all) of a trace: a folder, an imported dump, or the shipped phone run.
 
@@ -114,7 +101,13 @@ def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 
     if name == PHONE:
         theirs, requests = PHONE_SHAPE, [phone()]
     else:
-        trace = _read(expanded(name))
+        path = expanded(name)
+        if path.is_dir():
+            trace = Trace.read(str(path), HEARD)
+        else:
+            meta = path.with_suffix(".json")
+            meta_file = meta if meta.is_file() else None
+            trace, *_ = import_dump(path, meta_file, None if meta_file else Options(phase="decode"))
         if as_decode and trace.phases != "decode":
             trace = trace.as_decode()
         theirs = trace.layers, trace.num_experts, trace.top_k
@@ -122,16 +115,6 @@ def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 
     if theirs != shape:
         raise InputError(f"setting: trace {name} has {theirs} layers, experts and top-k, the row's model {shape}")
     return requests
-
-
-def _read(path: Path) -> Trace:
-    if path.is_dir():
-        return Trace.read(str(path), HEARD)
-    if not path.exists():
-        raise InputError(f"setting: no trace at {path}")
-    beside = path.with_suffix(".json")
-    told = beside if beside.is_file() else None
-    return import_dump(path, told, None if told else Options(phase="decode"))[0]
 
 
 def phone() -> RequestSteps:

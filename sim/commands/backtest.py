@@ -5,7 +5,11 @@ from typing import Annotated
 
 import typer
 
+from sim.backtest import file, report, score
 from sim.commands import options
+from sim.commands.printed import progress
+from sim.engines import engine as engines
+from traces.commands import console
 
 
 @options.expanded
@@ -27,14 +31,7 @@ def backtest(
 
     [b]moe-sim backtest my-rows.toml --rows[/b]
     """
-
-    from sim.backtest import file, report, score
-    from sim.commands.printed import progress
-    from sim.engines import engine as engines
-    from sim.experiment import SIMPY
-    from traces.commands import console
-
-    engine = engine or SIMPY
+    engine = engine or engines.SIMPY
     engines.check(engine)
     if update:
         report.around(update)  # before what takes minutes
@@ -44,7 +41,7 @@ def backtest(
     if update:
         report.put_into(update, test)
     if as_json:
-        found = {"rows": report.rows_of(test), "summary": score.summary(test), "token_by_token": test.token_by_token}
-        console.say_json(found)
+        summary = score.summary(test)
+        console.say_json({"rows": report.rows_of(test), "summary": summary, "token_by_token": test.token_by_token})
     else:
         console.say(report.text(test, every_row))

@@ -1,17 +1,51 @@
 """The command `moe-sim plan`: what a model would do on a machine, and what would help."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from sim.commands import options
 from sim.commands.printed import table
+from sim.planner import plan as planner
+from sim.planner.errors import CONFIDENCE
+from sim.planner.plan import CachePlan, Plan, Speed
+from sim.quantities import show_bytes
+from traces.errors import InputError
 
-if TYPE_CHECKING:
-    from rich.table import Table
 
-    from sim.planner.plan import CachePlan, Plan, Speed
+@dataclass(frozen=True)
+class PlanOptions:
+    """The machine, and how the model is run on it: the keywords of `sim.plan`."""
+
+    gpu_memory: Annotated[str | None, typer.Option(help="GPU memory (12GiB), 0 for none. Default: none.")] = None
+    host_memory: Annotated[str | None, typer.Option(help="Host memory (32GiB). Default: none.")] = None
+    link: Annotated[
+        str | None, typer.Option(help="Link to the GPU (pcie4x8) or its bandwidth (12GB/s). Default: the GPU's.")
+    ] = None
+    disk: Annotated[
+        str | None, typer.Option(help="Disk bandwidth (3GB/s), for what memory does not hold. Default: no disk.")
+    ] = None
+    cpu_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory bandwidth: of the data sheet (50GB/s), or as STREAM measures it ('40GB/s measured'). "
+            "Default: a desktop's of the link's time."
+        ),
+    ] = None
+    context: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens in the KV cache.")] = planner.CONTEXT
+    precision: Annotated[
+        str | None, typer.Option(help="Precision of the weights (q4_k_m, q8_0, fp8). Default: as published.")
+    ] = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU ('RTX 3090'): its memory, bandwidth and link. Default: one of that size."),
+    ] = None
+    gpu_bandwidth: Annotated[
+        str | None, typer.Option(help="GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
+    ] = None
 
 
 @options.expanded
@@ -19,33 +53,8 @@ def plan(
     model: Annotated[
         str, typer.Option(help="Model (moe-sim models lists them), profile file, or transformers config or its folder.")
     ] = "",
-    gpu_memory: Annotated[str | None, typer.Option(help="GPU memory (12GiB), 0 for none. Default: none.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Host memory (32GiB). Default: none.")] = None,
-    link: Annotated[
-        str | None, typer.Option(help="Link to the GPU (pcie4x8) or its bandwidth (12GB/s). Default: the GPU's.")
-    ] = None,
-    disk: Annotated[
-        str | None, typer.Option(help="Disk bandwidth (3GB/s), for what memory does not hold. Default: no disk.")
-    ] = None,
-    cpu_bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            help="Host memory bandwidth: of the data sheet (50GB/s), or as STREAM measures it ('40GB/s measured'). "
-            "Default: a desktop's of the link's time."
-        ),
-    ] = None,
-    context: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens in the KV cache.")] = 8192,
-    precision: Annotated[
-        str | None, typer.Option(help="Precision of the weights (q4_k_m, q8_0, fp8). Default: as published.")
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="GPU ('RTX 3090'): its memory, bandwidth and link. Default: one of that size."),
-    ] = None,
-    gpu_bandwidth: Annotated[
-        str | None, typer.Option(help="GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
-    ] = None,
     *,
+    machine: PlanOptions,
     output: options.OutputOptions,
 ) -> None:
     """Predict what a model would do on a machine: tokens per second, where to put what, and what would help.
@@ -56,31 +65,13 @@ def plan(
 
     [b]moe-sim plan --model qwen3-30b-a3b --precision q4_k_m --gpu-memory 12GiB --host-memory 32GiB --link pcie4x8[/b]
     """
-    from sim.planner.plan import plan as planned
-
     if not model:
-        from traces.errors import InputError
-
         raise InputError("which model? Give --model qwen3-30b-a3b (moe-sim models lists them) or a transformers config")
-    found = planned(
-        model,
-        gpu_memory=gpu_memory,
-        host_memory=host_memory,
-        link=link,
-        disk=disk,
-        cpu_bandwidth=cpu_bandwidth,
-        context=context,
-        precision=precision,
-        gpu=gpu,
-        gpu_bandwidth=gpu_bandwidth,
-    )
-    output.show(found.facts, lambda: _shown(found))
+    result = planner.plan(model, **vars(machine))
+    output.show(result.facts, lambda: _shown(result))
 
 
-def _shown(plan: "Plan") -> "Iterator[str | Table]":
-    from sim.planner.errors import CONFIDENCE
-    from sim.quantities import show_bytes
-
+def _shown(plan: Plan) -> Iterator[str | Table]:
     yield f"{plan.model} at {plan.precision}, {plan.context:,} tokens of context, on {plan.machine}"
     lines = {
         "expect": f"{_speed(plan.speed)} tokens/s",
@@ -110,16 +101,16 @@ def _shown(plan: "Plan") -> "Iterator[str | Table]":
     yield from (f"Assumed: {note}." for note in plan.notes)
 
 
-def _shares(plan: "Plan") -> str:
+def _shares(plan: Plan) -> str:
     others = [f"{tier} {share:.0%}" for tier, share in plan.shares.items() if tier != plan.wall and share >= 0.005]
     return f"{plan.shares[plan.wall]:.0%}" + (f"; {', '.join(others)}" if others else "")
 
 
-def _speed(speed: "Speed") -> str:
+def _speed(speed: Speed) -> str:
     return f"{speed.tokens_per_s:,.1f} ({speed.low:,.1f} to {speed.high:,.1f})"
 
 
-def _cache(cache: "CachePlan", plan: "Plan") -> str:
+def _cache(cache: CachePlan, plan: Plan) -> str:
     times = cache.speed.tokens_per_s / plan.speed.tokens_per_s
     verdict = f"{times:.2f} times as fast" if times >= 1.02 else "it does not help"
     return (
@@ -129,9 +120,7 @@ def _cache(cache: "CachePlan", plan: "Plan") -> str:
     )
 
 
-def _precision(plan: "Plan") -> str:
-    from sim.quantities import show_bytes
-
+def _precision(plan: Plan) -> str:
     best = plan.better_precision
     if best is None:
         return "no lower one of at least 4 bits that fits would be faster"
@@ -141,7 +130,7 @@ def _precision(plan: "Plan") -> str:
     )
 
 
-def _upgrades(plan: "Plan") -> "Table":
+def _upgrades(plan: Plan) -> Table:
     shown = table("one unit more", "", "tokens/s", "gain", "with a cache", gap=1)
     for each in plan.upgrades:
         with_cache = "-" if each.with_cache is None else f"{each.with_cache:,.1f}"
@@ -149,9 +138,7 @@ def _upgrades(plan: "Plan") -> "Table":
     return shown
 
 
-def _precisions(plan: "Plan") -> "Table":
-    from sim.quantities import show_bytes
-
+def _precisions(plan: Plan) -> Table:
     shown = table("precision", "model and KV cache", "fits", "tokens/s", "quality", gap=1)
     for each in plan.precisions:
         quality = "below 4 bits" if each.loses_quality else ""

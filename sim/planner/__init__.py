@@ -1,5 +1,5 @@
 """What a model would do on a machine that was never measured: `moe-sim plan`.
 
 The times are the back-test's (`sim.backtest`): the same rates from data sheets, the same factors, the same engines.
-This package says what fits where, which of these ways is fastest, and how far that can be trusted.
+This package says what fits where, which of these placements is fastest, and how far that can be trusted.
 """

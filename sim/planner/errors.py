@@ -1,4 +1,4 @@
-"""How far predictions of the back-test were off, by kind of way: what a plan's interval follows from.
+"""How far predictions of the back-test were off, by kind of placement: what a plan's interval follows from.
 
 `errors.toml` holds measured / predicted of every speed and latency, without a fitted parameter, as `python -m
 sim.planner.errors` writes it. Each machine counts as one, however many rows it has.
@@ -11,12 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sim.backtest import file, score
 from sim.backtest.file import Setting
 from sim.backtest.score import Result
-
-Float = NDArray[np.float64]
+from sim.engines.engine import SIMPY
 
 FILE = Path(__file__).parent / "errors.toml"
 
@@ -40,35 +39,31 @@ class Interval:
 
 
 def kind_of(setting: Setting) -> str:
-    """Return the kind of a row."""
     return MOVING if setting.policy or setting.host_cache or setting.misses_from == "disk" else STATIC
 
 
 @cache
 def interval(kind: str) -> Interval:
-    """Return the interval of a kind."""
     rows = tomllib.loads(FILE.read_text("utf-8"))[kind]
     machines = sorted({row["machine"] for row in rows})
     ratios = np.array([row["ratio"] for row in rows])
     weights = np.array([1 / sum(other["machine"] == row["machine"] for other in rows) for row in rows])
-    low, median, high = quantiles(ratios, weights, ((1 - CONFIDENCE) / 2, 0.5, (1 + CONFIDENCE) / 2))
-    return Interval(kind, low, high, median, len(rows), len(machines))
-
-
-def quantiles(values: Float, weights: Float, shares: Iterable[float]) -> list[float]:
-    """Return the values below which these shares of the weights lie, interpolated between values."""
-    order = np.argsort(values)
+    order = np.argsort(ratios)
     places = np.cumsum(weights[order]) - weights[order] / 2
-    return [float(np.interp(share * weights.sum(), places, values[order])) for share in shares]
+    low, median, high = (
+        float(np.interp(share * weights.sum(), places, ratios[order]))
+        for share in ((1 - CONFIDENCE) / 2, 0.5, (1 + CONFIDENCE) / 2)
+    )
+    return Interval(kind, low, high, median, len(rows), len(machines))
 
 
 def text(results: Iterable[Result]) -> str:
     """Return the file for these results of the back-test."""
-    lines = ["# measured / predicted speed of the back-test's rows, without a fitted parameter, by kind of way.", ""]
-    lines[0] += "\n# Written by `python -m sim.planner.errors`."
+    lines = ["# measured / predicted speed of the back-test's rows, without a fitted parameter, by kind of placement."]
+    lines += ["# Written by `python -m sim.planner.errors`.", ""]
     for result in results:
         row = result.row
-        if result.blind_error is None or not result.timed or not row.machine:
+        if result.blind_error is None or not row.timed or not row.machine:
             continue
         faster = 1 + result.blind_error if row.metric == "speed" else 1 / (1 + result.blind_error)
         lines += [f"[[{kind_of(row.setting)}]]", f'figure = "{row.figure}"', f'machine = "{row.machine.name}"']
@@ -77,10 +72,6 @@ def text(results: Iterable[Result]) -> str:
 
 
 def main() -> None:
-    """Write the file."""
-    from sim.backtest import file, score
-    from sim.experiment import SIMPY
-
     rows = file.unique([row for path in file.shipped() for row in file.read(path)])
     FILE.write_text(text(score.backtest(rows, SIMPY).results), "utf-8")
 

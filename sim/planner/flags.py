@@ -1,25 +1,20 @@
 """A plan as the command line of llama.cpp and of vLLM.
 
 llama.cpp: `--n-cpu-moe N` keeps the experts of the first N layers of the file in host memory, layers without experts
-counted; `-ot` says the same with a pattern over the names of tensors. vLLM: `--cpu-offload-gb` is in GiB.
+counted; `-ot` states the same with a pattern over the names of tensors. vLLM: `--cpu-offload-gb` is in GiB.
 """
 
-from sim.planner.ways import CPU, Fit, Way
-
-GIB = 2**30
+from sim.planner.placements import Layout
 
 
-def llama_cpp(way: Way) -> list[str]:
+def llama_cpp(layout: Layout) -> list[str]:
     """Return the options of llama-server or llama-cli; the second spells out what the first says in short."""
-    fit = way.fit
-    context = f"-c {fit.context}"
-    if way.kind == CPU or not fit.on_gpu:
+    n, context = layout.host_layers, f"-c {layout.context}"
+    if not layout.on_gpu:
         return [f"-ngl 0 {context}"]
-    n = fit.host_layers
     if not n:
         return [f"-ngl 99 {context}"]
-    profile = fit.profile
-    last = profile.leading_dense_layers + n * (1 + profile.dense_layers_before_each)
+    last = layout.profile.leading_dense_layers + n * (1 + layout.profile.dense_layers_before_each)
     layers = "|".join(map(str, range(last)))
     return [
         f"-ngl 99 --n-cpu-moe {last} {context}",
@@ -27,11 +22,11 @@ def llama_cpp(way: Way) -> list[str]:
     ]
 
 
-def vllm(fit: Fit) -> list[str]:
+def vllm(layout: Layout) -> list[str]:
     """Return the options of `vllm serve`; none where the GPU cannot compute the model, or host memory not hold it."""
-    if not fit.on_gpu or fit.missing_bytes:
+    if not layout.on_gpu or layout.missing_bytes:
         return []
-    common = f"--max-model-len {fit.context}"
-    if not fit.host_layers:
+    common = f"--max-model-len {layout.context}"
+    if not layout.host_layers:
         return [common]
-    return [f"--cpu-offload-gb {-(-int(fit.experts_bytes - fit.gpu_room) // GIB)} {common}"]
+    return [f"--cpu-offload-gb {-(-int(layout.experts_bytes - layout.gpu_free) // 2**30)} {common}"]

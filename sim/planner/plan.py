@@ -1,6 +1,6 @@
 """The plan: what to expect, which tier is the wall, how far the physical limit is, and what would help.
 
-What is expected is what compiled runtimes have flags for today (`ways.today`); an expert cache is set beside it. The
+What is expected is what compiled runtimes have flags for today (`placements.today`), beside it an expert cache. The
 physical limit reads each byte that a token needs once, at the bandwidth that a data sheet states, from the tier where
 Belady's optimal policy would have it, all tiers at the same time and nothing else taking time. Where the host would
 wait for the GPU's memory, also because that holds all experts, the host reads more, until both end at the same time.
@@ -15,15 +15,13 @@ from typing import Any
 from sim import profiles
 from sim.backtest.file import Model
 from sim.backtest.machine import Rates, rates
-from sim.planner import errors, flags, ways
+from sim.planner import errors, flags, placements
+from sim.planner.placements import DISK, RUNTIME, Layout, Placement
 from sim.planner.resources import GPU_RESERVED, Resources, described, resources
-from sim.planner.ways import DISK, RUNTIME, Fit, Way
 from sim.profiles.model_profile import known, model
 from sim.profiles.precision import canonical, name_of
 from sim.quantities import show_bytes
 from traces.errors import InputError
-from traces.facts import text as text_of
-from traces.facts import whole
 from traces.files import expanded
 
 CONTEXT = 8192
@@ -49,7 +47,7 @@ UNITS: Mapping[str, tuple[str, float, str]] = {
     "link": ("link_gb_per_s", 8.0, "+8 GB/s"),
     "disk": ("disk_gb_per_s", 1.0, "+1 GB/s"),
 }
-"""Resources by name: their field of Resources, a unit more, and how to say it."""
+"""Resources by name: their field of Resources, a unit more, and its text."""
 
 PRECISIONS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "iq2_m")
 GOOD = 4.0 / 8
@@ -62,17 +60,14 @@ POLICY = "eamc-blend"
 """To be recommended where there is a cache. Times are of LRU, which the stand-in routing is made for."""
 
 PLACES = {
-    ways.RESIDENT: "everything on the GPU",
-    ways.CPU: "everything on the CPU, in host memory",
+    placements.RESIDENT: "everything on the GPU",
+    placements.CPU: "everything on the CPU, in host memory",
 }
-
-
-_STAND_IN = "how often experts are used again is taken from a trace of {}"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second of a way, and between what it lay on the machines of the back-test."""
+    """Tokens a second, and between what they lay on the machines of the back-test."""
 
     tokens_per_s: float
     low: float
@@ -153,19 +148,18 @@ class Plan:
     @property
     def better_precision(self) -> Precision | None:
         """The fastest lower precision that keeps the quality, if it is faster."""
-        found = [each for each in self.precisions if not each.loses_quality and each.times > 1]
-        return max(found, key=lambda each: each.tokens_per_s, default=None)
+        faster = [each for each in self.precisions if not each.loses_quality and each.times > 1]
+        return max(faster, key=lambda each: each.tokens_per_s, default=None)
 
     def facts(self) -> dict[str, Any]:
         """Return all of it for JSON, tokens_per_s first."""
-        held = asdict(self)
-        speed = held.pop("speed")
-        cache = held["cache"]
+        values = asdict(self)
+        speed, cache = values.pop("speed"), values["cache"]
         return {
             "tokens_per_s": speed["tokens_per_s"],
             "tokens_per_s_low": speed["low"],
             "tokens_per_s_high": speed["high"],
-            **held,
+            **values,
             "cache": cache and {**cache.pop("speed"), **cache},
             "of_limit": self.of_limit,
             "better_precision": asdict(self.better_precision) if self.better_precision else None,
@@ -192,30 +186,59 @@ def plan(
     unless `precision` names one. Raise InputError for an option that cannot be, and where the model does not fit.
     """
     machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth)
-    return _planned(*_fit(str(model), machine, context, precision))
+    layout, notes = _layout(str(model), machine, context, precision)
+    placement, own = placements.today(layout), rates(layout.machine, RUNTIME)
+    seconds, _ = placement.simulated(own)
+    shares, cache = _shares(placement, own, seconds), _cache(layout)
+    kind = _kind(placement)
+    return Plan(
+        model=layout.profile.name,
+        precision=layout.precision,
+        context=layout.context,
+        machine=described(layout.resources),
+        speed=_speed(seconds, kind),
+        kind=placement.kind,
+        placement=_words(placement),
+        policy=placement.policy,
+        cache_experts=placement.gpu_experts,
+        all_experts=layout.profile.moe_layers * layout.profile.experts,
+        cache_bytes=layout.experts_bytes - layout.host_bytes if layout.on_gpu else 0,
+        host_bytes=int(layout.host_bytes - layout.missing_bytes),
+        disk_bytes=int(layout.missing_bytes),
+        wall=max(shares, key=lambda tier: shares[tier]),
+        shares=shares,
+        limit_tokens_per_s=1 / _limit_s(layout),
+        cache=cache,
+        upgrades=_upgrades(layout, 1 / seconds, cache.way if cache else None),
+        precisions=tuple(_at(each, 1 / seconds) for each in _lower(layout) if not each.lack),
+        llama_cpp=tuple(flags.llama_cpp(layout)),
+        vllm=tuple(flags.vllm(layout)),
+        interval=errors.interval(kind),
+        notes=(*notes, *layout.resources.assumed, *_notes(placement)),
+    )
 
 
 def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: str) -> Speed:
     """Return what `plan` expects, and nothing else of it. Raise InputError likewise."""
-    way = ways.today(_fit(model, resources(**machine), context, precision)[0])
-    return _speed(way.play()[0], _kind(way))
+    placement = placements.today(_layout(model, resources(**machine), context, precision)[0])
+    return _speed(placement.simulated()[0], _kind(placement))
 
 
-def _fit(model: str, machine: Resources, context: int, precision: str | None) -> tuple[Fit, list[str]]:
+def _layout(text: str, machine: Resources, context: int, precision: str | None) -> tuple[Layout, list[str]]:
     """Return the model on the machine, and what to note about its precision. Raise InputError where it does not fit."""
-    fit = Fit(_model(model, precision), machine, whole("--context", context))
-    try:
-        fit.require()
-    except InputError as error:
-        lower = [each for each in _lower(fit) if _fits(each)]
-        if not lower:
-            raise
-        first = lower[0]
-        if precision or _loses_quality(first):
-            advice = f"at --precision {first.model.precision} it fits ({show_bytes(first.total_bytes)})"
-            raise InputError(f"{error}; {advice}") from None
-        return first, [f"{first.precision}, since {error}"]
-    return fit, []
+    if context < 1:
+        raise InputError(f"--context is {context}; a whole number of at least 1 is needed")
+    layout = Layout(_model(text, precision), machine, context)
+    lack = layout.lack
+    lower = next((each for each in _lower(layout) if not each.lack), None) if lack else None
+    if lower and not precision and not _loses_quality(lower):
+        return lower, [f"{lower.precision}, since {lack}"]
+    if lower:
+        advice = f"at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})"
+        raise InputError(f"{lack}; {advice}")
+    if lack:
+        raise InputError(lack)
+    return layout, []
 
 
 def _model(text: str, precision: str | None) -> Model:
@@ -228,66 +251,26 @@ def _model(text: str, precision: str | None) -> Model:
     profile = shipped or model(text)
     if profile.encoder_moe_layers:
         raise InputError(f"{profile.name} is an encoder-decoder: plans are of models without an encoder")
-    stated = canonical(text_of("--precision", precision)) if precision else ""
+    stated = canonical(precision) if precision else ""
     experts = stated or name_of(profile.expert_bytes_per_parameter)
     dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 else ""
     return Model(profile.name, shipped.name if shipped else text, stated, dense)
 
 
-def _fits(fit: Fit) -> bool:
-    try:
-        fit.require()
-    except InputError:
-        return False
-    return True
-
-
-def _lower(fit: Fit) -> list[Fit]:
+def _lower(layout: Layout) -> list[Layout]:
     """Return the same at lower precisions, the highest first."""
-    found = [replace(fit, model=replace(fit.model, precision=name, dense_precision="")) for name in PRECISIONS]
-    return [each for each in found if each.experts_bytes < 0.97 * fit.experts_bytes]
+    models = [replace(layout.model, precision=name, dense_precision="") for name in PRECISIONS]
+    layouts = [replace(layout, model=each) for each in models]
+    return [each for each in layouts if each.experts_bytes < 0.97 * layout.experts_bytes]
 
 
-def _loses_quality(fit: Fit) -> bool:
-    profile = fit.profile
-    return fit.experts_bytes < GOOD * profile.moe_layers * profile.experts * profile.expert_parameters
+def _loses_quality(layout: Layout) -> bool:
+    profile = layout.profile
+    return layout.experts_bytes < GOOD * profile.moe_layers * profile.experts * profile.expert_parameters
 
 
-def _planned(fit: Fit, notes: list[str]) -> Plan:
-    way = ways.today(fit)
-    own = rates(fit.machine, RUNTIME)
-    seconds, _ = way.play(own)
-    shares = _shares(way, own, seconds)
-    cache = _cache(fit)
-    return Plan(
-        model=fit.profile.name,
-        precision=fit.precision,
-        context=fit.context,
-        machine=described(fit.resources),
-        speed=_speed(seconds, _kind(way)),
-        kind=way.kind,
-        placement=_placement(way),
-        policy=way.policy,
-        cache_experts=way.gpu_experts,
-        all_experts=fit.profile.moe_layers * fit.profile.experts,
-        cache_bytes=fit.experts_bytes - fit.host_bytes if fit.on_gpu else 0,
-        host_bytes=int(fit.host_bytes - fit.missing_bytes),
-        disk_bytes=int(fit.missing_bytes),
-        wall=max(shares, key=lambda tier: shares[tier]),
-        shares=shares,
-        limit_tokens_per_s=1 / _limit_s(fit),
-        cache=cache,
-        upgrades=_upgrades(fit, 1 / seconds, cache.way if cache else None),
-        precisions=tuple(_at(each, 1 / seconds) for each in _lower(fit) if _fits(each)),
-        llama_cpp=tuple(flags.llama_cpp(way)),
-        vllm=tuple(flags.vllm(fit)),
-        interval=errors.interval(_kind(way)),
-        notes=(*notes, *fit.resources.assumed, *_notes(fit, way)),
-    )
-
-
-def _kind(way: Way) -> str:
-    return errors.MOVING if way.kind == DISK else errors.STATIC
+def _kind(placement: Placement) -> str:
+    return errors.MOVING if placement.kind == DISK else errors.STATIC
 
 
 def _speed(seconds: float, kind: str) -> Speed:
@@ -295,41 +278,39 @@ def _speed(seconds: float, kind: str) -> Speed:
     return Speed(1 / seconds, each.low / seconds, each.high / seconds)
 
 
-def _placement(way: Way) -> str:
-    fit, L = way.fit, way.fit.profile.moe_layers
-    if way.kind in PLACES:
-        return PLACES[way.kind]
-    held = f"{show_bytes(fit.host_bytes)} of experts"
-    if not fit.on_gpu:
-        return f"everything on the CPU; {show_bytes(fit.missing_bytes)} of {held} do not fit host memory: from the disk"
-    text = (
-        f"attention, shared experts and the experts of {L - fit.host_layers} of {L} MoE layers on the GPU; "
-        f"the experts of {fit.host_layers} layers ({show_bytes(fit.host_bytes)}) computed by the CPU"
+def _words(placement: Placement) -> str:
+    layout, L = placement.layout, placement.layout.profile.moe_layers
+    if placement.kind in PLACES:
+        return PLACES[placement.kind]
+    experts, missing = show_bytes(layout.host_bytes), show_bytes(layout.missing_bytes)
+    if not layout.on_gpu:
+        return f"everything on the CPU; {missing} of {experts} of experts do not fit host memory: from the disk"
+    return (
+        f"attention, shared experts and the experts of {L - layout.host_layers} of {L} MoE layers on the GPU; "
+        f"the experts of {layout.host_layers} layers ({experts}) computed by the CPU"
+        + (f", {missing} of them not in host memory but on the disk" if layout.missing_bytes else "")
     )
-    if fit.missing_bytes:
-        return f"{text}, {show_bytes(fit.missing_bytes)} of them not in host memory but on the disk"
-    return text
 
 
-def _notes(fit: Fit, way: Way) -> list[str]:
-    found = []
-    if fit.model.dense_precision:
-        found.append(f"all but the experts is {fit.model.dense_precision}, as in the GGUF files of such models")
-    if fit.resources.has_gpu and not fit.on_gpu:
-        found.append(
+def _notes(placement: Placement) -> list[str]:
+    layout, notes = placement.layout, []
+    if layout.model.dense_precision:
+        notes.append(f"all but the experts is {layout.model.dense_precision}, as in the GGUF files of such models")
+    if layout.resources.has_gpu and not layout.on_gpu:
+        notes.append(
             f"the GPU is not used: its memory does not hold the dense part and the KV cache "
-            f"({show_bytes(fit.fixed_bytes)}) beside {show_bytes(GPU_RESERVED)} for the runtime"
+            f"({show_bytes(layout.fixed_bytes)}) beside {show_bytes(GPU_RESERVED)} for the runtime"
         )
-    if way.kind == DISK:
-        found.append(
+    if placement.kind == DISK:
+        notes.append(
             "reads past the page cache; through mmap (llama.cpp's default) a token took up to 4.3 times as long "
             "(replay/results/README.md)"
         )
-        found.append(_STAND_IN.format(way.stand_in))
-    return found
+        notes.append(f"how often experts are used again is taken from a trace of {placement.stand_in}")
+    return notes
 
 
-def _shares(way: Way, own: Rates, seconds: float) -> dict[str, float]:
+def _shares(placement: Placement, own: Rates, seconds: float) -> dict[str, float]:
     """Return what share of a token's time would be saved if a tier took none."""
     faster = {
         tier: replace(own, **{name: getattr(own, name) * FAST for name in names}) for tier, names in TIERS.items()
@@ -337,76 +318,73 @@ def _shares(way: Way, own: Rates, seconds: float) -> dict[str, float]:
     faster["link"] = replace(faster["link"], link_latency_us=0.0)
     faster["disk"] = replace(faster["disk"], disk_latency_us=0.0)
     faster["overheads of launches and hops"] = replace(own, **dict.fromkeys(OVERHEADS, 0.0))
-    return {tier: max(0.0, 1 - way.play(each)[0] / seconds) for tier, each in faster.items()}
+    return {tier: max(0.0, 1 - placement.simulated(each)[0] / seconds) for tier, each in faster.items()}
 
 
-def _cache(fit: Fit) -> CachePlan | None:
-    played = [(way, *way.play()) for way in ways.cached(fit)]
-    if not played:
+def _cache(layout: Layout) -> CachePlan | None:
+    simulated = [(placement, *placement.simulated()) for placement in placements.cached(layout)]
+    if not simulated:
         return None
-    way, seconds, log = min(played, key=lambda each: each[1])
-    split = way.policy.endswith("/split")
+    placement, seconds, outcome = min(simulated, key=lambda each: each[1])
+    split = placement.policy.endswith("/split")
     return CachePlan(
         speed=_speed(seconds, errors.MOVING),
         policy=POLICY + ("/split" if split else ""),
         placement="computed on the CPU or copied to the GPU, whichever is done first" if split else "copied to the GPU",
-        experts=way.gpu_experts,
-        cache_bytes=min(int(fit.gpu_room), fit.experts_bytes),
-        hit_rate=log.hit_rate,
-        routing=way.stand_in,
-        way=way.policy,
+        experts=placement.gpu_experts,
+        cache_bytes=min(int(layout.gpu_free), layout.experts_bytes),
+        hit_rate=outcome.hit_rate,
+        routing=placement.stand_in,
+        way=placement.policy,
     )
 
 
-def _limit_s(fit: Fit) -> float:
+def _limit_s(layout: Layout) -> float:
     """Return the seconds of a token at the physical limit: see the head of this file."""
-    profile, machine = fit.profile, fit.resources
-    read = fit.fixed_bytes
-    if not fit.on_gpu:
-        elsewhere = _belady(fit, fit.host_room)
-        disk_s = elsewhere / machine.disk_gb_per_s if elsewhere else 0.0
+    profile, machine, read = layout.profile, layout.resources, layout.fixed_bytes
+    beyond = _belady(layout, layout.gpu_free if layout.on_gpu else layout.host_free)
+    if not layout.on_gpu:
+        disk_s = beyond / machine.disk_gb_per_s if beyond else 0.0
         return max((read + profile.token_bytes) / machine.host_gb_per_s, disk_s) / 1e9
-    beyond = _belady(fit, fit.gpu_room)
-    elsewhere = _belady(fit, fit.gpu_room + max(fit.host_room, 0.0))
+    elsewhere = _belady(layout, layout.gpu_free + max(layout.host_free, 0.0))
     gpu, host = machine.gpu_gb_per_s, machine.host_reads
     own = profile.token_bytes - beyond
-    if fit.host_room > 0:  # as much as the GPU reads while the host reads the rest, in the same time
+    if layout.host_free > 0:  # as much as the GPU reads while the host reads the rest, in the same time
         own = min(own, max(0.0, (gpu * profile.token_bytes - host * read) / (gpu + host)))
     times = [(read + own) / gpu, (profile.token_bytes - own) / host]
     return max(*times, elsewhere / machine.disk_gb_per_s if elsewhere else 0.0) / 1e9
 
 
-def _belady(fit: Fit, room: float) -> float:
+def _belady(layout: Layout, capacity: float) -> float:
     """Return the bytes of experts a token that Belady's policy misses in so many bytes, over the stand-in routing."""
-    if room >= fit.experts_bytes:
+    if capacity >= layout.experts_bytes:
         return 0.0
-    if room < fit.profile.top_k * fit.profile.expert_bytes:
-        return fit.profile.token_bytes
-    return ways.missed_bytes(fit, "belady", room)
+    if capacity < layout.profile.top_k * layout.profile.expert_bytes:
+        return layout.profile.token_bytes
+    return placements.missed_bytes(layout, "belady", capacity)
 
 
-def _upgrades(fit: Fit, speed: float, cached: str | None) -> tuple[Upgrade, ...]:
-    found = []
+def _upgrades(layout: Layout, speed: float, cached: str | None) -> tuple[Upgrade, ...]:
+    upgrades = []
     for resource, (field, more, unit) in UNITS.items():
-        if not getattr(fit.resources, field):
+        if not getattr(layout.resources, field):
             continue
-        grown = replace(fit, resources=fit.resources.with_more(**{field: more}))
-        faster = 1 / ways.today(grown).play()[0]
-        with_cache = [1 / way.play()[0] for way in ways.cached(grown) if way.policy == cached]
-        found.append(Upgrade(resource, unit, faster, faster / speed - 1, with_cache[0] if with_cache else None))
-    return tuple(found)
+        grown = replace(layout, resources=layout.resources.with_more(**{field: more}))
+        faster = 1 / placements.today(grown).simulated()[0]
+        with_cache = [1 / each.simulated()[0] for each in placements.cached(grown) if each.policy == cached]
+        upgrades.append(Upgrade(resource, unit, faster, faster / speed - 1, with_cache[0] if with_cache else None))
+    return tuple(upgrades)
 
 
-def _at(fit: Fit, speed: float) -> Precision:
-    faster = 1 / ways.today(fit).play()[0]
-    where = (
-        "GPU memory" if fit.on_gpu and not fit.host_layers else "GPU and host memory" if fit.on_gpu else "host memory"
-    )
+def _at(layout: Layout, speed: float) -> Precision:
+    faster = 1 / placements.today(layout).simulated()[0]
+    memory = "GPU memory" if not layout.host_layers else "GPU and host memory"
+    memory = memory if layout.on_gpu else "host memory"
     return Precision(
-        name=fit.model.precision,
-        total_bytes=int(fit.total_bytes),
-        fits=f"{where} with the disk" if fit.missing_bytes else where,
+        name=layout.model.precision,
+        total_bytes=int(layout.total_bytes),
+        fits=f"{memory} with the disk" if layout.missing_bytes else memory,
         tokens_per_s=faster,
         times=faster / speed,
-        loses_quality=_loses_quality(fit),
+        loses_quality=_loses_quality(layout),
     )

@@ -1,10 +1,11 @@
-"""The machine as a user states it, and what is assumed of what they leave out.
+"""The machine as a user states it, and what is assumed where they state nothing.
 
 What a runtime and an operating system need beside the model is reserved; each assumption is a sentence for the user.
 """
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,6 @@ from sim.backtest.file import Machine
 from sim.backtest.machine import gpu_data_sheet, table
 from sim.quantities import parse_bytes, parse_gb_per_s, show_bytes
 from traces.errors import InputError, unknown
-from traces.facts import text as text_of
 
 GIB = 2**30
 
@@ -48,7 +48,6 @@ class Resources:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether there is a GPU."""
         return self.gpu_memory > 0
 
     @property
@@ -83,14 +82,12 @@ def resources(
     gpu: str | None = None,
     gpu_bandwidth: str | None = None,
 ) -> Resources:
-    """Return the machine of options as given. Raise InputError for what cannot be read, or where nothing is stated."""
-    asked = {"gpu-memory": gpu_memory, "host-memory": host_memory, "link": link, "disk": disk}
-    asked |= {"cpu-bandwidth": cpu_bandwidth, "gpu": gpu, "gpu-bandwidth": gpu_bandwidth}
-    for option, given in asked.items():
-        if given is not None:
-            text_of(f"--{option}", given)
+    """Return the machine of these options. Raise InputError for what cannot be read or would do nothing."""
     assumed: list[str] = []
-    sheet = _data_sheet(gpu) if gpu else {}
+    try:
+        sheet = gpu_data_sheet(gpu or "")
+    except InputError as error:
+        raise InputError(f"{error} (for another GPU, give --gpu-memory and --gpu-bandwidth)") from error
     memory = _memory(gpu_memory, "--gpu-memory")
     if gpu_memory is None and gpu:
         if not sheet.get("memory_gib"):
@@ -126,19 +123,12 @@ def _memory(text: str | None, option: str) -> int:
     return 0 if text is None or text.strip() in ("", "0") else parse_bytes(text, option)
 
 
-def _data_sheet(gpu: str) -> dict[str, Any]:
-    try:
-        return gpu_data_sheet(gpu)
-    except InputError as error:
-        raise InputError(f"{error} (for another GPU, give --gpu-memory and --gpu-bandwidth)") from error
-
-
-def _gpu_reads(memory: int, sheet: dict[str, object], stated: str | None) -> tuple[float, str]:
+def _gpu_reads(memory: int, sheet: Mapping[str, Any], stated: str | None) -> tuple[float, str]:
     """Return GB/s of GPU memory, and the GPU that was assumed, if one was: the middle card of those of that size."""
     if stated:
         return parse_gb_per_s(stated, "--gpu-bandwidth"), ""
     if sheet:
-        return float(str(sheet["gb_per_s"])), ""
+        return float(sheet["gb_per_s"]), ""
     known = {name: one for name, one in table("gpus").items() if re.match(r"RTX \d", name)}
     near = min(abs(math.log(one["memory_gib"] * GIB / memory)) for one in known.values())
     alike = [name for name, one in known.items() if abs(math.log(one["memory_gib"] * GIB / memory)) <= near + 1e-9]
@@ -147,18 +137,17 @@ def _gpu_reads(memory: int, sheet: dict[str, object], stated: str | None) -> tup
     return float(known[middle]["gb_per_s"]), middle
 
 
-def _link(text: str | None, sheet: dict[str, object], like: str, assumed: list[str], needed: bool) -> tuple[str, float]:
-    """Return the link's generation, and GB/s of a copy; ("", GB/s) where it was given as that."""
+def _link(text: str | None, sheet: Mapping[str, Any], like: str, assumed: list[str], needed: bool) -> tuple[str, float]:
+    """Return the link's generation, and GB/s of a copy; ("", GB/s) where it was stated as that."""
     links = table("factors")["links"]
     if text and "/" in text:
         return "", parse_gb_per_s(text, "--link")
     if text:
-        found = _LINK.fullmatch(text.strip())
-        name = f"PCIe {found[1]}.0 x{found[2]}" if found else text
+        parts = _LINK.fullmatch(text.strip())
+        name = f"PCIe {parts[1]}.0 x{parts[2]}" if parts else text
         if name not in links:
-            raise unknown(
-                "link", text, [*(each.replace(" ", "").replace(".0", "").lower() for each in links), "25GB/s"]
-            )
+            names = [each.replace(" ", "").replace(".0", "").lower() for each in links]
+            raise unknown("link", text, [*names, "25GB/s"])
     else:
         name = str(sheet.get("link") or (table("gpus")[like]["link"] if like else LINK))
         if needed:
@@ -183,15 +172,10 @@ def _host_reads(text: str | None, lanes: str, assumed: list[str], needed: bool) 
 
 def described(resources: Resources) -> str:
     """Return the machine in a line."""
-    parts = [
-        f"{show_bytes(resources.gpu_memory)} of GPU memory at {resources.gpu_gb_per_s:,.0f} GB/s"
-        if resources.has_gpu
-        else "no GPU",
-        f"{show_bytes(resources.host_memory)} of host memory at {resources.host_gb_per_s:,.1f} GB/s"
-        if resources.host_memory
-        else "no host memory for experts",
-    ]
-    if resources.has_gpu and resources.host_memory:
-        parts.append(f"a link of {resources.link_gb_per_s:g} GB/s")
-    parts.append(f"a disk of {resources.disk_gb_per_s:g} GB/s" if resources.disk_gb_per_s else "no disk")
-    return ", ".join(parts)
+    gpu, host, each = "no GPU", "no host memory for experts", resources
+    if each.has_gpu:
+        gpu = f"{show_bytes(each.gpu_memory)} of GPU memory at {each.gpu_gb_per_s:,.0f} GB/s"
+    if each.host_memory:
+        host = f"{show_bytes(each.host_memory)} of host memory at {each.host_gb_per_s:,.1f} GB/s"
+    link = f", a link of {each.link_gb_per_s:g} GB/s" if each.has_gpu and each.host_memory else ""
+    return f"{gpu}, {host}{link}, " + (f"a disk of {each.disk_gb_per_s:g} GB/s" if each.disk_gb_per_s else "no disk")

@@ -3,15 +3,12 @@
 The tables of docs/backtest.md are printed afresh by `moe-sim backtest --update docs/backtest.md`.
 """
 
-import errno
 import json
 import math
-import os
 import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -20,10 +17,10 @@ import tomli_w
 from typer.testing import CliRunner
 
 from sim.backtest import file, report, routing, score
+from sim.backtest.case import Case
 from sim.backtest.file import Machine, Model, Setting
 from sim.backtest.machine import DATA, Rates, rates, table
 from sim.backtest.model import profile_of
-from sim.backtest.play import Case
 from sim.commands import app
 from sim.experiment import SIMPY
 from sim.planner import errors
@@ -77,14 +74,14 @@ def case(folder: Path, **changed) -> Case:
     return Case(file.read(written(folder, {**ROW, **changed}))[0])
 
 
-def rates_of(played: Case) -> Rates:
-    found = score.rates_of(played.row)
+def rates_of(one: Case) -> Rates:
+    found = score.rates_of(one.row)
     assert found
     return found
 
 
-def seconds(played: Case, own: Rates | None = None) -> float:
-    taken = played.played(own or rates_of(played), SIMPY).seconds
+def seconds(one: Case, own: Rates | None = None) -> float:
+    taken = one.simulated(own or rates_of(one), SIMPY).seconds
     assert taken
     return taken
 
@@ -95,84 +92,28 @@ def seconds(played: Case, own: Rates | None = None) -> float:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"metric": "sped"}, "unknown metric 'sped'; did you mean speed?"),
-        ({"unit": "ms"}, "unknown unit of speed 'ms'"),
-        ({"value": 0}, "value = 0"),
-        ({"value": "fast"}, "value = 'fast': must be a number"),
-        ({"quality": "D"}, "unknown quality 'D'"),
         ({"sauce": "here"}, "unknown key 'sauce'; did you mean source"),
         ({"machine": "yours"}, "unknown machine 'yours'"),
+        ({"value": "fast"}, "value = 'fast'"),
+        ({"metric": "sped"}, "metric = 'sped'"),
+        ({"unit": "ms"}, "unknown unit of speed 'ms'"),
+        ({"machine": {"gpu_gb_per_s": -1.0}}, "machine: gpu_gb_per_s = -1.0"),
         ({"model": "large"}, "no model profile is known for 'large'"),
-        ({"model": {**MODEL, "top_k": 20}}, "top_k 20 is above 16 experts"),
-        ({"model": {"layers": 3}}, "state experts, top_k, expert_bytes, dense_bytes"),
-        ({"model": {"profile": "gpt-oss-20b", "precision": "q4_k_n"}}, "unknown precision 'q4_k_n'"),
-        ({"model": {**MODEL, "layer_expert_bytes": [1, 2]}}, "layer_expert_bytes: 2 for 6 layers"),
-        (
-            {
-                "model": {**MODEL, "layer_expert_bytes": [1, 2, 3, 4, 5, 6]},
-                "metric": "bytes read",
-                "unit": "B",
-                "setting": {**CACHED, "host_cache": "75%"},
-            },
-            "reads of the disk have no bytes where experts differ in size",
-        ),
-        (
-            {"model": {**MODEL, "expert_mb": 3.0}},
-            "model: give one of expert_bytes, expert_mb, not expert_bytes and",
-        ),
-        ({"machine": {**MACHINE, "host_gflop_per_s_per_thread": 9.0}}, "has no effect without host_threads"),
-        ({"machine": {"gpu_gb_per_s": -1.0}}, "machine: gpu_gb_per_s = -1.0: must be above 0"),
-        ({"machine": {**MACHINE, "link_gb_per_s": 1e-9}, "setting": CACHED}, "link_bandwidth_gb_per_s is below 0.001"),
-        ({"machine": {"link": "PCIe 9"}}, "unknown link 'PCIe 9'"),
         ({"machine": {"gpu": "RTX 3091"}}, "unknown gpu 'RTX 3091'; did you mean RTX 3090"),
-        ({"model": {"profile": "mixtral-8x7b", "file_gb": 1e-12}}, "model: an expert is smaller than a byte"),
-        ({"model": {**MODEL, "layers": 10**5, "experts": 10**6}}, "100000 layers of 1000000 experts: at most 1000000"),
-        ({"machine": {"gpu": "RTX 3090", "ram": f"{'9' * 5000} x DDR5-6000"}}, "write channels and kind"),
-        ({"machine": {"gpu": "RTX 3090", "ram": "DDR5"}}, "ram 'DDR5': write channels and kind"),
-        ({"machine": {"link_gb_per_s": 20.0}, "setting": {"all_on": "cpu"}}, "from which host_gb_per_s follows"),
         ({"machine": {"gpu": "L4"}}, "from which host_gb_per_s follows"),
         (
             {"machine": {"gpu": "M3 Max"}, "setting": {"policy": "lru", "cache": "0"}},
             "from which link_gb_per_s follows",
         ),
-        (
-            {"machine": {"gpu": "L4"}, "setting": {"policy": "lru", "cache": "0", "misses_from": "disk"}},
-            "disk_gb_per_s",
-        ),
-        ({"setting": {"policy": "lru+gate", "cache": "50%"}}, "lru+gate needs a trace with what routers pick early"),
-        (
-            {"fit": True, "machine": {"gpu": "L4", "fit_parameter": "disk_gb_per_s"}, "setting": {"all_on": "gpu"}},
-            "from which disk_gb_per_s follows, which is to be fitted",
-        ),
+        ({"fit": True, "machine": {"gpu_gb_per_s": 5.0}}, "the machine's fit_parameter"),
         ({"fit": True, "setting": {"all_on": "gpu"}}, "host_gb_per_s has no effect on one, which cannot fit it"),
-        ({"machine": {**MACHINE, "fit_parameter": "speed"}}, "unknown fit_parameter 'speed'"),
-        ({"fit": True, "machine": {"gpu_gb_per_s": 5.0}}, "its machine names no fit_parameter"),
-        ({"fit": "yes"}, "fit = 'yes': must be true or false"),
         ({"setting": {}}, "give one of all_on, host_layers, host_share, policy, not none"),
         ({"setting": {"all_on": "gpu", "host_layers": 3}}, "not all_on and host_layers"),
-        ({"setting": {"all_on": "tpu"}}, "unknown all_on 'tpu'"),
         ({"setting": {"host_layers": 9}}, "host_layers 9 of 6 layers"),
-        ({"setting": {"policy": "lru"}}, "policy needs a cache"),
-        ({"setting": {"policy": "lruu", "cache": "25%"}}, "lruu"),
-        ({"setting": {"policy": "lru", "cache": "150%"}}, "a share is 0% to 100%"),
-        ({"setting": {"policy": "lru", "cache": "much"}}, "'much'"),
-        ({"setting": {"policy": "lru", "cache": "0.25"}}, "cache '0.25': write 25%, a number of experts"),
-        ({"setting": {"policy": "lru", "cache": "50%", "hit_rate": 1.2}}, "at most 1"),
-        ({"setting": {**CACHED, "tokens": 10**14, "batch": 2}}, "batch x tokens are 200000000000000: at most 100000"),
-        ({"metric": "hit rate", "unit": "%", "value": 101, "setting": CACHED}, "at most 1"),
-        (
-            {"metric": "bytes read", "unit": "B", "value": 0, "setting": CACHED},
-            "must be above 0 for a figure of bytes read",
-        ),
-        (
-            {"metric": "hit rate", "unit": "%", "setting": CACHED, "fit": True},
-            "only speeds and latencies fit a parameter",
-        ),
-        ({"metric": "bytes read", "unit": "B"}, "a figure of bytes read is of a cache: give policy and cache"),
+        ({"setting": {"policy": "lru", "cache": "150%"}}, "cache '150%': write 0% to 100%"),
+        ({"setting": {"policy": "lru+gate", "cache": "50%"}}, "lru+gate needs a trace with what routers pick early"),
         ({"setting": {"policy": "lru", "cache": "0", "hit_rate": 0.9}}, "never hit 0.9 in 1 slots a layer"),
-        ({"setting": {"policy": "lru", "cache": "50%", "like": "gpt"}}, "unknown routing statistics 'gpt'"),
-        ({"setting": {"policy": "lru", "cache": "50%", "trace": "nowhere"}}, "no trace at nowhere"),
-        ({"setting": {"policy": "lru", "cache": "50%", "trace": routing.PHONE}}, "layers, experts and top-k"),
+        ({"metric": "bytes read", "unit": "B"}, "a figure of bytes read is of a cache: give policy and cache"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_one_line_with_file_and_row(tmp_path, changed, said):
@@ -232,24 +173,6 @@ def test_a_key_that_is_ignored_changes_nothing_wherever_it_stands(tmp_path, sett
     assert file.read(written(tmp_path, {**ROW, "setting": setting}, defaults=defaults)) == [alone]
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ({"policy": "lru", "cache": "97"}, "cache 97 is larger than all 96 experts: it holds them all (100%)"),
-        ({**CACHED, "host_cache": "1GB"}, "host_cache 1GB is larger than all 96 experts: it holds them all (100%)"),
-        ({"policy": "lru", "slots_per_layer": 17}, "slots_per_layer 17 is more than a layer's 16 experts"),
-        ({**CACHED, "trace": "t", "requests": 3}, "requests 3 is more than the trace has (2)"),
-    ],
-)
-def test_a_number_above_what_there_is_is_warned_of(tmp_path, monkeypatch, setting, said):
-    monkeypatch.chdir(tmp_path)
-    write_trace(synthetic(2, 3, 6, 16, 4, seed=3), tmp_path / "t")
-    row = {**ROW, "setting": setting, "machine": {**MACHINE, "disk_gb_per_s": 3.0}}
-    path, warned = written(tmp_path, row), list[str]()
-    score.backtest(file.read(path), SIMPY, warn=warned.append)
-    assert warned == [f"{path}: row one: setting: {said}"]
-
-
 def test_a_run_far_from_the_measured_hit_rate_is_warned_of(tmp_path):
     near = {**ROW, "figure": "near", "setting": {**CACHED, "hit_rate": 0.6}}
     empty = {**CACHED, "hit_rate": 0.6, "policy": "lru/host"}  # nothing fills the cache
@@ -257,26 +180,6 @@ def test_a_run_far_from_the_measured_hit_rate_is_warned_of(tmp_path):
     path, warned = written(tmp_path, far, near), list[str]()
     score.backtest(file.read(path), SIMPY, warn=warned.append)
     assert warned == [f"{path}: row far: lru/host hits 0.0%, far from the hit_rate of 60.0% that was measured"]
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("rows = 3", "rows: must be a list of tables"),
-        ("[[rows]\n", "cannot be read as TOML"),
-        ("[[lines]]\n", "unknown key 'lines'"),
-        ('machines = "a10"\n[[rows]]\n', "machines: must be a table"),
-        ("[machines.x]\nspeed = 3\n[[rows]]\n", "machines.x: unknown key 'speed'"),
-        ('[[rows]]\nsystem = "x"\n', "row 1: the key 'figure' is missing"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_one_line(tmp_path, content, said):
-    path = tmp_path / "bad.toml"
-    path.write_text(content)
-    with pytest.raises(InputError) as told:
-        file.read(path)
-    assert str(path) in str(told.value)
-    assert said in str(told.value)
 
 
 def test_defaults_may_hold_what_some_rows_do_not_use(tmp_path):
@@ -289,11 +192,6 @@ def test_defaults_may_hold_what_some_rows_do_not_use(tmp_path):
 def test_two_rows_of_one_name_are_refused(tmp_path):
     with pytest.raises(InputError, match="figure 'one' is there twice"):
         file.unique(file.read(written(tmp_path, ROW, ROW)))
-
-
-def test_the_command_ends_with_one_line_on_a_bad_file(tmp_path):
-    ended = CliRunner().invoke(app, ["backtest", str(written(tmp_path, {**ROW, "unit": "km/h"}))])
-    assert isinstance(ended.exception, InputError)
 
 
 def test_the_shipped_rows_are_those_that_were_published():
@@ -363,9 +261,9 @@ def test_stated_bytes_are_what_is_read(tmp_path):
 # What is run
 
 
-def closed_form(played: Case, host_layers: int) -> float:
+def closed_form(one: Case, host_layers: int) -> float:
     """Seconds of a token whose first layers' experts the host computes, everything else the GPU."""
-    own, profile = rates_of(played), played.profile
+    own, profile = rates_of(one), one.profile
     timing = Roofline(own.hardware(cpu=False, disk_link=False), profile)
     context, k = table("factors")["context"], profile.top_k
     ns = timing.head_ns(1)
@@ -377,8 +275,8 @@ def closed_form(played: Case, host_layers: int) -> float:
 
 @pytest.mark.parametrize("host_layers", [0, 1, 4, 6])
 def test_a_static_split_takes_what_its_closed_form_says(tmp_path, host_layers):
-    played = case(tmp_path, setting={"host_layers": host_layers})
-    assert seconds(played) == pytest.approx(closed_form(played, host_layers), abs=1e-9)
+    one = case(tmp_path, setting={"host_layers": host_layers})
+    assert seconds(one) == pytest.approx(closed_form(one, host_layers), abs=1e-9)
 
 
 def test_all_on_the_gpu_is_a_split_of_no_layer(tmp_path):
@@ -394,27 +292,27 @@ def test_a_trace_all_on_the_gpu_copies_no_expert(tmp_path):
 
 
 def test_a_share_of_layers_rounds_to_layers(tmp_path):
-    assert case(tmp_path, setting={"host_share": 0.5}).policy == "lru/layers:n=3"
+    assert case(tmp_path, setting={"host_share": 0.5}).policy.text == "lru/layers:n=3"
 
 
 def test_all_on_the_cpu_reads_every_byte_once_from_host_memory(tmp_path):
-    played = case(tmp_path, setting={"all_on": "cpu", "context": 1})
-    own = replace(rates_of(played), cpu_us_per_layer=0.0)
-    assert seconds(played, own) == pytest.approx((60e6 + 10e6 + 6 * 4 * 5e6) / 50e9, rel=2e-3)
+    one = case(tmp_path, setting={"all_on": "cpu", "context": 1})
+    own = replace(rates_of(one), cpu_us_per_layer=0.0)
+    assert seconds(one, own) == pytest.approx((60e6 + 10e6 + 6 * 4 * 5e6) / 50e9, rel=2e-3)
 
 
 def test_without_a_cache_every_expert_crosses_the_link(tmp_path):
-    played = case(tmp_path, setting={"policy": "lru", "cache": "0", "blocking": True})
-    out = played.played(rates_of(played), SIMPY)
-    compute = closed_form(played, 0)
+    one = case(tmp_path, setting={"policy": "lru", "cache": "0", "blocking": True})
+    out = one.simulated(rates_of(one), SIMPY)
+    compute = closed_form(one, 0)
     assert out.hit_rate == 0
     assert out.bytes_read == 6 * 4 * 5_000_000
     assert out.seconds == pytest.approx(compute + 6 * 4 * 5e6 / 20e9, rel=1e-3)
 
 
 def test_whole_layers_move_all_experts_but_those_that_stay(tmp_path):
-    played = case(tmp_path, setting={"policy": "lru", "cache": "50%", "whole_layers": True})
-    out = played.played(rates_of(played), SIMPY)
+    one = case(tmp_path, setting={"policy": "lru", "cache": "50%", "whole_layers": True})
+    out = one.simulated(rates_of(one), SIMPY)
     assert out.bytes_read == pytest.approx((6 * 16 - 48) * 5_000_000, rel=0.05)
 
 
@@ -422,7 +320,7 @@ def test_whole_layers_serve_all_requests_of_a_batch(tmp_path):
     setting = {"policy": "lru", "cache": "0", "whole_layers": True}
     row = {"machine": {**MACHINE, "gpu_gb_per_s": 1e6}}
     one, two = (case(tmp_path, **row, setting={**setting, "batch": n}) for n in (1, 2))
-    assert two.played(rates_of(two), SIMPY).step_tokens == 2
+    assert two.simulated(rates_of(two), SIMPY).step_tokens == 2
     assert seconds(two) == pytest.approx(seconds(one), rel=0.01)
 
 
@@ -444,15 +342,15 @@ def test_misses_from_the_disk_go_at_the_disks_rate(tmp_path):
 
 def test_a_batch_shares_the_dense_weights_and_not_the_experts(tmp_path):
     alone, four = (case(tmp_path, setting={"all_on": "gpu", "batch": batch}) for batch in (1, 4))
-    speeds = [score.figure(each.row, each.played(rates_of(each), SIMPY)) for each in (alone, four)]
+    speeds = [score.figure(each.row, each.simulated(rates_of(each), SIMPY)) for each in (alone, four)]
     assert 1.2 < speeds[1] / speeds[0] < 3.5
 
 
 @pytest.mark.parametrize("setting", [{**CACHED, "batch": 3}, {**CACHED, "host_cache": "75%"}])
 def test_without_a_clock_as_many_bytes_are_read_as_with_one(tmp_path, setting):
-    played = case(tmp_path, setting=setting, machine={**MACHINE, "disk_gb_per_s": 2.0})
-    read = played.played(None, SIMPY).bytes_read
-    assert 0 < read == played.played(rates_of(played), SIMPY).bytes_read
+    one = case(tmp_path, setting=setting, machine={**MACHINE, "disk_gb_per_s": 2.0})
+    read = one.simulated(None, SIMPY).bytes_read
+    assert 0 < read == one.simulated(rates_of(one), SIMPY).bytes_read
 
 
 def test_where_layers_state_one_size_reads_of_the_disk_are_counted_as_of_a_model_of_that_size(tmp_path):
@@ -470,9 +368,9 @@ def test_where_layers_state_one_size_reads_of_the_disk_are_counted_as_of_a_model
 @pytest.mark.parametrize("hit_rate", [0.3, 0.7, 0.9])
 def test_the_routing_reaches_a_measured_hit_rate(tmp_path, policy, hit_rate):
     setting = {"policy": policy, "cache": "50%", "hit_rate": hit_rate, "free_copies": True}
-    played = case(tmp_path, setting=setting)
-    own = rates_of(played)
-    assert played.aimed(own, SIMPY).played(own, SIMPY).hit_rate == pytest.approx(hit_rate, abs=0.025)
+    one = case(tmp_path, setting=setting)
+    own = rates_of(one)
+    assert one.aimed(own, SIMPY).simulated(own, SIMPY).hit_rate == pytest.approx(hit_rate, abs=0.025)
 
 
 def test_made_routing_hits_under_lru_as_its_statistics_say():
@@ -487,27 +385,29 @@ def test_made_routing_hits_under_lru_as_its_statistics_say():
     assert hits / (400 * 4 * 4) == pytest.approx(reuse[:8].sum() / 4, abs=0.01)
 
 
-def test_a_trace_in_a_file_is_played_as_it_is(tmp_path):
+def test_a_trace_in_a_file_is_run_as_it_is(tmp_path):
     experts = np.array([[[0, 1], [2, 3]], [[0, 2], [2, 3]], [[0, 1], [0, 3]]], np.uint8)
     np.savez(tmp_path / "short.npz", experts=experts, offsets=np.array([0, 3]))
     setting = {"policy": "lru@layer", "slots_per_layer": 2, "trace": str(tmp_path / "short.npz")}
     small = {**MODEL, "layers": 2, "experts": 4, "top_k": 2}
-    played = case(tmp_path, metric="hit rate", unit="%", model=small, setting=setting)
-    assert played.played(None, SIMPY).hit_rate == pytest.approx((1 + 2 + 1 + 1) / 12)
+    one = case(tmp_path, metric="hit rate", unit="%", model=small, setting=setting)
+    assert one.simulated(None, SIMPY).hit_rate == pytest.approx((1 + 2 + 1 + 1) / 12)
 
 
 def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
     """Of the requests of a trace some end before others: the last steps decode fewer tokens."""
     experts = np.tile(np.arange(12, 16, dtype=np.uint8), (5, 6, 1))
     np.savez(tmp_path / "short.npz", experts=experts, offsets=[0, 1, 5])
-    played = case(tmp_path, setting={**CACHED, "trace": str(tmp_path / "short.npz"), "batch": 2})
-    found = played.played(rates_of(played), SIMPY)
-    assert score.figure(played.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
+    one = case(tmp_path, setting={**CACHED, "trace": str(tmp_path / "short.npz"), "batch": 2})
+    found = one.simulated(rates_of(one), SIMPY)
+    assert score.figure(one.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
 
 
 def test_a_share_of_all_experts_is_the_nearest_whole_number_of_them(tmp_path):
-    rooms = {share: case(tmp_path, setting={"policy": "lru", "cache": share}).room for share in ("37%", "36%", "6.25%")}
-    assert rooms == {"37%": 36, "36%": 35, "6.25%": 6}, "35.52, 34.56 and 6 of 96"
+    slots = {
+        share: case(tmp_path, setting={"policy": "lru", "cache": share}).capacity for share in ("37%", "36%", "6.25%")
+    }
+    assert slots == {"37%": 36, "36%": 35, "6.25%": 6}, "35.52, 34.56 and 6 of 96"
 
 
 def test_a_policy_that_asks_routers_early_is_run_where_the_trace_holds_their_picks(tmp_path):
@@ -523,10 +423,10 @@ def test_a_policy_that_asks_routers_early_is_run_where_the_trace_holds_their_pic
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_budget_is_of_what_the_link_carries_while_a_layer_computes(tmp_path, blocking):
-    played = case(tmp_path, setting={"policy": "lru+popular:budget=0.5", "cache": "50%", "blocking": blocking})
-    assert seconds(played)
-    gpu = played.run(rates_of(played)).gpu
-    timing = Roofline(rates_of(played).hardware(cpu=False, disk_link=False), played.profile)
+    one = case(tmp_path, setting={"policy": "lru+popular:budget=0.5", "cache": "50%", "blocking": blocking})
+    assert seconds(one)
+    gpu = one.as_run(rates_of(one)).gpu
+    timing = Roofline(rates_of(one).hardware(cpu=False, disk_link=False), one.profile)
     computing = sum(timing.dense_ns(layer, 1, 1) for layer in range(6)) / 6
     computing += 4 * timing.expert_ns(1) + timing.combine_ns(1)
     assert gpu.experts_per_layer == computing / gpu.link.used_ns(gpu.link.expert_bytes)
@@ -603,8 +503,8 @@ def test_scores_are_arithmetic(tmp_path):
 def test_a_fit_finds_the_parameter_that_made_the_rows_and_is_in_no_score(tmp_path):
     truth = {}
     for n in (1, 3, 5):
-        played = case(tmp_path, setting={"host_layers": n})
-        truth[n] = 1 / seconds(played, replace(rates_of(played), host_gb_per_s=31.0))
+        one = case(tmp_path, setting={"host_layers": n})
+        truth[n] = 1 / seconds(one, replace(rates_of(one), host_gb_per_s=31.0))
     rows = [
         {**ROW, "figure": f"n={n}", "setting": {"host_layers": n}, "value": value, "fit": n == 3}
         for n, value in truth.items()
@@ -664,13 +564,6 @@ def test_json_holds_rows_and_summary(tmp_path):
     assert told["summary"]["median_abs_error"] == told["summary"]["worst_abs_error"] == abs(one["error"])
 
 
-def test_text_names_every_row_and_every_reason(tmp_path):
-    path = written(tmp_path, ROW, {**ROW, "figure": "two", "unsimulated": "its disk is not stated"})
-    printed = CliRunner().invoke(app, ["backtest", str(path), "--rows"], catch_exceptions=False).stdout
-    assert "its disk is not stated" in printed
-    assert "100 tok/s" in printed
-
-
 def test_a_report_is_put_between_its_marks(tmp_path):
     document = tmp_path / "page.md"
     document.write_text(f"before\n{report.BEGINS}\nold\n{report.ENDS}\nafter\n")
@@ -683,30 +576,6 @@ def test_a_report_is_put_between_its_marks(tmp_path):
     assert report.markdown(test) in held
     with pytest.raises(InputError, match="has no lines"):
         report.put_into(written(tmp_path, ROW), test)
-
-
-def test_a_document_that_cannot_take_the_report_is_refused_before_anything_is_played(tmp_path, monkeypatch):
-    monkeypatch.setattr(score, "backtest", None)
-    document = tmp_path / "page.md"
-    for damage in (lambda: os.mkfifo(document), lambda: document.symlink_to("/dev/zero"), document.mkdir):
-        damage()
-        with pytest.raises(InputError, match="cannot write"):
-            CliRunner().invoke(app, ["backtest", "--update", str(document)], catch_exceptions=False)
-        document.rmdir() if document.is_dir() else document.unlink()
-    document.write_bytes(f"{report.BEGINS}\xff{report.ENDS}".encode("latin-1"))
-    with pytest.raises(InputError, match="cannot be read"):
-        CliRunner().invoke(app, ["backtest", "--update", str(document)], catch_exceptions=False)
-
-
-def test_a_document_keeps_what_it_holds_where_the_report_cannot_be_written(tmp_path, monkeypatch):
-    document = tmp_path / "page.md"
-    document.write_text(f"before\n{report.BEGINS}\nold\n{report.ENDS}\nafter\n")
-    before, test = document.read_bytes(), score.backtest(file.read(written(tmp_path, ROW)), SIMPY)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(Path, "write_text", Mock(side_effect=full))
-    with pytest.raises(InputError, match="No space left"):
-        report.put_into(document, test)
-    assert document.read_bytes() == before
 
 
 def test_the_document_has_a_line_for_every_key_of_the_format():

@@ -12,9 +12,9 @@ from sim import profiles
 from sim.backtest import file
 from sim.backtest.file import Model
 from sim.planner import errors, published
+from sim.planner.placements import TOKENS, Layout, cached, missed_bytes
 from sim.planner.plan import PRECISIONS, Plan, _limit_s, plan, quick
 from sim.planner.resources import GPU_RESERVED, resources
-from sim.planner.ways import TOKENS, Fit, cached, missed_bytes
 from sim.profiles.model_profile import model
 from tests.support.command import moe_sim
 from traces.errors import InputError
@@ -76,25 +76,25 @@ def test_nothing_beats_the_limit_where_link_and_cpu_read_host_memory_at_once(mon
 def test_the_limit_does_not_fall_where_the_gpu_holds_the_last_experts_too():
     """Host memory may still be read at the same time: with all of the model there, both bandwidths add up."""
     machine: dict[str, Any] = {"host_memory": "32GiB", "gpu_bandwidth": "1000GB/s", "cpu_bandwidth": "100GB/s"}
-    fits = [Fit(Model("gpt-oss-20b"), resources(memory, **machine), 512) for memory in ("12GiB", "24GiB")]
-    some, everything = (1 / _limit_s(fit) for fit in fits)
-    assert fits[0].host_layers > fits[1].host_layers == 0
-    assert everything == pytest.approx(1100e9 / (fits[1].fixed_bytes + fits[1].profile.token_bytes))
+    layouts = [Layout(Model("gpt-oss-20b"), resources(memory, **machine), 512) for memory in ("12GiB", "24GiB")]
+    some, everything = (1 / _limit_s(layout) for layout in layouts)
+    assert layouts[0].host_layers > layouts[1].host_layers == 0
+    assert everything == pytest.approx(1100e9 / (layouts[1].fixed_bytes + layouts[1].profile.token_bytes))
     assert some <= everything
 
 
 @pytest.mark.parametrize(("memory", "helps"), [("50GB/s", True), ("12GB/s", False)])
 def test_a_split_helps_where_the_link_leaves_the_cpu_bandwidth_of_host_memory(memory: str, helps: bool):
-    fit = Fit(Model("gpt-oss-20b"), resources("5GiB", "64GiB", "12GB/s", cpu_bandwidth=memory), 512)
-    seconds = {way.policy: way.play()[0] for way in cached(fit)}
+    layout = Layout(Model("gpt-oss-20b"), resources("5GiB", "64GiB", "12GB/s", cpu_bandwidth=memory), 512)
+    seconds = {each.policy: each.simulated()[0] for each in cached(layout)}
     assert (seconds["lru/split"] < seconds["lru"]) == helps
 
 
 def test_a_cache_has_as_many_experts_as_its_bytes_hold():
-    fit = Fit(Model("deepseek-v2-lite"), resources("8GiB", "64GiB"), 512)
-    memory = int(GPU_RESERVED + fit.fixed_bytes) + 30 * fit.profile.expert_bytes
-    full = replace(fit, resources=replace(fit.resources, gpu_memory=memory))
-    assert {way.gpu_experts for way in cached(full)} == {30}
+    layout = Layout(Model("deepseek-v2-lite"), resources("8GiB", "64GiB"), 512)
+    memory = int(GPU_RESERVED + layout.fixed_bytes) + 30 * layout.profile.expert_bytes
+    full = replace(layout, resources=replace(layout.resources, gpu_memory=memory))
+    assert {each.gpu_experts for each in cached(full)} == {30}
 
 
 def test_a_model_that_fits_the_gpu_needs_no_host_and_no_cache():
@@ -147,8 +147,8 @@ def test_the_limit_counts_missed_experts_with_their_own_bytes(tmp_path: Path):
     """Over all tokens it is a sum of whole experts, of 1,000,000 and of 10,000 bytes."""
     shipped, L = profiles.find("models", "model", "olmoe-1b-7b").read_text(), model("olmoe-1b-7b").moe_layers
     (tmp_path / "one.toml").write_text(f"{shipped}\nlayer_expert_bytes = {[10**6, *[10**4] * (L - 1)]}\n")
-    fit = Fit(Model("one", str(tmp_path / "one.toml")), resources("8GiB", "8GiB"), 1)
-    missed = missed_bytes(fit, "belady", 0.7 * fit.experts_bytes) * TOKENS
+    layout = Layout(Model("one", str(tmp_path / "one.toml")), resources("8GiB", "8GiB"), 1)
+    missed = missed_bytes(layout, "belady", 0.7 * layout.experts_bytes) * TOKENS
     assert missed > 0
     assert missed == pytest.approx(10**4 * round(missed / 10**4))
 
@@ -162,7 +162,7 @@ def test_the_precision_is_that_of_the_sizes_that_a_profile_states(tmp_path: Path
     shipped, profile = profiles.find("models", "model", "olmoe-1b-7b").read_text(), model("olmoe-1b-7b")
     sizes = [profile.expert_parameters * 17 // 16] * profile.moe_layers  # 8.5 bits
     (tmp_path / "sized.toml").write_text(f"{shipped}\nlayer_expert_bytes = {sizes}\n")
-    assert Fit(Model("sized", str(tmp_path / "sized.toml")), resources("8GiB", "8GiB"), 1).precision == "q8_0"
+    assert Layout(Model("sized", str(tmp_path / "sized.toml")), resources("8GiB", "8GiB"), 1).precision == "q8_0"
 
 
 def test_precisions_of_a_mixed_file_are_lower_than_the_file_not_than_its_largest_experts(tmp_path: Path):
@@ -198,19 +198,9 @@ def test_a_small_machine_without_a_gpu_streams_from_the_disk():
         ({"host_memory": "4GiB", "disk": "3GB/s", "precision": "bf16"}, r"beside experts .* are missing"),
         ({}, "a machine without memory: give --gpu-memory"),
         ({"gpu_memory": "12GiB", "link": "pcie9x8"}, "unknown link 'pcie9x8'"),
-        ({"gpu_memory": "12GiB", "link": "12"}, "unknown link '12'"),
-        ({"host_memory": "12GiB", "disk": "fast"}, "--disk 'fast' is no bandwidth: write it as 25GB/s"),
-        ({"host_memory": "12GiB", "cpu_bandwidth": "0GB/s"}, "--cpu-bandwidth '0GB/s': must be at least 1MB/s"),
-        ({"host_memory": "12GiB", "disk": "999kB/s"}, "--disk '999kB/s': must be at least 1MB/s"),
-        ({"gpu": "RTX 3O90"}, "RTX 3090"),
-        ({"gpu": "GTX 1060"}, r"\(for another GPU, give --gpu-memory and --gpu-bandwidth\)$"),
+        ({"gpu": "RTX 3O90"}, r"RTX 3090.*\(for another GPU, give --gpu-memory and --gpu-bandwidth\)$"),
         ({"host_memory": "64GiB", "gpu_bandwidth": "fast"}, "a GPU without memory: give --gpu-memory"),
-        ({"host_memory": "64GiB", "gpu": "RTX 3090", "gpu_memory": "0"}, "a GPU without memory"),
         ({"gpu_memory": "80GiB", "cpu_bandwidth": "50GB/s"}, "--cpu-bandwidth without host memory"),
-        ({"gpu": "M3 Max"}, "say how much of it with --gpu-memory"),
-        ({**DESKTOP, "precision": "q4"}, "q4_0"),
-        ({**DESKTOP, "context": 0}, "--context is 0; a whole number of at least 1 is needed"),
-        ({**DESKTOP, "context": 1.5}, "--context is 1.5; a whole number"),
     ],
 )
 def test_what_cannot_be_is_said_with_what_is_missing(options, message):
@@ -244,12 +234,6 @@ def test_a_config_gives_its_model_the_name_of_its_folder(tmp_path: Path) -> None
     assert plan(tmp_path / "a", precision="q4_k_m", **DESKTOP).model == "a"
     paths = [tmp_path / "a", tmp_path / "a" / "config.json", tmp_path / "b" / "config.json", tmp_path / "mine.json"]
     assert [model(str(path)).name for path in paths] == ["a", "a", "b", "mine"]
-
-
-@pytest.mark.parametrize("model", ["~nobody/config.json", Path("none")])
-def test_a_model_that_is_no_path_is_refused(model):
-    with pytest.raises(InputError, match="unknown model profile"):
-        plan(model, **DESKTOP)
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.safetensors"])
@@ -457,11 +441,3 @@ def test_the_command_prints_a_plan_and_its_json_begins_with_the_speed(tmp_path):
     assert next(iter(facts)) == "tokens_per_s"
     assert facts["tokens_per_s_low"] < facts["tokens_per_s"] < facts["tokens_per_s_high"]
     assert {each["name"] for each in facts["precisions"]} <= set(PRECISIONS)
-
-
-def test_the_command_refuses_a_model_that_does_not_fit_in_one_line(tmp_path):
-    machine = ("--gpu-memory", "8GiB", "--host-memory", "16GiB")
-    shown = moe_sim("plan", "--model", "deepseek-v3", *machine, cwd=tmp_path)
-    assert shown.returncode == 2
-    assert "are missing" in shown.stderr.replace("\n", " ")
-    assert not shown.stdout

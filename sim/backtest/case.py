@@ -1,0 +1,266 @@
+"""One row, simulated: its machine's rates, its model's sizes and its routing go to an engine, and a figure comes out.
+
+A row of hit rates or bytes needs no machine: it is run on one where nothing takes time. The first step, which fills
+the cache, is not counted, nor are a few after it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from policies.core.policy import Shape
+from policies.core.spec import PolicySpec, parse
+from sim.backtest import routing
+from sim.backtest.file import Row
+from sim.backtest.machine import Rates, overheads_of, table
+from sim.backtest.model import profile_of
+from sim.engines import engine
+from sim.loop.log import RunLog
+from sim.loop.run import Run, Tier, Users, gpu_run
+from sim.profiles.derived import Blocking
+from sim.profiles.model_profile import ModelProfile
+from sim.profiles.roofline import Roofline, host_link
+from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
+from sim.quantities import parse_bytes, parse_whole
+from traces.errors import InputError, located
+from traces.steps import DECODE, RequestSteps
+
+FREE = Link(0, 1, 10**12, 1)
+"""A link on which copies take no time."""
+
+NO_TIME = FixedTiming(0, 0, 0, 0, 0)
+
+WHOLE = 2
+"""Bytes of a parameter that is not quantised."""
+
+SETTLING = 8
+"""Decoded tokens after the one that fills the cache that are not counted, where a cache is run."""
+
+CORRECTIONS, NEAR = 2, 0.005
+"""How often routing is made again for a hit rate, and how near to it is near enough."""
+
+FAR = 0.03
+"""Off the measured hit rate, a run is another one."""
+
+STILL = 4
+"""Tokens of a run in which every token is like the one before it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated row comes to. seconds: of a step that decodes; None without a clock."""
+
+    seconds: float | None
+    step_tokens: float  # decoded in a step: of each request that runs
+    hit_rate: float
+    bytes_read: float  # a token, over the link or from the disk
+    log: RunLog
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row, ready to be simulated. aim: the hit rate that its routing is made for, where it states one."""
+
+    row: Row
+    aim: float = -1.0
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        assert self.row.model
+        return profile_of(self.row.model)
+
+    @property
+    def static(self) -> bool:
+        """Whether every expert is computed where it lies, so that routing does not matter."""
+        return not self.row.setting.policy
+
+    @cached_property
+    def policy(self) -> PolicySpec:
+        setting, layers = self.row.setting, self.profile.moe_layers
+        if setting.all_on:
+            return parse("lru")
+        if self.static:
+            n = setting.host_layers if setting.host_layers >= 0 else round(setting.host_share * layers)
+            if n > layers:
+                raise InputError(f"setting: host_layers {n} of {layers} layers")
+            return parse(f"lru/layers:n={n}")
+        return parse("belady" if setting.whole_layers else setting.policy)
+
+    @cached_property
+    def capacity(self) -> int:
+        """The cache's, in slots, or in bytes where layers differ in size."""
+        setting, everything = self.row.setting, self._all_bytes
+        if self.static:
+            return self._within(everything)
+        if setting.slots_per_layer:
+            return self._within(setting.slots_per_layer / self.profile.experts * everything)
+        return self._within(_bytes_of_cache(setting.cache, everything, self.profile))
+
+    @cached_property
+    def host_capacity(self) -> int | None:
+        """That of host memory over the disk, likewise; None where host memory holds all."""
+        size = self.row.setting.host_cache
+        return self._within(_bytes_of_cache(size, self._all_bytes, self.profile)) if size else None
+
+    @property
+    def _all_bytes(self) -> int:
+        return sum(map(self.profile.bytes_of, range(self.profile.moe_layers))) * self.profile.experts
+
+    def _within(self, size: float) -> int:
+        """Return the capacity of so many bytes, at least what one event computes at once, at most all experts."""
+        profile = self.profile
+        size = min(max(size, profile.top_k * profile.expert_bytes), self._all_bytes)
+        return round(size) if profile.differing_bytes else max(1, int(size / profile.expert_bytes + 1e-6))
+
+    @property
+    def slots_per_layer(self) -> float:
+        """Of the cache, in the mean; of host memory, where that is over a disk."""
+        return self._per_layer(self.host_capacity or self.capacity)
+
+    def _per_layer(self, capacity: int) -> float:
+        sizes = self.profile.differing_bytes
+        return float(capacity / (np.mean(sizes) if sizes else 1) / self.profile.moe_layers)
+
+    @property
+    def stand_in(self) -> str:
+        """The model whose routing statistics stand for the row's; empty where none do."""
+        setting = self.row.setting
+        if self.static or setting.whole_layers or setting.trace or setting.hit_rate >= 0:
+            return ""
+        capacities = [self.capacity, *([self.host_capacity] if self.host_capacity else [])]
+        if not any(self.profile.top_k <= self._per_layer(each) < self.profile.experts for each in capacities):
+            return ""  # a token's experts of a layer fit no cache, or all do
+        return setting.like or routing.nearest(self.profile.experts)
+
+    @cached_property
+    def requests(self) -> Sequence[RequestSteps]:
+        """The routing."""
+        setting, profile = self.row.setting, self.profile
+        L, E, k = profile.moe_layers, profile.experts, profile.top_k
+        context = setting.context or table("factors")["context"]
+        if setting.trace:
+            return routing.traced(setting.trace, setting.prompts == "decoded", (L, E, k), setting.requests)
+        if profile.encoder_moe_layers:
+            raise InputError(f"{profile.name} is an encoder-decoder, whose routing is not made: give its own (trace)")
+        loaded, tokens = min(int(self.slots_per_layer + 1e-6), E), SETTLING + setting.tokens
+        if setting.whole_layers:  # every step uses every expert
+            reuse, k, tokens, loaded = np.ones(E), E, STILL, E
+        elif self.static:
+            tokens, loaded = STILL, k if setting.batch == 1 else E
+            reuse = (
+                routing.same_each_time(E, k) if setting.batch == 1 else np.full(E, k / E)
+            )  # of several, each its own
+        elif setting.hit_rate >= 0:
+            reuse = routing.of_hit_rate(self.aim, self.slots_per_layer, E, k)
+        else:
+            reuse = routing.like(self.stand_in, E, k) if self.stand_in else np.full(E, k / E)
+        return [routing.made(reuse, L, k, tokens, loaded, context, i) for i in range(setting.batch)]
+
+    def simulated(self, rates: Rates | None, engine_name: str = engine.AUTO) -> Outcome:
+        """Run it on these rates; None: without a clock. Raise InputError for what its row cannot have."""
+        with located(self.row.where):
+            return self._summary(engine.simulate(engine_name, self.as_run(rates)), rates is not None)
+
+    def aimed(self, rates: Rates | None, engine_name: str = engine.AUTO) -> "Case":
+        """Return the case whose routing reaches the measured hit rate, if there is one, when it is run.
+
+        Copies that are under way when they are needed are no hits, so the routing has to be made for a little more.
+        """
+        measured, case = self.row.setting.hit_rate, replace(self, aim=self.row.setting.hit_rate)
+        if measured < 0 or self.static or self.host_capacity:
+            return case  # of host memory, the log counts reads, not hits
+        for _ in range(CORRECTIONS):
+            missing = measured - case.simulated(rates, engine_name).hit_rate
+            most = min(1.0, case.slots_per_layer / case.profile.top_k)
+            if abs(missing) < NEAR or case.aim + missing > most:
+                break
+            case = replace(self, aim=max(case.aim + missing, 0.0))
+        return case
+
+    def is_far(self, outcome: Outcome) -> bool:
+        """Whether the run is far from the measured hit rate, as where nothing fills the cache."""
+        measured = self.row.setting.hit_rate
+        return measured >= 0 and not self.host_capacity and abs(outcome.hit_rate - measured) > FAR
+
+    def as_run(self, rates: Rates | None) -> Run:
+        """Return what an engine takes; None: nothing takes time."""
+        setting, profile, shape = self.row.setting, self.profile, Shape(self.profile.moe_layers, self.profile.experts)
+        if self.policy.needs_lookahead and not (setting.trace and all(one.lookahead for one in self.requests)):
+            raise InputError(
+                f"setting: {self.policy.text} needs a trace with what routers pick early (column lookahead)"
+            )
+        timing, link, below = self._times(rates) if rates else (NO_TIME, FREE, FREE)
+        link, below = (
+            replace(each, expert_bytes=profile.expert_bytes, layer_bytes=profile.differing_bytes or None)
+            for each in (link, below)
+        )
+        window = experts_per_layer(timing, link, shape.layers, profile.top_k)
+        if setting.blocking or setting.whole_layers or overheads_of(self.row.system).get("blocking"):
+            timing = Blocking(timing, shape.layers, shape.experts, profile.top_k)
+        host = Tier(self.host_capacity, None, below) if self.host_capacity else None
+        users = Users(setting.batch) if setting.batch > 1 else None
+        return gpu_run(self.requests, shape, self.capacity, self.policy, timing, link, False, window, host, users)
+
+    def _times(self, rates: Rates) -> tuple[Timing, Link, Link]:
+        """Return durations with each expert computed by itself, the link to the cache, and that below host memory."""
+        setting, profile = self.row.setting, self.profile
+        cpu = setting.all_on == "cpu" or not rates.gpu_gb_per_s
+        disk = setting.misses_from == "disk" or (cpu and setting.misses_from != "host" and not self.static)
+        copies = not (self.static or setting.free_copies)
+        rates.require(
+            gpu_gb_per_s=not cpu,
+            host_gb_per_s=cpu or (self.policy.uses_host and setting.host_layers != 0),
+            link_gb_per_s=copies and not (disk and not self.host_capacity),
+            disk_gb_per_s=disk or bool(self.host_capacity),
+        )
+        if setting.copy_back:
+            rates = replace(rates, link_gb_per_s=rates.link_gb_per_s / 2)
+        dequantises = overheads_of(self.row.system).get("dequantises")
+        if dequantises and profile.expert_bytes_per_parameter < WHOLE and rates.gpu_gb_per_s:
+            moved_us = 2 * WHOLE * profile.expert_parameters / rates.gpu_gb_per_s / 1e3
+            rates = replace(rates, us_per_expert=rates.us_per_expert + moved_us)
+        hardware = rates.hardware(cpu, disk and not self.host_capacity)
+        link = host_link(hardware, profile) if copies else FREE
+        below = host_link(rates.hardware(cpu, disk_link=True), profile) if self.host_capacity else FREE
+        return Roofline(hardware, profile), link, below
+
+    def _summary(self, log: RunLog, timed: bool) -> Outcome:
+        setting = self.row.setting
+        if self.row.metric == "bytes read" and self.host_capacity and self.profile.differing_bytes:
+            raise InputError("setting: host_cache: reads of the disk have no bytes where experts differ in size")
+        uncounted = 0 if setting.trace else 1 if self.static or setting.whole_layers else 1 + SETTLING
+        decoded = (log.phase == DECODE) & (np.arange(len(log.step_ns)) >= uncounted)
+        with_prompts = setting.trace and setting.prompts == "counted" and not timed
+        counted = np.ones(len(decoded), bool) if with_prompts else decoded
+        tokens = int(log.tokens[decoded].sum())
+        lookups = (log.hits + log.late + log.misses)[counted].sum()
+        reads = (log.reads_demand + log.reads_prefetch)[decoded].sum() * log.expert_bytes
+        sent = (log.demand_bytes + log.prefetch_bytes)[decoded].sum()
+        return Outcome(
+            seconds=float(log.step_ns[decoded].mean() / 1e9) if timed else None,
+            step_tokens=tokens / max(int(decoded.sum()), 1),
+            hit_rate=float(log.hits[counted].sum() / max(lookups, 1)),
+            bytes_read=float((reads if self.host_capacity else sent) / max(tokens, 1)),
+            log=log,
+        )
+
+
+def _bytes_of_cache(text: str, everything: float, profile: ModelProfile) -> float:
+    """Return the bytes of `25%` (of equal experts the nearest whole number, halves up), `64` experts or `8GiB`."""
+    text, all_experts = text.strip(), profile.moe_layers * profile.experts
+    if not text.endswith("%"):
+        whole = parse_whole(text)
+        return parse_bytes(text, "setting: cache") if whole is None else whole * everything / all_experts
+    try:
+        share = Fraction(text[:-1].strip())
+    except ValueError:
+        share = Fraction(-1)
+    if not 0 <= share <= 100:
+        raise InputError(f"setting: cache {text!r}: write 0% to 100%, a number of experts (64) or bytes (8GiB)")
+    if profile.differing_bytes:
+        return float(share) / 100 * everything
+    return math.floor(share * all_experts / 100 + Fraction(1, 2)) * profile.expert_bytes

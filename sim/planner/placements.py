@@ -1,0 +1,231 @@
+"""What fits where, and the placements with which a model may run on a machine.
+
+A placement states where each part of a model lies and who computes it, as a setting of the back-test. The dense part
+and the KV cache are on the GPU if there is one, the embedding in host memory (a lookup needs no bandwidth), experts in
+what is free.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from sim.backtest.case import Case, Outcome
+from sim.backtest.file import Machine, Model, Row, Setting
+from sim.backtest.machine import Rates, rates
+from sim.backtest.model import profile_of
+from sim.engines.engine import SIMPY
+from sim.planner.resources import GPU_RESERVED, HOST_RESERVED, Resources
+from sim.profiles.model_profile import ModelProfile
+from sim.profiles.precision import name_of
+from sim.quantities import show_bytes
+
+TOKENS = 12
+"""Decoded tokens that are simulated where a cache is; where nothing moves, one is like another."""
+
+RESIDENT, SPLIT, CPU, CACHE, DISK = "resident", "split", "cpu", "cache", "disk"
+"""Kinds of placements: all on the GPU; experts of whole layers on the CPU; all on the CPU; an expert cache in GPU
+memory over host memory; anything that reads experts from the disk."""
+
+NEXT_TO_NOTHING = 1e-6
+"""GB/s of a CPU to which the link leaves nothing of host memory's bandwidth."""
+
+RUNTIME = "llama.cpp"
+"""Whose overheads count: those of a compiled runtime."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on a machine: what lies where, in bytes."""
+
+    model: Model
+    resources: Resources
+    context: int
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """The model at its precision."""
+        return profile_of(self.model)
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Of all experts of each layer."""
+        return [self.profile.bytes_of(layer) * self.profile.experts for layer in range(self.profile.moe_layers)]
+
+    @property
+    def experts_bytes(self) -> int:
+        return sum(self.layer_bytes)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Of what a token reads beside experts, and of the KV cache."""
+        return self.profile.dense_bytes - self.profile.head_bytes + self.profile.kv_cache_bytes(self.context)
+
+    @property
+    def total_bytes(self) -> float:
+        """Of the model and its KV cache."""
+        return self.experts_bytes + self.fixed_bytes + self.profile.head_bytes
+
+    @property
+    def gpu_free(self) -> float:
+        """Bytes of GPU memory for experts; below 0 where not even the rest fits."""
+        return self.resources.gpu_memory - GPU_RESERVED - self.fixed_bytes
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the GPU computes attention and all else beside experts."""
+        return self.resources.has_gpu and self.gpu_free >= 0
+
+    @property
+    def machine(self) -> Machine:
+        """The machine, without a GPU that is not used."""
+        machine = self.resources.machine
+        return machine if self.on_gpu else replace(machine, gpu="", gpu_data_sheet_gb_per_s=0.0)
+
+    @property
+    def host_free(self) -> float:
+        """Bytes of host memory for experts."""
+        kept = self.profile.head_bytes + (0 if self.on_gpu else self.fixed_bytes)
+        return self.resources.host_memory - HOST_RESERVED - kept if self.resources.host_memory else 0.0
+
+    @cached_property
+    def host_layers(self) -> int:
+        """The fewest layers whose experts do not fit the GPU."""
+        free, fitting = self.gpu_free, 0
+        for size in reversed(self.layer_bytes):
+            if not self.on_gpu or size > free:
+                break
+            free, fitting = free - size, fitting + 1
+        return self.profile.moe_layers - fitting
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the experts of those layers."""
+        return sum(self.layer_bytes[: self.host_layers])
+
+    @property
+    def missing_bytes(self) -> float:
+        """Bytes by which GPU and host memory are too small together; 0: it fits."""
+        return max(0.0, self.host_bytes - max(self.host_free, 0.0)) if self.host_layers else 0.0
+
+    @property
+    def lack(self) -> str:
+        """What is missing where the machine cannot run the model at all, and what to do; empty where it can."""
+        profile, resources, kv_cache = self.profile, self.resources, f"the KV cache of {self.context:,} tokens"
+        if resources.has_gpu and not self.on_gpu and not resources.host_memory:
+            return (
+                f"{show_bytes(resources.gpu_memory)} of GPU memory do not hold the dense part of {profile.name} and "
+                f"{kv_cache} ({show_bytes(self.fixed_bytes)}) beside {show_bytes(GPU_RESERVED)} for the runtime: "
+                f"{show_bytes(-self.gpu_free)} are missing, or --host-memory for a run on the CPU"
+            )
+        if not self.missing_bytes:
+            return ""
+        if resources.disk_gb_per_s and resources.host_memory:
+            least = profile.top_k * profile.expert_bytes * 2
+            if self.host_free >= least:
+                return ""
+            return (
+                f"{show_bytes(resources.host_memory)} of host memory do not hold what {profile.name} needs there "
+                f"beside experts ({show_bytes(resources.host_memory - self.host_free)}) and {show_bytes(least)} of "
+                f"them: {show_bytes(least - self.host_free)} are missing"
+            )
+        reserved = GPU_RESERVED * resources.has_gpu + HOST_RESERVED * bool(resources.host_memory)
+        if resources.host_memory:
+            missing, disk = self.missing_bytes + max(0.0, -self.host_free), " or --disk 3GB/s to read the rest from"
+        else:
+            missing, disk = self.host_bytes + HOST_RESERVED + profile.head_bytes, ""
+        return (
+            f"{profile.name} at {self.precision} and {kv_cache} have {show_bytes(self.total_bytes)}, the machine "
+            f"{show_bytes(resources.gpu_memory + resources.host_memory)}, of which {show_bytes(reserved)} are "
+            f"reserved: {show_bytes(missing)} are missing; give --host-memory "
+            f"{-(-int(resources.host_memory + missing) // 2**30)}GiB{disk}"
+        )
+
+    @property
+    def precision(self) -> str:
+        """The stated one, or as the model was published."""
+        own = "mixed" if self.profile.differing_bytes else name_of(self.profile.expert_width)
+        return self.model.precision or own
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's experts lie, and who computes them.
+
+    parts: settings whose seconds a token are added (True) or subtracted (False), each over so many of the model's MoE
+    layers. From a disk, the layers that read from it are run alone, with the disk and without.
+    """
+
+    kind: str
+    policy: str  # of GPU memory; "static" where nothing moves
+    layout: Layout
+    gpu_experts: int
+    parts: tuple[tuple[Setting, int, bool], ...]
+
+    def simulated(self, own_rates: Rates | None = None) -> tuple[float, Outcome]:
+        """Return the seconds of a decoded token, and what came of the first part."""
+        outcomes = [case.simulated(own_rates or self._rates, SIMPY) for case in self.cases]
+        added = [part[2] for part in self.parts]
+        seconds = sum(
+            (one.seconds or 0.0) * (1 if is_added else -1) for one, is_added in zip(outcomes, added, strict=True)
+        )
+        return seconds, outcomes[0]
+
+    @property
+    def cases(self) -> list[Case]:
+        model, L = self.layout.model, self.layout.profile.moe_layers
+        models = [model if layers == L else replace(model, layers=layers) for _, layers, _ in self.parts]
+        facts = ("plan", self.kind, RUNTIME, "speed", "tok/s", "", 1.0)
+        return [
+            Case(Row(*facts, each, self.layout.machine, part[0])) for each, part in zip(models, self.parts, strict=True)
+        ]
+
+    @property
+    def _rates(self) -> Rates:
+        """Where link and CPU read host memory at the same time, the CPU has what the link leaves of its bandwidth."""
+        own = rates(self.layout.machine, RUNTIME)
+        if not self.policy.endswith("/split"):
+            return own
+        left = max(self.layout.resources.host_reads - own.link_gb_per_s, NEXT_TO_NOTHING)
+        return replace(own, host_gb_per_s=min(own.host_gb_per_s, left))
+
+    @property
+    def stand_in(self) -> str:
+        """The model whose routing stands in; empty where no routing matters."""
+        return next(filter(None, (case.stand_in for case in self.cases)), "")
+
+
+def today(layout: Layout) -> Placement:
+    """Return the placement that compiled runtimes have flags for: as few whole layers' experts on the CPU as can be."""
+    context, L, n = layout.context, layout.profile.moe_layers, layout.host_layers
+    host = f"{int(layout.host_free)}B"
+    if not layout.on_gpu:
+        if not layout.missing_bytes:
+            return Placement(CPU, "static", layout, 0, ((Setting(all_on="cpu", context=context), L, True),))
+        pages = Setting(policy="lru", cache=host, misses_from="disk", context=context, tokens=TOKENS)
+        return Placement(DISK, "lru of pages in host memory", layout, 0, ((pages, L, True),))
+    split, experts = Setting(host_layers=n, context=context), (L - n) * layout.profile.experts
+    if not layout.missing_bytes:
+        return Placement(SPLIT if n else RESIDENT, "static", layout, experts, ((split, L, True),))
+    reading = Setting(policy="lru/host", cache="0", host_cache=host, context=context, tokens=TOKENS)
+    parts = (split, L, True), (reading, n, True), (split, n, False)
+    return Placement(DISK, "static, lru of pages in host memory", layout, experts, parts)
+
+
+def cached(layout: Layout) -> list[Placement]:
+    """Return an expert cache in GPU memory: misses copied over the link, or split between link and CPU."""
+    profile, size = layout.profile, min(int(layout.gpu_free), layout.experts_bytes)
+    if not layout.on_gpu or not layout.host_layers or size < profile.top_k * profile.expert_bytes:
+        return []
+    kind, host = (DISK, f"{int(layout.host_free)}B") if layout.missing_bytes else (CACHE, "")
+    experts = size * profile.moe_layers * profile.experts // layout.experts_bytes
+    common = Setting(cache=f"{size}B", host_cache=host, context=layout.context, tokens=TOKENS)
+    return [
+        Placement(kind, policy, layout, experts, ((replace(common, policy=policy), profile.moe_layers, True),))
+        for policy in ("lru", "lru/split")
+    ]
+
+
+def missed_bytes(layout: Layout, policy: str, capacity: float) -> float:
+    """Return the bytes of experts a token that a policy in so many bytes misses, over the stand-in routing."""
+    setting = Setting(policy=policy, cache=f"{int(capacity)}B", context=layout.context, tokens=TOKENS)
+    (case,) = Placement(CACHE, policy, layout, 0, ((setting, layout.profile.moe_layers, True),)).cases
+    return case.simulated(None, SIMPY).bytes_read
