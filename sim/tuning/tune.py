@@ -38,8 +38,6 @@ MAKER = "moe-sim tune"
 OWN = ("trial", "policy", "state", "value", "refusal")
 """Columns of trials.parquet beside the options."""
 
-COMPLETE, PRUNED = "complete", "pruned"
-
 
 @dataclass(frozen=True)
 class Halves:
@@ -70,10 +68,10 @@ class Halves:
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched, and how."""
+    """What is searched, and by how many trials, drawn how."""
 
     halves: Halves
-    policy: PolicySpec  # as given
+    policy: PolicySpec
     slots: int
     space: Space
     trials: int
@@ -82,11 +80,11 @@ class Search:
 
     @property
     def words(self) -> str:
-        """The space as given."""
+        """The space as --search states it."""
         return ":".join(dimension.text for dimension in self.space)
 
     def searched(self) -> dict[str, str]:
-        """All that the trials depend on, by the words for it; how many there are is not of it."""
+        """Return all that the trials depend on, by the words for it; how many there are is not of it."""
         first = self.halves.first
         return {
             "trace": f"{first.trace.name} {first.fingerprint}",
@@ -100,7 +98,7 @@ class Search:
         }
 
     def requests(self, kept: int) -> int:
-        """To be run, at most: trials beside the whole batches of `kept` ones, and to judge."""
+        """Return the most requests to be run: trials beside the whole batches of `kept` ones, and to judge."""
         first, second = (len(half.trace.requests) for half in (self.halves.first, self.halves.second))
         return (max(0, self.trials - kept // self.workers * self.workers) + 1) * first + 2 * second
 
@@ -125,45 +123,48 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     """What came of a search."""
 
     metric: str  # column of results
     trials: list[Trial]
     typed: Judged
-    best: Judged  # the policy as given where no trial is better on the first half
+    best: Judged  # the policy as typed where no trial is better on the first half
 
     @property
     def gains(self) -> tuple[float, float]:
-        """By how much the best is below the policy as given, as shares, on either half."""
-        return _gain(self.typed.first, self.best.first), _gain(self.typed.second, self.best.second)
+        """By how much the best is below the policy as typed, as shares, on either half."""
+        halves = (self.typed.first, self.best.first), (self.typed.second, self.best.second)
+        first, second = (1 - best / typed if typed else 0.0 for typed, best in halves)
+        return first, second
 
     @property
     def improved(self) -> bool:
-        """Whether any trial is better than the policy as given on the half that it was tried on."""
+        """Whether any trial is better than the policy as typed on the half that it was tried on."""
         return self.best.policy != self.typed.policy
 
     @property
     def overfit(self) -> bool:
-        """Whether that is all it is."""
+        """Whether the best is better on that half alone."""
         return self.improved and self.best.second >= self.typed.second
 
     def leaders(self, n: int) -> list[Trial]:
-        """The best policies, each once."""
+        """Return the best policies, each once."""
         return [trial for _, trial in _ranked(self.trials)[:n]]
 
 
-def tune(search: Search, journal: Journal, advance: Advance) -> Found:
+def tune(search: Search, journal: Journal, advance: Advance) -> Result:
     """Search, then judge; what `journal` holds is not run again. `advance` gets the number of requests run.
 
-    InputError where the policy refuses all that was tried.
+    Raise InputError where the policy refuses all that was tried.
     """
     journal.begin(search.searched())
     halves, workers = search.halves, Local(search.workers)
-    as_typed = [(half, search.policy, search.slots) for half in (halves.first, halves.second)]
-    first, second = rows(as_typed, workers, advance)
+    first, second = rows(
+        [(half, search.policy, search.slots) for half in (halves.first, halves.second)], workers, advance
+    )
     metric = winner.metric([first, second])
-    trials = [_trial(search.space, trial) for trial in _search(search, journal, metric, workers, advance)]
+    trials = _search(search, journal, metric, workers, advance)
     ranked = _ranked(trials)
     if not ranked:
         journal.discard()
@@ -173,93 +174,85 @@ def tune(search: Search, journal: Journal, advance: Advance) -> Found:
     if value < typed.first:
         (row,) = rows([(halves.second, search.policy.with_options(leader.options), search.slots)], workers, advance)
         best = Judged(leader.policy, value, row[metric])
-    return Found(metric, trials, typed, best)
+    return Result(metric, trials, typed, best)
 
 
-def save(found: Found, search: Search, folder: Path) -> Path:
-    """Write the table of trials, whole or not at all; its path."""
+def save(result: Result, search: Search, folder: Path) -> Path:
+    """Write the table of trials, whole or not at all; return its path."""
+    trials, names = result.trials, [dimension.option.name for dimension in search.space]
     columns: dict[str, pa.Array] = {
-        "trial": pa.array(range(len(found.trials)), pa.int64()),
+        "trial": pa.array(range(len(trials)), pa.int64()),
         **{
-            f"option.{name}" if name in OWN else name: pa.array([trial.options[name] for trial in found.trials])
-            for name in (dimension.option.name for dimension in search.space)
+            f"option.{name}" if name in OWN else name: pa.array([each.options[name] for each in trials])
+            for name in names
         },
-        "policy": pa.array([trial.policy or None for trial in found.trials], TEXT),
-        "state": pa.array([PRUNED if trial.value is None else COMPLETE for trial in found.trials], TEXT),
-        "value": pa.array([trial.value for trial in found.trials], SHARE),
-        "refusal": pa.array([trial.refusal or None for trial in found.trials], TEXT),
+        "policy": pa.array([each.policy or None for each in trials], TEXT),
+        "state": pa.array(["pruned" if each.value is None else "complete" for each in trials], TEXT),
+        "value": pa.array([each.value for each in trials], SHARE),
+        "refusal": pa.array([each.refusal or None for each in trials], TEXT),
     }
     write_table(pa.table(columns), folder / TRIALS)
     return folder / TRIALS
 
 
-def _search(search: Search, journal: Journal, metric: str, workers: Local, advance: Advance) -> list[Any]:
-    """All trials, of optuna, in their order; each batch is in the journal before the next is drawn."""
+def _search(search: Search, journal: Journal, metric: str, workers: Local, advance: Advance) -> list[Trial]:
+    """Return all trials in their order; each batch is in the journal before the next is drawn."""
     package, first = optuna(), search.halves.first
-    distributions = {dimension.option.name: dimension.distribution(package) for dimension in search.space}
-    kept = journal.trials
-    for trial in kept:
-        if trial.distributions != distributions or _ended(_tried(search, trial.params)) != trial.user_attrs:
-            where = f"trial {trial.number} in {journal.path}"
-            raise InputError(f"{where} is of another search: name another folder with --out")
-    known: dict[str, float] = {trial.user_attrs["policy"]: trial.value for trial in kept if trial.value is not None}
+    distributions = {each.option.name: each.distribution for each in search.space}
+    kept = len(journal.trials)
+    records = journal.trials[: kept // search.workers * search.workers]
+    known: dict[str, float] = {one["policy"]: one["value"] for one in journal.trials if one["policy"]}
     study = package.create_study(direction="minimize")
-    study.add_trials(kept[: len(kept) // search.workers * search.workers])
-    wanted = max(search.trials, len(kept))
-    while (begun := len(study.get_trials(deepcopy=False))) < wanted:
+    states = package.trial.TrialState
+    for one in records:
+        state = states.COMPLETE if one["policy"] else states.PRUNED
+        drawn = {"params": one["drawn"], "distributions": distributions}
+        study.add_trial(package.trial.create_trial(state=state, value=one["value"], **drawn))
+    total = max(search.trials, kept)
+    while (begun := len(records)) < total:
         study.sampler = package.samplers.TPESampler(seed=_seed(search.seed, begun))
-        asked = [study.ask(distributions) for _ in range(min(search.workers, wanted - begun))]
-        tried = [_tried(search, trial.params) for trial in asked]
+        batch = [study.ask(distributions) for _ in range(min(search.workers, total - begun))]
+        tried = [_tried(search, trial.params) for trial in batch]
         fresh = {policy.text: policy for policy in tried if isinstance(policy, PolicySpec) and policy.text not in known}
-        played = rows([(first, policy, search.slots) for policy in fresh.values()], workers, advance)
-        known |= {text: row[metric] for text, row in zip(fresh, played, strict=True)}
-        advance((len(asked) - len(fresh)) * len(first.trace.requests))
-        for trial, policy in zip(asked, tried, strict=True):
-            for name, text in _ended(policy).items():
-                trial.set_user_attr(name, text)
+        results = rows([(first, policy, search.slots) for policy in fresh.values()], workers, advance)
+        known |= {text: row[metric] for text, row in zip(fresh, results, strict=True)}
+        advance((len(batch) - len(fresh)) * len(first.trace.requests))
+        for trial, policy in zip(batch, tried, strict=True):
             if isinstance(policy, str):
-                ended = study.tell(trial, state=package.trial.TrialState.PRUNED)
+                study.tell(trial, state=states.PRUNED)
+                record = {"drawn": trial.params, "policy": "", "value": None, "refusal": policy}
             else:
-                ended = study.tell(trial, known[policy.text])
-            if trial.number >= len(kept):
-                journal.add(ended)
-    return list(study.get_trials(deepcopy=False))
+                study.tell(trial, known[policy.text])
+                record = {"drawn": trial.params, "policy": policy.text, "value": known[policy.text], "refusal": ""}
+            records.append(record)
+            if len(records) > kept:
+                journal.add(record)
+    return [Trial(_options(search, one["drawn"]), one["policy"], one["value"], one["refusal"]) for one in records]
+
+
+def _options(search: Search, drawn: dict[str, Any]) -> dict[str, Any]:
+    return {each.option.name: each.value(drawn[each.option.name]) for each in search.space}
 
 
 def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
-    """The policy with the options drawn, or in what words it refuses them."""
-    values = {name: dimension.value(drawn[name]) for dimension in search.space for name in [dimension.option.name]}
+    """Return the policy with the options drawn, or the words in which it refuses them."""
     try:
-        policy = search.policy.with_options(values)
+        policy = search.policy.with_options(_options(search, drawn))
         search.halves.first.require(policy, search.slots)
     except InputError as error:
         return str(error)
     return policy
 
 
-def _ended(tried: PolicySpec | str) -> dict[str, str]:
-    """Return what the journal holds of a trial beside its options and its value."""
-    return {"policy": "", "refusal": tried} if isinstance(tried, str) else {"policy": tried.text, "refusal": ""}
-
-
 def _seed(seed: int, begun: int) -> int:
-    """Of the draws of a batch."""
+    """Return the seed of the draws of a batch."""
     return int(np.random.SeedSequence([seed, begun]).generate_state(1)[0])
 
 
-def _trial(space: Space, trial: Any) -> Trial:
-    options = {each.option.name: each.value(trial.params[each.option.name]) for each in space}
-    return Trial(options, trial.user_attrs["policy"], trial.value, trial.user_attrs["refusal"])
-
-
 def _ranked(trials: Sequence[Trial]) -> list[tuple[float, Trial]]:
-    """Those that were run, the best first, of equal ones the earliest; each policy once."""
-    played: dict[str, tuple[float, Trial]] = {}
+    """Return those that were run, the best first, of equal ones the earliest; each policy once."""
+    once: dict[str, tuple[float, Trial]] = {}
     for trial in trials:
         if trial.value is not None:
-            played.setdefault(trial.policy, (trial.value, trial))
-    return sorted(played.values(), key=lambda one: one[0])
-
-
-def _gain(typed: float, best: float) -> float:
-    return 1 - best / typed if typed else 0.0
+            once.setdefault(trial.policy, (trial.value, trial))
+    return sorted(once.values(), key=lambda one: one[0])
