@@ -10,15 +10,15 @@ i = after - window, and a shift that none of them ends is *censored*: it needed 
 Source: MoE-Infinity (arXiv 2401.14361), which prints the requests needed, but neither its own definition nor hit rates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Float = NDArray[np.float64]
 
 LABELS = ("dataset", "task")
-"""Columns of requests that can tell groups apart, the coarser first."""
+"""Columns of requests whose values are groups, the coarser first."""
 
 TOLERANCE = 0.01
 """How far below the undisturbed hit rate counts as back: one point."""
@@ -89,9 +89,8 @@ class Protocol:
     def __post_init__(self) -> None:
         if self.by not in LABELS:
             raise unknown("label", self.by, LABELS)
-        for option in ("warmup", "after", "window", "pairs"):
-            if (value := getattr(self, option)) < 1:
-                raise InputError(f"--{option} {value}: must be at least 1")
+        if min(self.warmup, self.after, self.window, self.pairs) < 1:
+            raise InputError("--warmup, --after, --window and --pairs must be at least 1")
         if self.after < self.window:
             raise InputError(f"--after {self.after}: a window of {self.window} requests does not fit into it")
 
@@ -127,33 +126,38 @@ class Plan:
         return list(runs)
 
     def before(self, run: Shift) -> list[int]:
-        """The requests that warm up."""
         return self.orders[run.before][: self.protocol.warmup]
 
     def after(self, run: Shift) -> list[int]:
-        """The requests that are measured."""
         return self.orders[run.after][self.protocol.warmup :][: self.protocol.after]
 
 
 def plan(trace: Trace, protocol: Protocol) -> Plan:
-    """All ordered pairs of groups with enough requests, at most `pairs` of each kind, drawn with the seed.
+    """Return all ordered pairs of groups with enough requests, at most `pairs` of each kind, drawn with the seed.
 
-    Requests without a label, or of which nothing was routed, are in no group. InputError where no shift can be made.
+    Requests without a label, or of which nothing was routed, are in no group. Raise InputError where there is no pair.
     """
-    routed = [bool((trace.experts[a:b] != trace.sentinel).any()) for a, b in _ranges(trace.offsets)]
+    starts = trace.offsets[:-1].tolist()
+    ends = trace.offsets[1:].tolist()
+    routed = [bool((trace.experts[a:b] != trace.sentinel).any()) for a, b in zip(starts, ends, strict=True)]
     requests = trace.requests.reset_index(drop=True)[routed]
     labelled = requests[requests[protocol.by] != ""]
     groups: dict[str, list[int]] = {str(name): list(of.index) for name, of in labelled.groupby(protocol.by)}
     datasets = {str(name): set(of["dataset"]) for name, of in labelled.groupby(protocol.by)}
-    needed = protocol.warmup + protocol.after
+    whole = protocol.warmup + protocol.after
     pairs = [
         (before, after)
         for after in groups
         for before in groups
-        if before != after and len(groups[before]) >= protocol.warmup and len(groups[after]) >= needed
+        if before != after and len(groups[before]) >= protocol.warmup and len(groups[after]) >= whole
     ]
     if not pairs:
-        raise _no_shift(trace, groups, protocol)
+        largest = sorted(((len(of), name) for name, of in groups.items()), reverse=True)[:3]
+        raise InputError(
+            f"{trace.name}: no shift by {protocol.by} can be made: one group needs {whole} requests (--warmup and "
+            f"--after) and another {protocol.warmup}; the largest are "
+            f"{', '.join(f'{name} ({size})' for size, name in largest) or 'none: its requests have no such label'}"
+        )
     rng = np.random.default_rng(protocol.seed)
     orders = {name: rng.permutation(numbers).tolist() for name, numbers in groups.items()}
     drawn: dict[str, list[Shift]] = {WITHIN: [], ACROSS: []}
@@ -166,35 +170,8 @@ def plan(trace: Trace, protocol: Protocol) -> Plan:
     return Plan(protocol, orders, sorted(shifts, key=lambda shift: (shift.kind == ACROSS, shift.after, shift.before)))
 
 
-def _ranges(offsets: NDArray[np.int64]) -> list[tuple[int, int]]:
-    return list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
-
-
-def _no_shift(trace: Trace, groups: dict[str, list[int]], protocol: Protocol) -> InputError:
-    """Why not, and what would do."""
-    by, where = protocol.by, f"{trace.name}: no shift by {protocol.by} can be made"
-    if len(groups) < 2:
-        other = next(label for label in LABELS if label != by)
-        if trace.requests[other].nunique() > 1:
-            also = f"; --by {other} has several"
-        else:
-            also = "; a recording takes labels from its prompts, an import from the requests of --meta"
-        held = (
-            f"all its labelled requests are of {next(iter(groups))!r}" if groups else "its requests have no such label"
-        )
-        return InputError(f"{where}: {held}{also}")
-    sizes = sorted(((len(of), name) for name, of in groups.items()), reverse=True)
-    largest = ", ".join(f"{name} ({size})" for size, name in sizes[:3])
-    most = min(sizes[0][0] // 2, sizes[1][0])
-    return InputError(
-        f"{where}: one group needs {protocol.warmup + protocol.after} requests (--warmup and --after) and another "
-        f"{protocol.warmup}; the largest are {largest}"
-        + (f": try --warmup {most} --after {most} --window {min(protocol.window, most)}" if most else "")
-    )
-
-
 def requests_needed(differences: Float, window: int) -> int | None:
-    """The least i with mean(differences[i : i + window]) >= -TOLERANCE; None where no whole window has it.
+    """Return the least i with mean(differences[i : i + window]) >= -TOLERANCE; None where no whole window has it.
 
     differences: [n], n >= window, hit rates after the shift less the undisturbed ones.
     """
@@ -203,7 +180,7 @@ def requests_needed(differences: Float, window: int) -> int | None:
 
 
 def windows(differences: Float, window: int) -> Float:
-    """Means [n - window + 1] of whole windows."""
+    """Return the means [n - window + 1] of whole windows."""
     means: Float = np.lib.stride_tricks.sliding_window_view(differences, window).mean(axis=-1)
     return means
 
@@ -212,7 +189,7 @@ def windows(differences: Float, window: int) -> Float:
 class Measured:
     """One shift under one policy."""
 
-    policy: str  # as given
+    policy: str
     oracle: bool
     shift: Shift
     window: int
@@ -221,7 +198,7 @@ class Measured:
 
     @property
     def differences(self) -> Float:
-        """What the shift did to each request [after]."""
+        """[after] of each request, what the shift did to it."""
         return self.hit_rates - self.undisturbed
 
     @cached_property
@@ -231,7 +208,7 @@ class Measured:
 
     @property
     def last(self) -> int:
-        """The most requests that can be told."""
+        """The most requests needed that can be known."""
         return len(self.hit_rates) - self.window
 
     @property
@@ -266,62 +243,58 @@ class Summary:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What `moe-sim adapt` found, as far as it came."""
+    """The shifts that were measured."""
 
     plan: Plan
-    room: int  # of the cache (`Loaded.slots`)
-    measured: list[Measured]  # by shift, then by policy as given
+    capacity: int  # of the cache (`Loaded.slots`)
+    measured: list[Measured]  # by shift, then by policy
     complete: bool  # False: interrupted, and these are the shifts that had finished
 
     def of(self, kind: str, policy: str) -> list[Measured]:
-        """The shifts of one kind under one policy."""
         return [one for one in self.measured if (one.shift.kind, one.policy) == (kind, policy)]
 
     @property
     def policies(self) -> list[str]:
-        """Return it as given."""
         return list(dict.fromkeys(one.policy for one in self.measured))
 
     @property
     def kinds(self) -> list[str]:
-        """Those that there are shifts of."""
         return list(dict.fromkeys(one.shift.kind for one in self.measured))
 
     def summaries(self) -> list[Summary]:
-        """By kind, then by policy."""
+        """Return them by kind, then by policy."""
         return [summary(self.of(kind, policy)) for kind in self.kinds for policy in self.policies]
 
     def rows(self, loaded: Loaded) -> list[Row]:
-        """As rows of `SHIFTS`."""
-        ids = loaded.trace.requests["id"]
-        return [self._row(one, loaded, ids) for one in self.measured]
-
-    def _row(self, one: Measured, loaded: Loaded, ids: "pd.Series[Any]") -> Row:
-        protocol, shift = self.plan.protocol, one.shift
-        return {
-            "policy": one.policy,
-            "oracle": one.oracle,
-            "trace": loaded.trace.name,
-            "model": loaded.trace.meta.model,
-            "label": protocol.by,
-            "kind": shift.kind,
-            "group_before": shift.before,
-            "group_after": shift.after,
-            "cache_experts": loaded.experts_in(self.room),
-            "cache_fraction": loaded.experts_in(self.room) / loaded.all_experts,
-            **{name: getattr(protocol, name) for name in ("warmup", "after", "window", "seed")},
-            "requests_needed": one.needed,
-            "requests_needed_above": one.last if one.needed is None else None,
-            **one.rates,
-            "requests": ids.iloc[self.plan.after(shift)].tolist(),
-            "hit_rates": one.hit_rates.tolist(),
-            "undisturbed_hit_rates": one.undisturbed.tolist(),
-            "commit": commit(),
-        }
+        """Return the rows of `SHIFTS`."""
+        ids, protocol, experts = loaded.trace.requests["id"], self.plan.protocol, loaded.experts_in(self.capacity)
+        return [
+            {
+                "policy": one.policy,
+                "oracle": one.oracle,
+                "trace": loaded.trace.name,
+                "model": loaded.trace.meta.model,
+                "label": protocol.by,
+                "kind": one.shift.kind,
+                "group_before": one.shift.before,
+                "group_after": one.shift.after,
+                "cache_experts": experts,
+                "cache_fraction": experts / loaded.all_experts,
+                **{name: getattr(protocol, name) for name in ("warmup", "after", "window", "seed")},
+                "requests_needed": one.needed,
+                "requests_needed_above": one.last if one.needed is None else None,
+                **one.rates,
+                "requests": ids.iloc[self.plan.after(one.shift)].tolist(),
+                "hit_rates": one.hit_rates.tolist(),
+                "undisturbed_hit_rates": one.undisturbed.tolist(),
+                "commit": commit(),
+            }
+            for one in self.measured
+        ]
 
 
 def summary(measured: Sequence[Measured]) -> Summary:
-    """Of shifts of one kind under one policy, at least one."""
+    """Sum up shifts of one kind under one policy, at least one."""
     one = measured[0]
     known = [each.needed for each in measured if each.needed is not None]
     censored = len(measured) - len(known)
@@ -343,56 +316,51 @@ def summary(measured: Sequence[Measured]) -> Summary:
 def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: Advance | None = None) -> Adaptation:
     """Measure the shifts of a plan, for an untimed setup and a grid of one cache size.
 
-    `advance` is told the number of requests run since its last call, of `to_play` in all. Ctrl-C stops all workers;
-    what was finished is then returned.
+    `advance` gets the number of requests run since its last call, of `to_run` in all. Ctrl-C stops all workers; what
+    was finished is then returned.
     """
     (slots,) = grid.sizes.values()
     runs, policies = planned.runs, grid.policies
     cells = [(policy, slots, planned.before(run), planned.after(run)) for run in runs for policy in policies]
     tasks = [Task(loaded, hit_rates, cell, compiled=False) for cell in cells]
-    played = Local(workers).results(tasks, advance or (lambda requests: None))
+    results = Local(workers).results(tasks, advance or (lambda requests: None))
     done: dict[int, Float] = {}
-    with suppress(KeyboardInterrupt), closing(played):
-        done.update(played)
-    found = {
-        (run, policy): done.get(i * len(policies) + j)
-        for i, run in enumerate(runs)
-        for j, policy in enumerate(policies)
-    }
+    with suppress(KeyboardInterrupt), closing(results):
+        done.update(results)
+    places = {cell: place for place, cell in enumerate(product(runs, policies))}
     measured = []
-    for shift in planned.shifts:
-        for policy in policies:
-            rates, undisturbed = found[shift, policy], found[Shift(shift.after, shift.after), policy]
-            if rates is not None and undisturbed is not None:
-                window = planned.protocol.window
-                measured.append(Measured(policy.text, policy.oracle, shift, window, rates, undisturbed))
+    for shift, policy in product(planned.shifts, policies):
+        rates, undisturbed = (done.get(places[run, policy]) for run in (shift, Shift(shift.after, shift.after)))
+        if rates is not None and undisturbed is not None:
+            window = planned.protocol.window
+            measured.append(Measured(policy.text, policy.oracle, shift, window, rates, undisturbed))
     return Adaptation(planned, slots, measured, len(done) == len(cells))
 
 
-def to_play(grid: Grid, planned: Plan) -> int:
-    """Requests that `adapt` runs."""
+def to_run(grid: Grid, planned: Plan) -> int:
+    """Return the number of requests that `adapt` runs."""
     protocol = planned.protocol
     return len(planned.runs) * len(grid.policies) * (protocol.warmup + protocol.after)
 
 
 def hit_rates(
-    loaded: Loaded, policy: PolicySpec, slots: int, before: list[int], after: list[int], played: Callable[[int], None]
+    loaded: Loaded, policy: PolicySpec, slots: int, before: list[int], after: list[int], advance: Advance
 ) -> Float:
-    """Hit rates [len(after)] of the requests `after`, once those `before` have been run from an empty cache."""
+    """Return the hit rates [len(after)] of the requests `after`, once those `before` have run from an empty cache."""
     order, whole = [*before, *after], loaded.whole
     trace = concatenate([whole.select(np.array([number])) for number in order])
     rates: list[float] = []
 
     def ended(log: RunLog) -> None:
         rates.append(log.hits.sum() / max(1, log.hits.sum() + log.misses.sum()))
-        played(1)
+        advance(1)
 
     replace(loaded, trace=trace).play(policy, slots, ended)
     return np.array(rates[len(before) :])
 
 
 def figure(found: Adaptation, loaded: Loaded) -> "Figure":
-    """Mean paired difference in hit rate against requests since the shift: a panel per kind, a line per policy.
+    """Draw the mean paired difference in hit rate against requests since the shift: a panel a kind, a line a policy.
 
     Thin: of single requests; thick: of windows, which is what is judged, each drawn where it begins.
     """
@@ -413,7 +381,7 @@ def figure(found: Adaptation, loaded: Loaded) -> "Figure":
         plot.frame(axes, f"{kind}: {len(found.of(kind, found.policies[0]))} shifts", "requests since the shift")
         axes.set_xlim(0, protocol.after - 1)
     panels[0].set_ylabel("hit rate less the undisturbed one (points)")
-    share = 100 * loaded.experts_in(found.room) / loaded.all_experts
+    share = 100 * loaded.experts_in(found.capacity) / loaded.all_experts
     drawing.suptitle(
         f"{loaded.trace.meta.model}, untimed, {loaded.trace.name} by {protocol.by}, cache {share:.3g}%", fontsize=9
     )
@@ -422,10 +390,7 @@ def figure(found: Adaptation, loaded: Loaded) -> "Figure":
 
 
 def save(found: Adaptation, loaded: Loaded, folder: Path) -> list[Path]:
-    """Write the table and the plot, each whole or not at all; the files.
-
-    Of an interrupted call only the table is kept, in a folder of its own, `INTERRUPTED`.
-    """
+    """Write the table and the plot, of an interrupted call the table alone, into `INTERRUPTED`; return the files."""
     table, picture = NAMES
     tables = {table: (found.rows(loaded), SHIFTS)}
     if not found.complete:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
 from sim import defaults
-from sim.analysis.adaptation import INTERRUPTED, MAKER, NAMES, Adaptation, Protocol, Summary, plan, save, to_play
+from sim.analysis.adaptation import INTERRUPTED, MAKER, NAMES, Adaptation, Protocol, Summary, plan, save, to_run
 from sim.analysis.adaptation import adapt as measure
 from sim.commands import options
 from sim.commands.printed import progress, table, written
@@ -70,7 +70,7 @@ def adapt(
     folder = output.folder(loaded.experiment.trace, "/adaptation")
     for warning in report.warnings(loaded, grid):
         options.warn(warning)
-    total = to_play(grid, planned)
+    total = to_run(grid, planned)
     shifts, runs, names = len(planned.shifts), len(planned.runs), ", ".join(spec.text for spec in grid.policies)
     output.note(f"{shifts} shifts by {by}: {runs} runs each under {names}; {total:,} requests to run")
     output.note(*report.untimed_note(loaded, grid.policies))

@@ -1,11 +1,8 @@
-"""Options of systems as pure transforms: of the requests, the times and the link of a run, before it starts.
+"""Options of systems as pure transforms: of the requests, the times and the link of a run, before it starts."""
 
-Each is exact in what it says and says nothing else. Times are whole nanoseconds, as everywhere.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,12 +59,10 @@ class Overhead(Derived):
     token_ns: int
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """And the framework; nothing of an encoder where tokens are decoded, which takes no time."""
         own = self.timing.dense_ns(layer, tokens, context, requests)
-        return own + self.layer_ns if own else 0
+        return own + self.layer_ns if own else 0  # an encoder's takes no time where tokens are decoded
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
-        """And the framework."""
         return self.timing.head_ns(tokens, requests) + self.token_ns
 
 
@@ -76,14 +71,9 @@ class ZeroCopy(Derived):
     """What lies on the host is computed by the GPU, whose kernels read it over the link: no hop, no latency."""
 
     link: Link
-
-    @property
-    def hop_ns(self) -> int:
-        """The activations stay."""
-        return 0
+    hop_ns = 0
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
-        """Read over the link, or compute, whichever takes longer."""
         reading = self.link.used_ns(self.link.bytes_of(layer)) - self.link.latency_ns
         return max(reading, self.timing.expert_ns(tokens, layer))
 
@@ -96,7 +86,6 @@ class FirstLayersElsewhere(Derived):
     layers: int
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """There or here."""
         timing = self.other if layer < self.layers else self.timing
         return timing.dense_ns(layer, tokens, context, requests)
 
@@ -108,11 +97,9 @@ class Preloaded(Derived):
     mark: int
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
-        """Nothing where it is only loaded."""
         return 0 if tokens == self.mark else self.timing.expert_ns(tokens, layer)
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
-        """Next to forever where it is only to be loaded."""
         return NOT_HERE_NS if tokens == self.mark else self.timing.host_ns(tokens, layer)
 
 
@@ -144,12 +131,12 @@ def streamed(steps: RequestSteps, layers: int, resident: int) -> RequestSteps:
 
 
 class Changed(Sequence[RequestSteps]):
-    """Requests, each changed when it is asked for, behind those that come first. They are numbered again."""
+    """Requests, each changed when it is taken, behind those that come first. They are numbered again."""
 
     def __init__(
         self,
         requests: Sequence[RequestSteps],
-        change: Callable[[RequestSteps], RequestSteps] | None = None,
+        change: Callable[[RequestSteps], RequestSteps] = lambda steps: steps,
         first: Sequence[RequestSteps] = (),
     ) -> None:
         self._requests, self._change, self._first = requests, change, first
@@ -157,22 +144,9 @@ class Changed(Sequence[RequestSteps]):
     def __len__(self) -> int:
         return len(self._first) + len(self._requests)
 
-    @overload
-    def __getitem__(self, i: int) -> RequestSteps: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[RequestSteps]: ...
-    def __getitem__(self, i: int | slice) -> RequestSteps | Sequence[RequestSteps]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        if i < len(self._first):
-            return replace(self._first[i], request=i)
-        steps = self._requests[i - len(self._first)]
-        return replace(self._change(steps) if self._change else steps, request=i)
-
-    def __iter__(self) -> Iterator[RequestSteps]:
-        return (self[i] for i in range(len(self)))
+    def __getitem__(self, i: Any) -> Any:
+        n = len(self._first)
+        return replace(self._first[i] if i < n else self._change(self._requests[i - n]), request=i)
 
 
 def popular(counts: Int, n: int) -> Int:
