@@ -17,7 +17,7 @@ from sim.sweeps import report
 from sim.sweeps.config import Sweep
 from sim.tuning.journal import NAME, Journal
 from sim.tuning.search_space import space_of
-from sim.tuning.tune import BEST, MAKER, TRIALS, Found, Halves, Search, save
+from sim.tuning.tune import BEST, MAKER, TRIALS, Result, Halves, Search, save
 from sim.tuning.tune import tune as run
 from traces.commands import console
 from traces.errors import InputError
@@ -114,7 +114,7 @@ def _sweep(experiment: Experiment, policy: str, size: str) -> Sweep:
     return Sweep(experiment, (experiment.trace,), (policy,), (size,), (experiment.hardware,))
 
 
-def _title(search: Search, found: Found) -> str:
+def _title(search: Search, found: Result) -> str:
     first, second = search.halves.first, search.halves.second
     machine = f" on {first.hardware.title}" if isinstance(first, TimedRun) else ", untimed"
     tuned, judged = len(first.trace.requests), len(second.trace.requests) - len(first.trace.requests)
@@ -124,7 +124,7 @@ def _title(search: Search, found: Found) -> str:
     return f"{first.model}{machine}: {first.experts_in(search.slots)} slots, {trials}; {halves}"
 
 
-def _table(found: Found, oracle: bool) -> Table:
+def _table(found: Result, oracle: bool) -> Table:
     """The policy as given, and the best on the first half; of these the first alone was run on the second."""
     metric = METRICS[found.metric]
     shown = table("options", *[f"{metric}, {half} half" for half in ("first", "second")], gap=1, fold=True)
@@ -139,7 +139,7 @@ def _table(found: Found, oracle: bool) -> Table:
     return shown
 
 
-def _figure(value: float | None, found: Found, typed: float | None = None) -> str:
+def _figure(value: float | None, found: Result, typed: float | None = None) -> str:
     """A value of the metric, and what it is off that of the policy as given."""
     if value is None:
         return "-"
@@ -147,7 +147,7 @@ def _figure(value: float | None, found: Found, typed: float | None = None) -> st
     return f"{shown} {value / typed - 1:+6.1%}" if typed else f"{shown}       "
 
 
-def _notes(found: Found) -> list[str]:
+def _notes(found: Result) -> list[str]:
     if not found.improved:
         return ["no trial is better on the first half than the policy as given"]
     on_first, on_second = found.gains
@@ -158,7 +158,7 @@ def _notes(found: Found) -> list[str]:
     ]
 
 
-def _as_json(found: Found) -> dict[str, Any]:
+def _as_json(found: Result) -> dict[str, Any]:
     return {
         "metric": found.metric,
         "typed": asdict(found.typed),

@@ -1,21 +1,17 @@
 """How far predictions of the back-test were off, by kind of placement: what a plan's interval follows from.
 
 `errors.toml` holds measured / predicted of every speed and latency, without a fitted parameter, as `python -m
-sim.planner.errors` writes it. Each machine counts as one, however many rows it has.
+benchmarks.planner --write` writes it. Each machine counts as one, however many rows it has.
 """
 
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from sim.backtest import file, score
 from sim.backtest.file import Setting
-from sim.backtest.score import Result
-from sim.engines.engine import SIMPY
 
 FILE = Path(__file__).parent / "errors.toml"
 
@@ -55,26 +51,3 @@ def interval(kind: str) -> Interval:
         for share in ((1 - CONFIDENCE) / 2, 0.5, (1 + CONFIDENCE) / 2)
     )
     return Interval(kind, low, high, median, len(rows), len(machines))
-
-
-def text(results: Iterable[Result]) -> str:
-    """Return the file for these results of the back-test."""
-    lines = ["# measured / predicted speed of the back-test's rows, without a fitted parameter, by kind of placement."]
-    lines += ["# Written by `python -m sim.planner.errors`.", ""]
-    for result in results:
-        row = result.row
-        if result.blind_error is None or not row.timed or not row.machine:
-            continue
-        faster = 1 + result.blind_error if row.metric == "speed" else 1 / (1 + result.blind_error)
-        lines += [f"[[{kind_of(row.setting)}]]", f'figure = "{row.figure}"', f'machine = "{row.machine.name}"']
-        lines += [f"ratio = {1 / faster:.4f}", ""]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    rows = file.unique([row for path in file.shipped() for row in file.read(path)])
-    FILE.write_text(text(score.backtest(rows, SIMPY).results), "utf-8")
-
-
-if __name__ == "__main__":
-    main()

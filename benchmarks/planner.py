@@ -1,0 +1,63 @@
+"""How good plans are: published speeds beside them, and the errors of the back-test that their intervals follow from.
+
+`python -m benchmarks.planner` prints the table of docs/planner.md, a check, not a fit: nothing of the planner was set
+by these figures, though they are rows of the back-test as well. With `--write` it writes sim/planner/errors.toml afresh.
+"""
+
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from sim.backtest import file, score
+from sim.backtest.score import Result
+from sim.engines.engine import SIMPY
+from sim.planner.errors import FILE, kind_of
+from sim.planner.plan import quick
+
+PUBLISHED = Path(__file__).with_suffix(".toml")
+
+
+def published() -> str:
+    """Return published speeds beside plans as a table, and the median error below it."""
+    lines = ["| figure | model, GPU, bandwidth of host memory | measured, tokens/s | expected | interval | error |"]
+    lines.append("| --- | --- | ---: | ---: | --- | ---: |")
+    errors, inside = [], 0
+    for name, row in tomllib.loads(PUBLISHED.read_text("utf-8")).items():
+        options, measured = row["options"], row["tokens_per_s"]
+        speed = quick(**options)
+        model = " ".join(filter(None, [options["model"], options.get("precision")]))
+        machine = f"{model} on {options.get('gpu', 'no GPU')}, {options['cpu_bandwidth']}"
+        errors.append(speed.tokens_per_s / measured - 1)
+        inside += speed.low <= measured <= speed.high
+        cells = [name, machine, f"{measured:.2f}", f"{speed.tokens_per_s:.2f}", f"{speed.low:.2f} to {speed.high:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {errors[-1]:+.0%} |")
+    median = float(np.median(np.abs(errors)))
+    return "\n".join([*lines, "", f"Median error {median:.0%}; {inside} of {len(errors)} lie in their interval."])
+
+
+def errors_text(results: Iterable[Result]) -> str:
+    """Return errors.toml for these results of the back-test."""
+    lines = ["# measured / predicted speed of the back-test's rows, without a fitted parameter, by kind of placement."]
+    lines += ["# Written by `python -m benchmarks.planner --write`.", ""]
+    for result in results:
+        row = result.row
+        if result.blind_error is None or not row.timed or not row.machine:
+            continue
+        faster = 1 + result.blind_error if row.metric == "speed" else 1 / (1 + result.blind_error)
+        lines += [f"[[{kind_of(row.setting)}]]", f'figure = "{row.figure}"', f'machine = "{row.machine.name}"']
+        lines += [f"ratio = {1 / faster:.4f}", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if "--write" in sys.argv:
+        rows = file.unique([row for path in file.shipped() for row in file.read(path)])
+        FILE.write_text(errors_text(score.backtest(rows, SIMPY).results), "utf-8")
+    print(published())
+
+
+if __name__ == "__main__":
+    main()
