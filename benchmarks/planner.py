@@ -1,7 +1,7 @@
 """How good plans are: published speeds beside them, and the errors of the back-test that their intervals follow from.
 
 `python -m benchmarks.planner` prints the table of docs/planner.md, a check, not a fit: nothing of the planner was set
-by these figures, though they are rows of the back-test as well. With `--write` it writes sim/planner/errors.toml afresh.
+by these figures, though they are rows of the back-test as well. With `--write` it writes sim/planner/errors.toml.
 """
 
 import sys

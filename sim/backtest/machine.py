@@ -76,52 +76,49 @@ FITTED = tuple(field.name for field in fields(Rates))
 """What a machine may have fitted."""
 
 
-def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = None) -> Rates:
+def rates(machine: Machine, system: str) -> Rates:
     """Return the rates of a machine under a system. Raise InputError for an unknown link or fit_parameter."""
-    factors = factors or table("factors")
+    factors, overheads, sheet = table("factors"), overheads_of(system), gpu_data_sheet(machine.gpu)
     base = hardware(machine.profile) if machine.profile else None
+    link = machine.link or ("" if base else sheet.get("link", ""))
     if machine.fit_parameter and machine.fit_parameter not in FITTED:
         raise unknown("fit_parameter", machine.fit_parameter, FITTED)
-    if machine.link and machine.link not in factors["links"]:
-        raise unknown("link", machine.link, factors["links"])
-    overheads = overheads_of(system)
-    launches_us = factors["kernels_per_layer"] * (machine.launch_us or factors["launch_us"])
+    if link and link not in factors["links"]:
+        raise unknown("link", link, factors["links"])
+
+    def of_base(field: str, general: float = 0.0) -> float:
+        return float(getattr(base, field)) if base else general
 
     def stated(key: str, general: float) -> float:
         value = float(getattr(machine, key))
         return value if value >= 0 else general
 
+    data_sheet = machine.gpu_data_sheet_gb_per_s or sheet.get("gb_per_s", 0.0)
+    read = machine.gpu_read_gb_per_s or data_sheet * factors["gpu_read_of_data_sheet"]
+    stream = machine.host_stream_gb_per_s or _peak(machine) * factors["host_stream_of_peak"]
+    experts = (stream or of_base("host_memory_bandwidth_gb_per_s")) * (
+        machine.host_experts_of_stream or factors["host_experts_of_stream"]
+    )
+    copies = factors["links"][link] if link else of_base("link_bandwidth_gb_per_s")
+    thread = machine.host_gflop_per_s_per_thread or factors["host_gflop_per_s_per_thread"]
+    cores = machine.host_threads * thread / 1_000
+    launches_us = factors["kernels_per_layer"] * (machine.launch_us or factors["launch_us"])
     return Rates(
-        gpu_gb_per_s=_gpu(machine, base, factors),
-        gpu_tflop_per_s=machine.gpu_tflop_per_s or (base.compute_tflop_per_s if base else factors["gpu_tflop_per_s"]),
-        host_gb_per_s=_host(machine, base, factors) * overheads.get("host_kernels", 1.0),
-        host_tflop_per_s=_cores(machine, base, factors),
+        gpu_gb_per_s=machine.gpu_gb_per_s
+        or (read or of_base("memory_bandwidth_gb_per_s")) * factors["gpu_kernels_of_read"],
+        gpu_tflop_per_s=machine.gpu_tflop_per_s or of_base("compute_tflop_per_s", factors["gpu_tflop_per_s"]),
+        host_gb_per_s=(machine.host_gb_per_s or experts) * overheads.get("host_kernels", 1.0),
+        host_tflop_per_s=cores or of_base("host_compute_tflop_per_s", factors["host_tflop_per_s"]),
         hop_us=stated("hop_us", factors["hop_us"]),
         cpu_us_per_layer=stated("cpu_us_per_layer", factors["cpu_us_per_layer"]),
-        link_gb_per_s=_link(machine, base, factors) * overheads.get("link", 1.0),
+        link_gb_per_s=(machine.link_gb_per_s or copies) * overheads.get("link", 1.0),
         link_latency_us=stated("link_latency_us", factors["link_latency_us"]),
-        disk_gb_per_s=machine.disk_gb_per_s or (base.disk_bandwidth_gb_per_s if base else 0.0),
+        disk_gb_per_s=machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s"),
         disk_latency_us=stated("disk_latency_us", factors["disk_latency_us"]),
         us_per_layer=stated("us_per_layer", launches_us + overheads.get("us_per_layer", 0.0)),
         us_per_expert=stated("us_per_expert", overheads.get("us_per_expert", 0.0)),
         us_per_token=stated("us_per_token", overheads.get("us_per_token", 0.0)),
     )
-
-
-def _gpu(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
-    if machine.gpu_gb_per_s:
-        return machine.gpu_gb_per_s
-    data_sheet = machine.gpu_data_sheet_gb_per_s or gpu_data_sheet(machine.gpu).get("gb_per_s", 0.0)
-    read = machine.gpu_read_gb_per_s or data_sheet * factors["gpu_read_of_data_sheet"]
-    read = read or (base.memory_bandwidth_gb_per_s if base else 0.0)
-    return float(read * factors["gpu_kernels_of_read"])
-
-
-def _link(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
-    if machine.link_gb_per_s:
-        return machine.link_gb_per_s
-    link = machine.link or ("" if base else gpu_data_sheet(machine.gpu).get("link", ""))
-    return float(factors["links"][link]) if link else base.link_bandwidth_gb_per_s if base else 0.0
 
 
 def gpu_data_sheet(gpu: str) -> dict[str, Any]:
@@ -135,28 +132,13 @@ def gpu_data_sheet(gpu: str) -> dict[str, Any]:
 
 
 def _peak(machine: Machine) -> float:
-    """Return the peak of the machine's memory: channels x MT/s x 8 bytes; InputError for text that says neither."""
+    """Return the peak of the machine's memory: channels x MT/s x 8 bytes."""
     if not machine.ram or machine.host_peak_gb_per_s:
         return machine.host_peak_gb_per_s
     kind = re.fullmatch(r"(\d{1,6})\s*x\s*(?:LP)?DDR\dX?-(\d{1,6})", machine.ram.strip(), re.IGNORECASE)
     if not kind:
         raise InputError(f"ram {machine.ram!r}: write channels and kind, such as 2 x DDR5-6000")
     return int(kind[1]) * int(kind[2]) * 8 / 1_000
-
-
-def _host(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
-    if machine.host_gb_per_s:
-        return machine.host_gb_per_s
-    stream = machine.host_stream_gb_per_s or _peak(machine) * factors["host_stream_of_peak"]
-    stream = stream or (base.host_memory_bandwidth_gb_per_s if base else 0.0)
-    return float(stream * (machine.host_experts_of_stream or factors["host_experts_of_stream"]))
-
-
-def _cores(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
-    if machine.host_threads:
-        each = machine.host_gflop_per_s_per_thread or factors["host_gflop_per_s_per_thread"]
-        return float(machine.host_threads * each / 1_000)
-    return base.host_compute_tflop_per_s if base else float(factors["host_tflop_per_s"])
 
 
 def overheads_of(system: str) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ fits its machine's parameter and is in no score.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,13 +93,12 @@ def figure(row: Row, outcome: Outcome) -> float:
 def backtest(
     rows: Sequence[Row],
     engine: str,
-    factors: Mapping[str, Any] | None = None,
     ended: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Backtest:
     """Run all rows; `ended` is called after each, `warn` for a missed hit rate."""
     cases = {row.figure: Case(row) for row in rows if not row.unsimulated}
-    blind = {name: rates_of(case.row, factors) for name, case in cases.items()}
+    blind = {name: rates_of(case.row) for name, case in cases.items()}
     outcomes = {}
     for name, case in cases.items():
         cases[name] = case.aimed(blind[name], engine)
@@ -129,12 +128,12 @@ def backtest(
     return Backtest(results, list(fits.values()), phone.token_by_token(of_phone) if of_phone else None)
 
 
-def rates_of(row: Row, factors: Mapping[str, Any] | None = None) -> Rates | None:
+def rates_of(row: Row) -> Rates | None:
     """Return the rates of a row's machine; None where it is counted without a clock."""
     if row.machine is None or not row.timed:
         return None
     with located(row.where):
-        return rates(row.machine, row.system, factors)
+        return rates(row.machine, row.system)
 
 
 def _machine_key(row: Row) -> tuple[str, Machine]:

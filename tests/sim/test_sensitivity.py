@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from policies.core.grammar import value_text
 from policies.core.spec import parse
 from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, figure, plan, point_of, save, sensitivity
 from sim.commands import main
@@ -20,7 +19,6 @@ from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.roofline import Roofline, disk_link, host_link
 from tests.support.tiny import SIZES
-from traces.errors import InputError
 from traces.output import MARKER
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -298,13 +296,6 @@ def test_options_are_typed_where_they_belong(text, names, moved):
     assert {name: again[name] for name in untouched} == untouched
 
 
-def test_written_values_are_read_back_as_they_are():
-    for value in (True, False, 3, 0.1, 1e-8, 1.5e300, -math.inf, "rows"):
-        text = value_text(value)
-        assert "+" not in text
-        assert (text == "true" if isinstance(value, bool) else type(value)(text)) == value
-
-
 @pytest.fixture
 def command(home, tmp_path, monkeypatch, capsys):
     """Runs `moe-sim sensitivity` in a folder of its own: status, standard output, standard error."""
@@ -341,43 +332,12 @@ def test_the_command_ranks_names_what_helps_most_and_writes(command, home, tmp_p
     assert {each["parameter"] for each in told["parameters"]} >= {"link bandwidth", "cache size", "expert size"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--step", "100%"], "--step 100%: a step is above 0% and below 100%"),
-        (["--step", "0%"], "--step 0%"),
-        (["--step", "0.2"], "as in 20%"),
-        (["--policy", "lruu"], "unknown policy 'lruu'; did you mean lru"),
-        (["--cache-size", "0"], "a cache of 0 is impossible"),
-        (["--hardware", "a500"], "unknown hardware profile 'a500'"),
-        (["--chunk-bytes", "many"], "--chunk-bytes 'many' is not a number of bytes"),
-        (["--predictor-us", "-1"], "--predictor-us -1"),
-        (["--requests", "9"], "cannot give the first 9"),
-        (["--max-batch", "2", "--arrivals", "trace"], "does not say when its requests arrived"),
-        (["--policy", "lru+gate"], "has no lookahead column"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(command, home, tmp_path, arguments, complaint):
-    status, out, err = command(home / "some", *arguments, "--quiet")
-    assert (status, out) == (2, "")
-    assert complaint in err
-    assert err.startswith("moe-sim: error: ")
-    assert err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_titles_name_the_users_and_when_they_arrive(command, home):
     asked = (home / "every", "--policy", "lru", "--cache-size", "50%", "--hardware", home / "link.toml", "--step", "1%")
     _, out, err = command(*asked, "--max-batch", 2, "--arrival-rate", 2.5, "--workers", 1)
     assert "; 2 requests at a time, arrivals poisson at 2.5 a second; TPOT ms " in out, err
     _, found, _ = measured(home, "every", hardware=str(home / "link.toml"), max_batch=2)
     assert figure(found).axes[0].get_title().endswith("\n2 requests at a time, arrivals closed")
-
-
-def test_an_option_that_a_half_does_not_have_is_no_option():
-    assert [option.name for option in parse("lru").declared()] == []
-    with pytest.raises(InputError, match="needs capacity of at least 1"):
-        parse("eamc").with_options({"capacity": 0})
 
 
 def test_a_model_that_was_measured_on_the_machine_is_moved_by_its_rates(home):
