@@ -13,7 +13,7 @@ import numpy as np
 
 from sim.backtest import file, score
 from sim.backtest.score import Result
-from sim.engines.engine import SIMPY
+from sim.experiment import SIMPY
 from sim.planner.errors import FILE, kind_of
 from sim.planner.plan import quick
 

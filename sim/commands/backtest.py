@@ -9,6 +9,7 @@ from sim.backtest import file, report, score
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.engines import engine as engines
+from sim.experiment import SIMPY
 from traces.commands import console
 
 
@@ -31,7 +32,7 @@ def backtest(
 
     [b]moe-sim backtest my-rows.toml --rows[/b]
     """
-    engine = engine or engines.SIMPY
+    engine = engine or SIMPY
     engines.check(engine)
     if update:
         report.around(update)  # before what takes minutes

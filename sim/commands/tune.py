@@ -17,7 +17,7 @@ from sim.sweeps import report
 from sim.sweeps.config import Sweep
 from sim.tuning.journal import NAME, Journal
 from sim.tuning.search_space import space_of
-from sim.tuning.tune import BEST, MAKER, TRIALS, Result, Halves, Search, save
+from sim.tuning.tune import BEST, MAKER, TRIALS, Halves, Result, Search, save
 from sim.tuning.tune import tune as run
 from traces.commands import console
 from traces.errors import InputError

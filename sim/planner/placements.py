@@ -12,7 +12,7 @@ from sim.backtest.case import Case, Outcome
 from sim.backtest.file import Machine, Model, Row, Setting
 from sim.backtest.machine import Rates, rates
 from sim.backtest.model import profile_of
-from sim.engines.engine import SIMPY
+from sim.experiment import SIMPY
 from sim.planner.resources import GPU_RESERVED, HOST_RESERVED, Resources
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.precision import name_of

@@ -12,7 +12,7 @@ from benchmarks import planner as benchmark
 from sim import profiles
 from sim.backtest import file, score
 from sim.backtest.file import Model
-from sim.engines.engine import SIMPY
+from sim.experiment import SIMPY
 from sim.planner import errors
 from sim.planner.placements import TOKENS, Layout, cached, missed_bytes
 from sim.planner.plan import PRECISIONS, Plan, _limit_s, plan, quick
