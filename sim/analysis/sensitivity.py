@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
-from policies.core.spec import Option, PolicySpec
+from policies.core.spec import PolicySpec
 from sim.loaded import TimedRun
 from sim.results import files, plot
 from sim.results.metrics import RESULTS, SHARE, TEXT, Row, cell_text, users_text
@@ -28,6 +28,8 @@ from traces.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+T = TypeVar("T")
 
 NAMES = ("sensitivity.parquet", "sensitivity.png")
 """The files that `save` writes."""
@@ -47,10 +49,33 @@ ROWS = pa.schema(
 )
 """Columns of sensitivity.parquet, a row per cell run: which parameter was moved to where, and the cell."""
 
+MACHINE = {
+    "link_bandwidth_gb_per_s": ("link bandwidth", "GB/s"),
+    "link_latency_us": ("link latency", "us"),
+    "memory_bandwidth_gb_per_s": ("memory bandwidth", "GB/s"),
+    "compute_tflop_per_s": ("compute", "TFLOP/s"),
+    "launch_us": ("kernel launch", "us"),
+    "framework_us_per_layer": ("framework", "us/layer"),
+    "framework_us_per_expert": ("framework by expert", "us"),
+    "framework_us_per_token": ("framework by step", "us"),
+}
+"""Fields of a hardware profile that durations depend on (`sim.profiles.timing`): their names, their units."""
+
+HOST = {
+    "host_compute_tflop_per_s": ("host compute", "TFLOP/s"),
+    "host_memory_bandwidth_gb_per_s": ("host memory bandwidth", "GB/s"),
+    "host_expert_share": ("host bandwidth share", ""),
+    "host_hop_us": ("host hop", "us"),
+}
+"""More of them where a placement lets the host compute."""
+
+DISK = {"disk_bandwidth_gb_per_s": ("disk bandwidth", "GB/s"), "disk_latency_us": ("disk latency", "us")}
+"""More of them where host memory lies over a disk."""
+
 
 @dataclass(frozen=True)
 class Point:
-    """A cell that can be run; timed."""
+    """A cell that can be run."""
 
     loaded: TimedRun
     policy: PolicySpec
@@ -64,21 +89,20 @@ class Point:
     def check(self) -> None:
         """Raise InputError if the policy rejects the setting."""
         self.loaded.require(self.policy, self.slots)
-        self.loaded.compiled(self.policy)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a cell depends on: what it is at a point, and the point where it is another."""
+    """A number that a cell depends on: its value at a point, and the point where it has another."""
 
     name: str
     unit: str
     value: Callable[[Point], float]
-    at: Callable[[Point, float], Point]  # InputError for a value that the policy refuses
+    at: Callable[[Point, Any], Point]  # InputError for a value that the policy refuses
     whole: bool = False
 
     def moved(self, point: Point, factor: float) -> float:
-        """The value times `factor`, to six digits; whole numbers are rounded, and at least 1 off."""
+        """Return the value times `factor`, to six digits; whole numbers are rounded, and at least 1 off."""
         value = self.value(point)
         if not self.whole:
             return float(f"{value * factor:.6g}")
@@ -124,7 +148,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What was found around a point."""
+    """The effects of all parameters around a point."""
 
     metric: str  # column of results
     row: Row  # of the point
@@ -132,7 +156,7 @@ class Sensitivity:
     variants: list[tuple[Variant, Row]]  # as run
 
     @property
-    def felt(self) -> list[Effect]:
+    def effective(self) -> list[Effect]:
         """Those that change the metric at all."""
         return [effect for effect in self.effects if effect.largest]
 
@@ -142,7 +166,7 @@ class Sensitivity:
         return [effect for effect in self.effects if not effect.largest]
 
     def rows(self) -> list[Row]:
-        """Of sensitivity.parquet."""
+        """Return the rows of sensitivity.parquet."""
         elasticity = {effect.parameter.name: effect.elasticity for effect in self.effects}
         varied = [
             {
@@ -158,42 +182,34 @@ class Sensitivity:
         return [{name: row.get(name) for name in ROWS.names} for row in [self.row, *varied]]
 
 
-MACHINE = {
-    "link_bandwidth_gb_per_s": ("link bandwidth", "GB/s"),
-    "link_latency_us": ("link latency", "us"),
-    "memory_bandwidth_gb_per_s": ("memory bandwidth", "GB/s"),
-    "compute_tflop_per_s": ("compute", "TFLOP/s"),
-    "launch_us": ("kernel launch", "us"),
-    "framework_us_per_layer": ("framework", "us/layer"),
-    "framework_us_per_expert": ("framework by expert", "us"),
-    "framework_us_per_token": ("framework by step", "us"),
-}
-"""Fields of a hardware profile that durations depend on (`sim.profiles.timing`): what they are called, their units."""
-
-HOST = {
-    "host_compute_tflop_per_s": ("host compute", "TFLOP/s"),
-    "host_memory_bandwidth_gb_per_s": ("host memory bandwidth", "GB/s"),
-    "host_expert_share": ("host bandwidth share", ""),
-    "host_hop_us": ("host hop", "us"),
-}
-"""More of them where a placement lets the host compute."""
-
-DISK = {"disk_bandwidth_gb_per_s": ("disk bandwidth", "GB/s"), "disk_latency_us": ("disk latency", "us")}
-"""More of them where host memory lies over a disk."""
-
-
 def parameters(point: Point) -> list[Parameter]:
-    """All that a cell has."""
-    fields = MACHINE | (HOST if point.policy.uses_host else {}) | (DISK if point.loaded.experiment.host_memory else {})
-    found = [_field(*told, f"loaded.hardware.{field}") for field, told in fields.items()]
-    found += [
-        Parameter("cache size", "slots" if point.loaded.sizes is None else "B", attrgetter("slots"), _with_slots, True),
+    """Return all that a cell has."""
+
+    def field(name: str, unit: str, path: str, whole: bool = False) -> Parameter:
+        def at(here: Point, value: float) -> Point:
+            return _changed(here, path, int(value) if whole else value)
+
+        return Parameter(name, unit, attrgetter(path), at, whole)
+
+    def option(name: str, default: Any) -> Parameter:
+        def value(here: Point) -> float:
+            return next(float(each.value) for each in here.policy.declared() if each.name == name)
+
+        def at(here: Point, other: float) -> Point:
+            return replace(here, policy=here.policy.with_options({name: type(default)(other)}))
+
+        return Parameter(name, "", value, at, whole=isinstance(default, int))
+
+    loaded, uses_host = point.loaded, point.policy.uses_host
+    fields = MACHINE | (HOST if uses_host else {}) | (DISK if loaded.experiment.host_memory else {})
+    return [
+        *(field(name, unit, f"loaded.hardware.{key}") for key, (name, unit) in fields.items()),
+        Parameter("cache size", "slots" if loaded.sizes is None else "B", attrgetter("slots"), _with_slots, True),
         Parameter("expert size", "MB", lambda at: at.loaded.profile.expert_bytes / 1e6, _with_expert_size),
-        Parameter("predictor", "us", lambda at: at.predictor_us, _with_predictor),
+        Parameter("predictor", "us", attrgetter("predictor_us"), _with_predictor),
+        *([field("chunk", "B", "loaded.experiment.chunk_bytes", True)] if loaded.experiment.chunk_bytes else []),
+        *(option(each.name, each.value) for each in point.policy.declared() if each.numeric),
     ]
-    if point.loaded.experiment.chunk_bytes:
-        found.append(_field("chunk", "B", "loaded.experiment.chunk_bytes", whole=True))
-    return found + [_of_policy(option) for option in point.policy.declared() if option.numeric]
 
 
 def point_of(loaded: TimedRun, policy: PolicySpec, slots: int) -> Point:
@@ -203,12 +219,11 @@ def point_of(loaded: TimedRun, policy: PolicySpec, slots: int) -> Point:
     """
     point = Point(loaded, policy, slots)
     point.check()
-    fixed = _with_predictor(point, point.predictor_us)
-    return cast(Point, _with(fixed, "loaded.hardware.measured", ()))
+    return _changed(_with_predictor(point, point.predictor_us), "loaded.hardware.measured", ())
 
 
 def plan(point: Point, step: float) -> tuple[list[Variant], list[str]]:
-    """What to run beside the point, and why values are left out; step: a share, above 0 and below 1."""
+    """Return what to run beside the point, and why values are left out; step: a share, above 0 and below 1."""
     variants, left_out = [], []
     for parameter in parameters(point):
         value = parameter.value(point)
@@ -239,26 +254,25 @@ def sensitivity(
 ) -> Sensitivity:
     """Run the point and the variants of its plan; `advance` gets the number of requests run."""
     cells = [(each.loaded, each.policy, each.slots) for each in (point, *(variant.point for variant in variants))]
-    here, *moves = rows(cells, Local(workers), advance or (lambda played: None))
+    here, *moves = rows(cells, Local(workers), advance or (lambda requests: None))
     judged_by = metric([here])
     moved: dict[str, dict[bool, tuple[float, float]]] = {}
     for variant, row in zip(variants, moves, strict=True):
         higher = variant.value > variant.parameter.value(point)
         moved.setdefault(variant.parameter.name, {})[higher] = variant.value, row[judged_by]
-    known = {variant.parameter.name: variant.parameter for variant in variants}
     effects = [
-        Effect(parameter, (parameter.value(point), here[judged_by]), moved[name].get(False), moved[name].get(True))
-        for name, parameter in known.items()
+        Effect(each, (each.value(point), here[judged_by]), moved[name].get(False), moved[name].get(True))
+        for name, each in {variant.parameter.name: variant.parameter for variant in variants}.items()
     ]
     effects.sort(key=lambda effect: -effect.largest)
     return Sensitivity(judged_by, here, effects, list(zip(variants, moves, strict=True)))
 
 
-def figure(found: Sensitivity) -> "Figure":
-    """A tornado: the change of the metric, in %, for each parameter that has an effect, the largest on top."""
+def figure(result: Sensitivity) -> "Figure":
+    """Draw a tornado: the change of the metric, in %, for each parameter that has an effect, the largest on top."""
     from matplotlib.figure import Figure
 
-    shown, row = found.felt[:DRAWN_AT_MOST], found.row
+    shown, row = result.effective[:DRAWN_AT_MOST], result.row
     drawing = Figure(figsize=(7, 1.6 + 0.34 * max(len(shown), 2)), layout="constrained")
     axes = drawing.add_subplot()
     for side, label, colour in ((0, "lower", plot.COLOURS[1]), (1, "higher", plot.COLOURS[0])):
@@ -269,7 +283,7 @@ def figure(found: Sensitivity) -> "Figure":
     axes.invert_yaxis()
     title = f"{row['model']} on {row['hardware']}, {row['trace']}, {cell_text(row)} of the experts"
     title += f"\n{users}" if (users := users_text(row)) else ""
-    plot.frame(axes, title, f"change of {plot.DRAWN[found.metric][1].removesuffix(' (ms)')} (%)", grid="x")
+    plot.frame(axes, title, f"change of {plot.DRAWN[result.metric][1].removesuffix(' (ms)')} (%)", grid="x")
     axes.set_axisbelow(True)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -277,37 +291,20 @@ def figure(found: Sensitivity) -> "Figure":
     return drawing
 
 
-def save(found: Sensitivity, folder: Path) -> list[Path]:
-    """Write the table and the plot, each whole or not at all; the files."""
+def save(result: Sensitivity, folder: Path) -> list[Path]:
+    """Write the table and the plot; return the files."""
     table, picture = NAMES
-    return files.save(folder, MAKER, {table: (found.rows(), ROWS)}, {picture: lambda: figure(found)})
+    return files.save(folder, MAKER, {table: (result.rows(), ROWS)}, {picture: lambda: figure(result)})
 
 
-def _field(name: str, unit: str, path: str, whole: bool = False) -> Parameter:
-    """What stands in a field of a point, of its setup or of a profile."""
-    return Parameter(
-        name, unit, attrgetter(path), lambda at, other: _with(at, path, int(other) if whole else other), whole
-    )
-
-
-def _of_policy(option: Option) -> Parameter:
-    def value(point: Point) -> float:
-        return next(float(each.value) for each in point.policy.declared() if each.name == option.name)
-
-    def at(point: Point, other: float) -> Point:
-        return replace(point, policy=point.policy.with_options({option.name: type(option.value)(other)}))
-
-    return Parameter(option.name, "", value, at, whole=isinstance(option.value, int))
-
-
-def _with(part: Any, path: str, value: object) -> Any:
-    """The same with another value in a field, named by the fields that lead to it: `loaded.experiment.chunk_bytes`."""
+def _changed(part: T, path: str, value: object) -> T:
+    """Return the same with another value in the field to which these fields lead: `loaded.hardware.launch_us`."""
     name, _, rest = path.partition(".")
-    return replace(part, **{name: _with(getattr(part, name), rest, value) if rest else value})
+    return replace(part, **{name: _changed(getattr(part, name), rest, value) if rest else value})  # type: ignore[type-var]
 
 
 def _with_slots(point: Point, slots: float) -> Point:
-    """At least 1, at most all; where experts differ in size, room for at least the largest."""
+    """At least 1, at most all; where experts differ in size, capacity for at least the largest."""
     sizes = point.loaded.sizes
     least, most = (1, point.loaded.all_experts) if sizes is None else (int(sizes.max()), int(sizes.sum()))
     return replace(point, slots=min(max(least, int(slots)), most))
@@ -323,17 +320,17 @@ def _with_expert_size(point: Point, megabytes: float) -> Point:
     sizes = tuple(round(size * factor) for size in profile.layer_expert_bytes)
     parameter = megabytes * 1e6 / profile.expert_parameters
     sized = replace(profile, expert_bytes_per_parameter=parameter, layer_expert_bytes=sizes)
-    here = cast(Point, _with(point, "loaded.profile", sized))
+    here = _changed(point, "loaded.profile", sized)
     alike = here.loaded.sizes is None
 
-    def resized(room: int) -> int:
-        return point.loaded.experts_in(room) if alike else -(-room * sum(sizes) // sum(profile.layer_expert_bytes))
+    def resized(slots: int) -> int:
+        return point.loaded.experts_in(slots) if alike else -(-slots * sum(sizes) // sum(profile.layer_expert_bytes))
 
     if host:
-        room = resized(point.loaded.slots(host))
-        here = cast(Point, _with(here, "loaded.experiment.host_memory", str(room) if alike else f"{room}B"))
+        size = resized(point.loaded.slots(host))
+        here = _changed(here, "loaded.experiment.host_memory", str(size) if alike else f"{size}B")
     return _with_slots(here, resized(point.slots))
 
 
 def _with_predictor(point: Point, us: float) -> Point:
-    return cast(Point, _with(point, "loaded.experiment.predictor_us", us))
+    return _changed(point, "loaded.experiment.predictor_us", us)

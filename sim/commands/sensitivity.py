@@ -67,7 +67,7 @@ def _table(found: Sensitivity) -> Table:
     """A row per parameter that has an effect, the largest first."""
     metric = METRICS[found.metric]
     shown = table("parameter", "here", "lower", metric, "higher", metric, "elast.")
-    for effect in found.felt:
+    for effect in found.effective:
         unit = f" ({effect.parameter.unit})" if effect.parameter.unit else ""
         cells = [_number(effect.here[0], effect)]
         for side, change in zip((effect.down, effect.up), effect.changes, strict=True):
@@ -84,7 +84,7 @@ def _notes(found: Sensitivity, left_out: list[str]) -> list[str]:
     """What helps most, what does nothing, what was not run."""
     moves = [
         (change, effect, side[0])
-        for effect in found.felt
+        for effect in found.effective
         for side, change in zip((effect.down, effect.up), effect.changes, strict=True)
         if side and change and change < 0
     ]

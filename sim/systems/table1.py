@@ -4,15 +4,17 @@ The paper (arXiv 2401.14361) measured DeepSeek-V2-Lite on an RTX A5000; `table1.
 predicted / printed - 1. Of other models it prints only its own system's mean.
 """
 
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from sim.loaded import TimedRun
-from sim.systems.play import Prediction
+from sim.systems.predict import Prediction
 from traces.errors import InputError
+from traces.files import read_toml
+from traces.typed import typed
 
 MODEL, HARDWARE = "deepseek-v2-lite", "a5000"
 
@@ -24,7 +26,6 @@ WITHIN = 0.15
 
 HEADLINE = (3.1, 16.7)
 """Per-token latency of the others over MoE-Infinity's, as the paper's abstract has it."""
-
 
 OTHER_MODELS = {"mixtral-8x7b": 836.0, "nllb-moe-54b": 531.0, "switch-large-128": 155.0}
 """What MoE-Infinity took a token of other models on the same machine, in ms, as the paper prints it."""
@@ -44,39 +45,30 @@ class Printed:
 @cache
 def printed() -> dict[str, Printed]:
     """Return the rows of the paper by system."""
-    table = tomllib.loads((Path(__file__).parent / "table1.toml").read_text("utf-8"))
-    return {name: Printed(name, **row) for name, row in table.items()}
+    rows = read_toml(Path(__file__).parent / "table1.toml")
+    return {name: typed(Printed, {**row, "name": name}) for name, row in rows.items()}
+
+
+class Figure(NamedTuple):
+    """A predicted figure beside the paper's; theirs: 0 where it prints none."""
+
+    ours: float
+    theirs: float
+
+    @property
+    def deviation(self) -> float | None:
+        return self.ours / self.theirs - 1 if self.theirs else None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A system's prediction beside the paper's."""
+    """A system's prediction beside the paper's, ms a token. cause: of a mean that deviates by more than 15%."""
 
-    prediction: Prediction
-    paper: Printed
-
-    @property
-    def deviation(self) -> float:
-        """Of the mean."""
-        assert self.prediction.tpot_mean_ms is not None
-        return self.prediction.tpot_mean_ms / self.paper.mean_ms - 1
-
-    @property
-    def idle_deviation(self) -> float | None:
-        """Of the GPU's idle time, None where the paper prints none."""
-        assert self.prediction.idle_ms is not None
-        return self.prediction.idle_ms / self.paper.idle_ms - 1 if self.paper.idle_ms else None
-
-    @property
-    def tail_deviation(self) -> float | None:
-        """Of the tail, None where the paper prints none."""
-        assert self.prediction.tpot_p99_ms is not None
-        return self.prediction.tpot_p99_ms / self.paper.tail_ms - 1 if self.paper.tail_ms else None
-
-    @property
-    def beyond(self) -> bool:
-        """Whether the mean deviates by more than 15%."""
-        return abs(self.deviation) > WITHIN
+    name: str
+    mean: Figure
+    idle: Figure  # of the GPU
+    tail: Figure
+    cause: str | None
 
 
 def applies(loaded: TimedRun) -> bool:
@@ -84,11 +76,11 @@ def applies(loaded: TimedRun) -> bool:
     return (loaded.profile.name, loaded.hardware.name) == (MODEL, HARDWARE)
 
 
-def of_other_model(loaded: TimedRun, predictions: Iterable[Prediction]) -> tuple[float, float] | None:
-    """Return (predicted, printed) ms of MoE-Infinity on a model beside Table 1's; None where the paper has none."""
+def of_other_model(loaded: TimedRun, predictions: Iterable[Prediction]) -> Figure | None:
+    """Return the ms of MoE-Infinity on a model beside Table 1's; None where the paper has none."""
     printed_ms = OTHER_MODELS.get(loaded.profile.name)
     ours = next((each.tpot_mean_ms for each in predictions if each.system.name == OURS), None)
-    return (ours, printed_ms) if ours and printed_ms and loaded.hardware.name == HARDWARE else None
+    return Figure(ours, printed_ms) if ours and printed_ms and loaded.hardware.name == HARDWARE else None
 
 
 def require(loaded: TimedRun) -> None:
@@ -101,22 +93,18 @@ def require(loaded: TimedRun) -> None:
 
 def rows(predictions: Iterable[Prediction]) -> list[Row]:
     """Return those of the predictions that the paper has a row for."""
-    return [Row(each, printed()[each.system.name]) for each in predictions if _comparable(each)]
+    table = []
+    for each in predictions:
+        paper = printed().get(each.system.name)
+        if paper and each.tpot_mean_ms is not None:
+            mean, idle = Figure(each.tpot_mean_ms, paper.mean_ms), Figure(each.idle_ms or 0.0, paper.idle_ms)
+            cause = paper.cause if abs(mean.deviation or 0.0) > WITHIN else None
+            table.append(Row(paper.name, mean, idle, Figure(each.tpot_p99_ms or 0.0, paper.tail_ms), cause))
+    return table
 
 
-def _comparable(each: Prediction) -> bool:
-    return each.system.name in printed() and each.tpot_mean_ms is not None
-
-
-def ratios(found: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Return (predicted, printed) latency of each other system over MoE-Infinity's; empty without that."""
-    base = next((row for row in found if row.paper.name == OURS), None)
-    if base is None:
-        return {}
-    ours = base.prediction.tpot_mean_ms
-    assert ours
-    return {
-        row.paper.name: ((row.prediction.tpot_mean_ms or 0.0) / ours, row.paper.mean_ms / base.paper.mean_ms)
-        for row in found
-        if row is not base
-    }
+def ratios(table: Sequence[Row]) -> dict[str, Figure]:
+    """Return the latency of each other system over MoE-Infinity's; empty without that."""
+    base = next((row.mean for row in table if row.name == OURS), None)
+    others = [row for row in table if base and row.name != OURS]
+    return {row.name: Figure(row.mean.ours / base.ours, row.mean.theirs / base.theirs) for row in others if base}

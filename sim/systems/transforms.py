@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.core.policy import NO_INTS
 from sim.profiles.derived import Derived
 from sim.profiles.hardware_profile import Hardware
 from sim.profiles.timing import Link, Timing
@@ -153,8 +152,3 @@ def popular(counts: Int, n: int) -> Int:
     """Return the ids of the n most used experts, ascending; ties go to the higher id, as in `static`. counts: [L*E]."""
     order = np.lexsort((-np.arange(len(counts)), -counts))
     return np.sort(order[:n])
-
-
-def of_layers(first: int, layers: int, experts: int) -> Int:
-    """Return the ids of all experts of the layers from `first` on."""
-    return np.arange(first * experts, layers * experts) if first < layers else NO_INTS

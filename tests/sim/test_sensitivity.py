@@ -242,7 +242,7 @@ def test_larger_experts_are_as_many_in_host_memory_as_before(home, sizes):
 def test_where_nothing_is_decoded_ttft_counts(home):
     _, found, _ = measured(home, "prompts", slots=16)
     assert found.metric == "ttft_mean_ms"
-    assert found.felt
+    assert found.effective
 
 
 def test_neither_the_number_of_workers_nor_the_engine_changes_a_figure(home):

@@ -24,7 +24,7 @@ from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
 from sim.systems import table1, transforms
-from sim.systems.play import CannotRunError, Played, Setting
+from sim.systems.predict import CannotRunError, Setting, SystemRun
 from sim.systems.system import chosen, systems
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
@@ -82,14 +82,14 @@ def played(requests, shape, slots, policy, timing, link):
 
 @pytest.mark.parametrize("name", [name for name in systems() if name not in REFUSED])
 def test_each_system_plays_alike_on_both_engines(home, name):
-    run = Played.of(systems()[name], setting_of(home, size="50%")).run
+    run = SystemRun.of(systems()[name], setting_of(home, size="50%")).run
     assert_logs_equal(engine.simulate("simpy", run), engine.simulate("auto", run), name)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_system_that_cannot_run_says_why(home, name):
     with pytest.raises(CannotRunError, match=REFUSED[name]):
-        Played.of(systems()[name], setting_of(home, size="50%"))
+        SystemRun.of(systems()[name], setting_of(home, size="50%"))
 
 
 def test_the_title_writes_the_cache_size_as_tables_do(home):
@@ -129,7 +129,7 @@ def test_blocking_adds_the_compute_of_all_experts_behind_their_transfers(trace):
 def test_the_link_carries_as_much_in_a_layer_whose_experts_are_computed_together(home, changed):
     """The experts of the last layer too are computed in their layer's time."""
     alone = replace(systems()["mixtral-offloading"], blocking=False)
-    found = [Played.of(each, setting_of(home, size="50%")).run.gpu for each in (alone, replace(alone, **changed))]
+    found = [SystemRun.of(each, setting_of(home, size="50%")).run.gpu for each in (alone, replace(alone, **changed))]
     times = [(gpu.experts_per_layer or 0) * gpu.link.used_ns(gpu.link.expert_bytes) for gpu in found]
     assert times[0] == pytest.approx(times[1])
 

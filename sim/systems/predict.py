@@ -1,7 +1,7 @@
 """Run systems over one trace, on one machine, with one GPU budget: what each would take a token.
 
-The budget is room for experts in GPU memory, in bytes, the same for all systems: a cache size as given, else what the
-dense part of the model and its KV cache leave. What a system needs beside it (buffers) comes out of it.
+The budget is the GPU memory for experts, in bytes, the same for all systems: the stated cache size, else what the dense
+part of the model and its KV cache leave. What a system needs beside it (buffers) comes out of it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import Run, Tier, gpu_run
 from sim.profiles.derived import Blocking
-from sim.profiles.hardware_profile import Hardware
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline, host_link
@@ -45,12 +44,12 @@ class Prediction:
     """What a system takes, of decoded tokens; all None where it cannot run, and `reason` says why."""
 
     system: System
-    policy: str | None = None  # as given
+    policy: str | None = None
     oracle: bool = False  # whether the policy sees which experts come; not where whole layers come in their order
     tpot_mean_ms: float | None = None
     tpot_p99_ms: float | None = None
     idle_ms: float | None = None  # of the GPU, a token
-    hit_rate: float | None = None  # of expert uses, found in GPU memory
+    hit_rate: float | None = None  # of expert uses, in GPU memory
     mb_per_token: float | None = None  # over the link, both ways
     reason: str = ""
 
@@ -59,8 +58,8 @@ class Prediction:
 class Setting:
     """What all systems share.
 
-    cache_size: as given, None for what GPU memory leaves. profile: a trace to take popularity from. predictor: a file
-    of `moe-sim train-stride`, or None. precision: of the experts, for systems that name none, or None.
+    cache_size: None for what GPU memory leaves. profile: a trace to take popularity from, empty for the one that is
+    run. predictor: a file of `moe-sim train-stride`. precision: of the experts, for systems that name none.
     """
 
     loaded: TimedRun
@@ -69,14 +68,6 @@ class Setting:
     predictor: str | None = None
     host_memory: str = HOST_MEMORY
     precision: str | None = None
-
-    @property
-    def hardware(self) -> Hardware:
-        return self.loaded.hardware
-
-    @property
-    def shape(self) -> Shape:
-        return self.loaded.shape
 
     def model(self, system: System | None = None) -> ModelProfile:
         """Return the model in the precision of a system, or of all.
@@ -98,24 +89,24 @@ class Setting:
         if self.cache_size:
             base = self.model()
             return replace(self.loaded, profile=base).slots(self.cache_size) * base.expert_bytes
-        memory = self.hardware.memory_gib * 2**30
+        memory = self.loaded.hardware.memory_gib * 2**30
         kept = model.dense_bytes + model.kv_cache_bytes(CONTEXT)
         if memory - kept < model.expert_bytes:
             raise InputError(
-                f"{show_bytes(memory)} of GPU memory on {self.hardware.name} do not hold the dense part and the KV "
-                f"cache of {model.name} ({show_bytes(kept)}) and one expert: choose another --hardware"
+                f"{show_bytes(memory)} of GPU memory on {self.loaded.hardware.name} do not hold the dense part and the "
+                f"KV cache of {model.name} ({show_bytes(kept)}) and one expert: choose another --hardware"
             )
         return memory - kept
 
     def slots(self, system: System | None = None) -> int:
         """Return how many experts the budget holds, all at most."""
         model = self.model(system)
-        return min(self.shape.total, int(self.budget(model) / model.expert_bytes))
+        return min(self.loaded.shape.total, int(self.budget(model) / model.expert_bytes))
 
     @cached_property
     def popularity(self) -> transforms.Int:
         """int64[L*E]: tokens of the profile that chose each expert. Raise InputError for a profile of another model."""
-        trace = read_profile(self.profile or self.loaded.experiment.trace, self.shape)
+        trace = read_profile(self.profile or self.loaded.experiment.trace, self.loaded.shape)
         counts: transforms.Int = (trace.eams(PREFILL) + trace.eams(DECODE)).sum(axis=0).ravel()
         return counts
 
@@ -124,46 +115,45 @@ class Setting:
         """Tokens of an expert that is only loaded before the run: more than any step of the trace has."""
         return 1 + max(int(steps.tokens.max(initial=0)) for steps in Requests(self.loaded.trace))
 
-    def predicted(self, system: System, played_on: str | None = None) -> Prediction:
-        """Return what a system takes. played_on: the engine, None for the setup's. Raise InputError for bad input."""
+    def predicted(self, system: System, on: str | None = None) -> Prediction:
+        """Return what a system takes. on: an engine, None for the experiment's. Raise InputError for bad input."""
         try:
-            played = Played.of(system, self)
+            run = SystemRun.of(system, self)
         except CannotRunError as cannot:
             return Prediction(system, reason=str(cannot))
-        return played.prediction(engine.simulate(played_on or self.loaded.experiment.engine, played.run))
+        return run.prediction(engine.simulate(on or self.loaded.experiment.engine, run.run))
 
 
 @dataclass(frozen=True)
-class Played:
+class SystemRun:
     """A system in a setting, as an engine takes it."""
 
     system: System
     setting: Setting
-    spec: PolicySpec
+    policy: PolicySpec
     run: Run
     resident_layers: int  # of whole layers
     host_layers: int  # that do not fit
     loads: int  # requests of one step before the trace's that only load experts
 
     @classmethod
-    def of(cls, system: System, setting: Setting) -> "Played":
+    def of(cls, system: System, setting: Setting) -> "SystemRun":
         """Raise CannotRunError where the system cannot run so, InputError for bad input."""
-        shape, slots, model = setting.shape, setting.slots(system), setting.model(system)
+        shape, slots, model = setting.loaded.shape, setting.slots(system), setting.model(system)
         if system.preload == "all" and slots < shape.total:
-            raise CannotRunError(
-                f"{show_bytes(shape.total * model.expert_bytes)} of experts, room for "
-                f"{show_bytes(setting.budget(model))}"
-            )
+            needed, free = show_bytes(shape.total * model.expert_bytes), show_bytes(setting.budget(model))
+            raise CannotRunError(f"{needed} of experts, room for {free}")
         fitting = shape.layers if slots == shape.total else slots // shape.experts
         host_layers = shape.layers - fitting
         if system.whole_layers and not fitting:
             raise CannotRunError(f"room for {slots} experts, a layer has {shape.experts}")
-        hardware = transforms.from_disk(setting.hardware) if system.disk else setting.hardware
-        loaded = replace(setting.loaded, profile=model, hardware=hardware)
-        spec = _policy(system, setting, host_layers)
-        loaded.require(spec, slots)
-        link = loaded.link
-        timing = _timing(system, setting, loaded, spec, host_layers)
+        hardware = setting.loaded.hardware
+        loaded = replace(
+            setting.loaded, profile=model, hardware=transforms.from_disk(hardware) if system.disk else hardware
+        )
+        policy = _policy(system, setting, host_layers, slots)
+        loaded.require(policy, slots)
+        link, timing = loaded.link, _timing(system, setting, loaded, policy, host_layers)
         if system.copy_back:
             link = transforms.copying_back(link)
         first = _preload(system, setting, slots, host_layers)
@@ -173,25 +163,24 @@ class Played:
             buffers = min(system.buffers, fitting)
             resident = shape.layers if not host_layers else fitting - buffers
             requests = transforms.Changed(requests, lambda steps: transforms.streamed(steps, shape.layers, resident))
-            link = transforms.of_whole_layers(link, shape.experts)
-            shape, slots = Shape(shape.layers, 1), buffers
+            link, slots = transforms.of_whole_layers(link, shape.experts), buffers
         if first:
             requests = transforms.Changed(requests, first=first)
-        window = experts_per_layer(timing, link, shape.layers, loaded.trace.top_k)
+        top_k = loaded.trace.top_k
+        window = experts_per_layer(timing, link, shape.layers, top_k)
         if system.blocking or system.whole_layers:
-            timing = Blocking(timing, loaded.trace.layers, loaded.trace.num_experts, loaded.trace.top_k)
+            timing = Blocking(timing, shape.layers, shape.experts, top_k)
         host = _host(setting, model) if system.mmap else None
-        run = gpu_run(requests, shape, slots, spec, timing, link, experts_per_layer=window, host=host)
-        return cls(system, setting, spec, run, resident, host_layers, len(first))
+        of_run = Shape(shape.layers, 1) if system.whole_layers else shape
+        run = gpu_run(requests, of_run, slots, policy, timing, link, experts_per_layer=window, host=host)
+        return cls(system, setting, policy, run, resident, host_layers, len(first))
 
     def prediction(self, log: RunLog) -> Prediction:
         """Sum up the log of the run, decoded tokens alone, without what loads and what warms up."""
-        first = self.loads + self.setting.loaded.experiment.warmup_requests
+        first, loaded = self.loads + self.setting.loaded.experiment.warmup_requests, self.setting.loaded
         counted = (log.phase == DECODE) & (log.request >= first)
         if not counted.any():
-            raise InputError(
-                f"{self.setting.loaded.trace.name} holds no decoded tokens to count; --as-decode runs a prefill so"
-            )
+            raise InputError(f"{loaded.trace.name} holds no decoded tokens to count; --as-decode runs a prefill so")
         ns = log.step_ns[counted]
         lookups = int((log.hits + log.late + log.misses)[counted].sum())
         moved = int((log.demand_bytes + log.prefetch_bytes)[counted].sum())
@@ -199,11 +188,11 @@ class Played:
             moved += int(log.on_host[counted].sum()) * log.expert_bytes
         hit_rate = float(log.hits[counted].sum() / lookups) if lookups else 1.0
         if self.system.whole_layers:
-            hit_rate = self.resident_layers / self.setting.shape.layers
+            hit_rate = self.resident_layers / loaded.shape.layers
         return Prediction(
             system=self.system,
-            policy=self.spec.text,
-            oracle=self.spec.oracle and not self.system.whole_layers,
+            policy=self.policy.text,
+            oracle=self.policy.oracle and not self.system.whole_layers,
             tpot_mean_ms=float(ns.mean()) / 1e6,
             tpot_p99_ms=float(np.percentile(ns, 99)) / 1e6,
             idle_ms=(float(log.stall_ns[counted].sum(axis=1).mean()) + self._cpu_dense_ns(first)) / 1e6,
@@ -215,36 +204,36 @@ class Played:
         """Of a decoded token in the mean: while the CPU computes the dense part of layers, the GPU is idle."""
         if not self.system.cpu_layers or not self.host_layers:
             return 0.0
-        cpu = Roofline(transforms.as_cpu(self.setting.hardware), self.setting.model(self.system))
+        cpu = Roofline(transforms.as_cpu(self.setting.loaded.hardware), self.setting.model(self.system))
         steps = [self.run.requests[i] for i in range(first, len(self.run.requests))]
-        contexts = np.concatenate([each.context[each.phase == DECODE] for each in steps])
-        found, times = np.unique(contexts, return_counts=True)
-        ns = [sum(cpu.dense_ns(layer, 1, context) for layer in range(self.host_layers)) for context in found.tolist()]
+        contexts, times = np.unique(
+            np.concatenate([each.context[each.phase == DECODE] for each in steps]), return_counts=True
+        )
+        ns = [sum(cpu.dense_ns(layer, 1, each) for layer in range(self.host_layers)) for each in contexts.tolist()]
         return float(np.average(ns, weights=times))
 
 
-def _policy(system: System, setting: Setting, host_layers: int) -> PolicySpec:
-    text = system.policy
-    if "{predictor}" in text and not setting.predictor:
+def _policy(system: System, setting: Setting, host_layers: int, slots: int) -> PolicySpec:
+    if "{predictor}" in system.policy and not setting.predictor:
         raise CannotRunError("needs --predictor, a file of moe-sim train-stride")
     names = {
         "profile": setting.profile or setting.loaded.experiment.trace,
         "predictor": setting.predictor,
         "host_layers": host_layers,
     }
-    spec = parse(text.format(**names))
-    if spec.needs_lookahead and not setting.loaded.trace.has_lookahead:
+    policy = parse(system.policy.format(**names))
+    if policy.needs_lookahead and not setting.loaded.trace.has_lookahead:
         if not system.without_lookahead:
             raise CannotRunError("needs a trace with lookahead (moe-trace record --lookahead)")
-        spec = parse(system.without_lookahead.format(**names))
-    if spec.scope.cls.per_layer and setting.slots(system) < setting.shape.layers:
-        raise CannotRunError(f"needs an expert of each of {setting.shape.layers} layers in GPU memory")
-    return spec
+        policy = parse(system.without_lookahead.format(**names))
+    if policy.scope.cls.per_layer and slots < setting.loaded.shape.layers:
+        raise CannotRunError(f"needs an expert of each of {setting.loaded.shape.layers} layers in GPU memory")
+    return policy
 
 
-def _timing(system: System, setting: Setting, loaded: TimedRun, spec: PolicySpec, host_layers: int) -> Timing:
+def _timing(system: System, setting: Setting, loaded: TimedRun, policy: PolicySpec, host_layers: int) -> Timing:
     """Return the durations of each part where each expert is computed by itself."""
-    timing = loaded.timing(spec)
+    timing = loaded.timing(policy)
     if system.cpu_layers:
         cpu = Roofline(transforms.as_cpu(loaded.hardware), loaded.profile)
         timing = transforms.FirstLayersElsewhere(timing, cpu, host_layers)
@@ -258,20 +247,19 @@ def _timing(system: System, setting: Setting, loaded: TimedRun, spec: PolicySpec
 
 
 def _preload(system: System, setting: Setting, slots: int, host_layers: int) -> list[RequestSteps]:
-    L, E = setting.shape.layers, setting.shape.experts
+    L, E = setting.loaded.shape.layers, setting.loaded.shape.experts
     if not system.preload:
         return []
     if system.preload == "popular":
         ids = transforms.popular(setting.popularity, slots)
     else:
-        ids = transforms.of_layers(host_layers if system.preload == "layers" else 0, L, E)
+        ids = np.arange((host_layers if system.preload == "layers" else 0) * E, L * E)
     return [transforms.preload(ids, L, E, setting.mark)]
 
 
 def _host(setting: Setting, model: ModelProfile) -> Tier:
     """Return host memory as a cache over the disk. Raise InputError where it does not hold a layer's experts."""
-    slots = parse_bytes(setting.host_memory, "--host-memory") // model.expert_bytes
-    if slots < setting.shape.experts:
+    slots, shape = parse_bytes(setting.host_memory, "--host-memory") // model.expert_bytes, setting.loaded.shape
+    if slots < shape.experts:
         raise InputError(f"--host-memory {setting.host_memory}: does not hold the experts of one layer")
-    link = host_link(transforms.from_disk(setting.hardware), model)
-    return Tier(min(slots, setting.shape.total), None, link)
+    return Tier(min(slots, shape.total), None, host_link(transforms.from_disk(setting.loaded.hardware), model))
