@@ -61,7 +61,6 @@ def systems(
     [b]moe-sim systems my-trace --systems moe-infinity,vllm --cache-size 8GiB[/b]
     """
     loaded = TimedRun.of(options.experiment(stated, trace))
-    engine = loaded.experiment.engine
     if table1:
         paper.require(loaded)
         for option, value in (("--systems", systems), ("--precision", precision)):
@@ -89,10 +88,10 @@ def systems(
         _ = setting.popularity  # a profile of another model is refused before anything is run
     output.note(*options.taken(defaults))
     predictions = []
-    output.note(*compiling.notes([engine != SIMPY]))
+    output.note(*compiling.notes([loaded.experiment.engine != SIMPY]))
     with progress(len(systems_to_run), output.quiet, "systems") as advance:
         for each in systems_to_run:
-            predictions.append(setting.predicted(each, engine))
+            predictions.append(setting.predicted(each))
             advance(1)
     rows = paper.rows(predictions) if paper.applies(loaded) and not precision else []
     other = paper.of_other_model(loaded, predictions) if not precision else None

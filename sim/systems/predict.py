@@ -115,13 +115,13 @@ class Setting:
         """Tokens of an expert that is only loaded before the run: more than any step of the trace has."""
         return 1 + max(int(steps.tokens.max(initial=0)) for steps in Requests(self.loaded.trace))
 
-    def predicted(self, system: System, on: str | None = None) -> Prediction:
-        """Return what a system takes. on: an engine, None for the experiment's. Raise InputError for bad input."""
+    def predicted(self, system: System) -> Prediction:
+        """Return what a system takes. Raise InputError for bad input."""
         try:
             run = SystemRun.of(system, self)
         except CannotRunError as cannot:
             return Prediction(system, reason=str(cannot))
-        return run.prediction(engine.simulate(on or self.loaded.experiment.engine, run.run))
+        return run.prediction(engine.simulate(self.loaded.experiment.engine, run.run))
 
 
 @dataclass(frozen=True)
