@@ -50,7 +50,8 @@ def like(name: str, experts: int, top_k: int) -> Reuse:
     theirs = np.array(known[name]["reuse"])
     hits = np.concatenate([[0.0], np.cumsum(theirs) / theirs.sum()])
     ours = np.interp(np.linspace(0, 1, experts + 1), np.linspace(0, 1, len(hits)), hits)
-    reuse, over = np.diff(ours) * top_k, 0.0
+    reuse: Reuse = np.diff(ours) * top_k
+    over = 0.0
     for place, value in enumerate(reuse.tolist()):  # what is above 1 moves to the places behind
         reuse[place] = min(value + over, 1.0)
         over = value + over - reuse[place]

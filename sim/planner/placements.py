@@ -172,11 +172,12 @@ class Placement:
     @property
     def cases(self) -> list[Case]:
         model, L = self.layout.model, self.layout.profile.moe_layers
-        models = [model if layers == L else replace(model, layers=layers) for _, layers, _ in self.parts]
-        facts = ("plan", self.kind, RUNTIME, "speed", "tok/s", "", 1.0)
-        return [
-            Case(Row(*facts, each, self.layout.machine, part[0])) for each, part in zip(models, self.parts, strict=True)
-        ]
+        cases = []
+        for setting, layers, _ in self.parts:
+            part = model if layers == L else replace(model, layers=layers)
+            row = Row("plan", self.kind, RUNTIME, "speed", "tok/s", "", 1.0, part, self.layout.machine, setting)
+            cases.append(Case(row))
+        return cases
 
     @property
     def _rates(self) -> Rates:
