@@ -429,7 +429,7 @@ def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(h
         return subprocess.Popen([*COMMAND, *asked, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
     def trials():
-        return log.read_text().count('"user_attrs"') if log.exists() else 0
+        return log.read_text().count('"drawn"') if log.exists() else 0
 
     for number, status, resume in ((signal.SIGKILL, -signal.SIGKILL, []), (signal.SIGINT, 130, ["--resume"])):
         before = trials()
