@@ -14,7 +14,6 @@ from sim.loaded import TimedRun
 from sim.systems.predict import Prediction
 from traces.errors import InputError
 from traces.files import read_toml
-from traces.typed import typed
 
 MODEL, HARDWARE = "deepseek-v2-lite", "a5000"
 
@@ -46,7 +45,7 @@ class Printed:
 def printed() -> dict[str, Printed]:
     """Return the rows of the paper by system."""
     rows = read_toml(Path(__file__).parent / "table1.toml")
-    return {name: typed(Printed, {**row, "name": name}) for name, row in rows.items()}
+    return {name: Printed(name, **row) for name, row in rows.items()}
 
 
 class Figure(NamedTuple):
