@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from sim import profiles
 from sim.profiles import Count, NotNegative, Positive, Size, transformers_config
-from traces.errors import InputError
+from traces.errors import InputError, located
 from traces.files import expanded
 from traces.schema import TraceMeta
 from traces.typed import typed
@@ -59,16 +59,6 @@ class ModelProfile:
     kv_bytes_per_value: NotNegative = 0  # 0: as the dense weights
     stated_dense_bytes: Size = 0  # of what a token reads beside routed experts and head; 0: as the shape says
     stated_head_bytes: Size = 0  # of the vocabulary matmul; 0: as the shape says
-
-    def __post_init__(self) -> None:
-        if self.top_k > self.experts:
-            raise InputError(f"top_k {self.top_k} is above {self.experts} experts")
-        if self.layer_expert_bytes and len(self.layer_expert_bytes) != self.moe_layers:
-            raise InputError(
-                f"layer_expert_bytes has {len(self.layer_expert_bytes)} sizes for {self.moe_layers} MoE layers"
-            )
-        if self.encoder_moe_layers >= self.moe_layers:
-            raise InputError("encoder_moe_layers leaves no MoE layer to the decoder")
 
     @property
     def expert_parameters(self) -> int:
@@ -210,14 +200,27 @@ def model(text: str) -> ModelProfile:
     """
     path = expanded(text)
     if text not in profiles.names("models") and path.exists() and transformers_config.is_config(path):
-        return typed(ModelProfile, transformers_config.read(path), str(path))
+        return _possible(typed(ModelProfile, transformers_config.read(path), str(path)), path)
     path = profiles.find("models", "model", text)
     if path.suffix in WEIGHTS:
         raise InputError(
             f"{path} holds weights: name its transformers config (config.json or the folder that holds it), a "
             "profile in TOML, or a shipped model (moe-sim models lists them)"
         )
-    return profiles.read(ModelProfile, path)
+    return _possible(profiles.read(ModelProfile, path), path)
+
+
+def _possible(model: ModelProfile, path: Path) -> ModelProfile:
+    """Return a model that was read from a file. Raise InputError where its sizes do not go together."""
+    with located(str(path)):
+        if model.top_k > model.experts:
+            raise InputError(f"top_k {model.top_k} is above {model.experts} experts")
+        if model.layer_expert_bytes and len(model.layer_expert_bytes) != model.moe_layers:
+            sizes = len(model.layer_expert_bytes)
+            raise InputError(f"layer_expert_bytes has {sizes} sizes for {model.moe_layers} MoE layers")
+        if model.encoder_moe_layers >= model.moe_layers:
+            raise InputError("encoder_moe_layers leaves no MoE layer to the decoder")
+    return model
 
 
 def known(name: str) -> ModelProfile | None:
