@@ -6,6 +6,7 @@ Figures of all shipped models: the configurations that their authors published.
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
