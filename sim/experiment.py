@@ -127,6 +127,7 @@ class Experiment:
     ] = AUTO
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "trace", str(self.trace))
         for name, each in OPTIONS.items():
             if each.names and getattr(self, name) not in each.names:
                 raise unknown(name, getattr(self, name), each.names)
