@@ -5,7 +5,7 @@ fields. Combinations in which an option would do nothing are refused here, once.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from replay.devices.pinning import PINS, REQUIRE
 from replay.model import DENSE
+from sim.experiment import Option, options_of
 from traces.errors import InputError, unknown
 from traces.typed import typed
 
@@ -24,48 +25,38 @@ MOST_THREADS = 256
 Threads = Annotated[int, Meta(ge=1, le=MOST_THREADS)]
 
 
-def _about(help: str, key: bool = True, names: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return what is known of a field. key: whether it decides what is measured; names: all values that it may have."""
-    return {"help": help, "key": key, "names": names}
-
-
 @dataclass(frozen=True)
 class DeviceChoice:
     """A device and how it runs. InputError for options that contradict, once the device is not `auto` any more."""
 
-    device: str = field(
-        default="auto", metadata=_about("auto (cuda, or cpu without it), virtual, cpu, disk or cuda.", names=DEVICES)
+    device: Annotated[str, Option("auto (cuda, or cpu without it), virtual, cpu, disk or cuda.", names=DEVICES)] = (
+        "auto"
     )
-    store: Path | None = field(
-        default=None, metadata=_about("File of experts for --device disk (moe-replay store writes it).")
+    store: Annotated[Path | None, Option("File of experts for --device disk (moe-replay store writes it).")] = None
+    lanes: Annotated[
+        Threads | None, Option("Threads that read the disk. Default: measured, the fewest that are fast.")
+    ] = None
+    threads: Annotated[
+        Threads | None, Option("Threads that compute on the CPU. Default: one less than there are cores.")
+    ] = None
+    host_dedup: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Option("Share N host buffers between all experts. Default: one buffer per expert."),
+    ] = None
+    pin: Annotated[str, Option("Pinned memory: require, or best-effort (slower copies if refused).", names=PINS)] = (
+        REQUIRE
     )
-    lanes: Threads | None = field(
-        default=None, metadata=_about("Threads that read the disk. Default: measured, the fewest that are fast.")
-    )
-    threads: Threads | None = field(
-        default=None, metadata=_about("Threads that compute on the CPU. Default: one less than there are cores.")
-    )
-    host_dedup: Annotated[int, Meta(ge=1)] | None = field(
-        default=None,
-        metadata=_about("Share N host buffers between all experts. Default: one buffer per expert."),
-    )
-    pin: str = field(
-        default=REQUIRE,
-        metadata=_about("Pinned memory: require, or best-effort (slower copies if refused).", names=PINS),
-    )
-    dense: str = field(
-        default=DENSE[0], metadata=_about("Dense part of the model: real, or none (experts only).", names=DENSE)
-    )
-    weights: Path | None = field(
-        default=None, metadata=_about("Folder of a safetensors checkpoint. Default: random weights of its shapes.")
-    )
-    verify: bool = field(default=False, metadata=_about("Compare slots with the host at each use (slow)."))
-    nvtx: bool = field(default=False, metadata=_about("Mark steps and layers for NVIDIA's profilers.", key=False))
+    dense: Annotated[str, Option("Dense part of the model: real, or none (experts only).", names=DENSE)] = DENSE[0]
+    weights: Annotated[
+        Path | None, Option("Folder of a safetensors checkpoint. Default: random weights of its shapes.")
+    ] = None
+    verify: Annotated[bool, Option("Compare slots with the host at each use (slow).")] = False
+    nvtx: Annotated[bool, Option("Mark steps and layers for NVIDIA's profilers.", key=False)] = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if (names := each.metadata["names"]) and getattr(self, each.name) not in names:
-                raise unknown(f"`{each.name}`", getattr(self, each.name), names)
+        for name, option in OPTIONS.items():
+            if option.names and getattr(self, name) not in option.names:
+                raise unknown(f"`{name}`", getattr(self, name), option.names)
         if self.device == "auto":
             return
         if self.device == "virtual":
@@ -106,7 +97,11 @@ class DeviceChoice:
 
     def key(self) -> dict[str, Any]:
         """Return all options that decide what is measured."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["key"]}
+        return {name: getattr(self, name) for name, option in OPTIONS.items() if option.key}
+
+
+OPTIONS = options_of(DeviceChoice)
+"""The fields, by name."""
 
 
 def require_cuda(instead: str) -> None:

@@ -160,10 +160,13 @@ class Experiment:
         return {name: getattr(self, name) for name, each in OPTIONS.items() if each.key}
 
 
-OPTIONS: dict[str, Option] = {
-    name: next(each for each in get_args(kind) if isinstance(each, Option))
-    for name, kind in get_type_hints(Experiment, include_extras=True).items()
-}
+def options_of(described: type) -> dict[str, Option]:
+    """Return what there is to know of the fields of a dataclass, by name."""
+    hints = get_type_hints(described, include_extras=True)
+    return {name: next(each for each in get_args(kind) if isinstance(each, Option)) for name, kind in hints.items()}
+
+
+OPTIONS: dict[str, Option] = options_of(Experiment)
 """The fields, by name."""
 
 

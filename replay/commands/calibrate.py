@@ -10,7 +10,7 @@ from policies.core.grammar import split_list
 from policies.core.spec import parse
 from replay.calibration.calibrate import AGREES, Found, choices, profile, steps_of
 from replay.calibration.calibrate import calibrate as measured
-from replay.commands.device_options import Dense
+from replay.commands.device_options import Calibrated
 from replay.device_choice import DeviceChoice
 from replay.devices.device_facts import machine_name
 from sim import defaults
@@ -30,14 +30,10 @@ def calibrate(
     trace: Annotated[
         list[str] | None, typer.Option(help="Folder or URL with routing of a model; else routing is synthetic.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto (cuda, else cpu), cpu, disk or cuda.")] = "auto",
+    *,
+    on: Calibrated,
     policies: Annotated[str, typer.Option(help="Policies whose overhead is measured.")] = defaults.POLICIES,
     repeat: Annotated[int, typer.Option(max=10_000, help="Passes over everything; the medians count.")] = 2,
-    host_dedup: Annotated[
-        int | None, typer.Option(help="Share N host buffers between all experts; else as many as hold 8 GiB.")
-    ] = None,
-    store: Annotated[Path | None, typer.Option(help="File of the model's experts, for --device disk.")] = None,
-    dense: Dense = "real",
     out: Annotated[Path | None, typer.Option(help="The profile to write; else named by the device, here.")] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Write nothing where the passes differ by more than 3%.")
@@ -55,12 +51,11 @@ def calibrate(
 
     [b]moe-sim sweep --hardware here.toml ...[/b]
     """
-
     if repeat < 2:
         raise InputError(f"--repeat {repeat}: whether passes agree takes two at least")
-    if device == "virtual":
+    if on["device"] == "virtual":
         raise InputError("--device virtual: has nothing to measure; auto, cpu, disk or cuda")
-    target = DeviceChoice.of({"device": device, "host_dedup": host_dedup, "dense": dense, "store": store})
+    target = DeviceChoice.of(on)
     traces = trace or ([] if model_profile else [str(demo_trace())])
     wanted = [parse(text) for text in dict.fromkeys(split_list(policies))]
     chosen = choices(model_profile or [], traces, target)

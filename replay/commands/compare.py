@@ -11,7 +11,7 @@ from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
 from replay.choice import Choice, first_part
-from replay.commands.device_options import DeviceOptions, Replayed
+from replay.commands.device_options import Compared, Replayed, chosen
 from replay.comparison import plot as plot_compare
 from replay.comparison.cell import check_mode
 from replay.comparison.plot import NAME as PICTURE
@@ -32,8 +32,6 @@ from traces.commands import console
 from traces.errors import InputError
 from traces.output import claimed
 
-MOST_REPEATS = 10_000
-
 MODES = "closed-loop,lockstep"
 
 
@@ -52,8 +50,8 @@ def compare(
         ),
     ] = None,
     *,
-    played: Replayed,
-    on: DeviceOptions,
+    replayed: Replayed,
+    on: Compared,
     max_error: Annotated[
         float | None, typer.Option(help="Fail if a TPOT mean is further off, in percent. Default: never.")
     ] = None,
@@ -70,14 +68,12 @@ def compare(
 
     [b]moe-replay compare my-trace --policies lru,eamc,belady --cache-sizes 25% --modes lockstep --repeat 3[/b]
     """
-
-    _check(max_error, repeat)
-    target = on.chosen(played)
+    target = chosen(on, replayed)
     is_calibrated = hardware is not None and target.device != "virtual"
-    loaded = TimedRun.of(options.experiment(played, trace, hardware=hardware))
+    loaded = TimedRun.of(options.experiment(replayed, trace, hardware=hardware))
     if is_calibrated:
         _require_calibrated(loaded)
-    if "requests" not in played:
+    if "requests" not in replayed:
         loaded = first_part(loaded, target.device)
     grid = grid_of(loaded, specs(split_list(policies), None), split_list(cache_sizes))
     first, slots = grid.requested()[0]
@@ -89,19 +85,11 @@ def compare(
         require_resume(len(record), folder, output.resume)
         cells = comparison.cells()
         refuse_others(sum(cell["key"] not in cells for cell in record), folder, "comparison")
-        _play(comparison, record, output)
+        _run(comparison, record, output)
         _report(comparison, record, max_error, output)
 
 
-def _check(max_error: float | None, repeat: int) -> None:
-    if max_error is not None and not 0 <= max_error < math.inf:
-        raise InputError(f"--max-error {max_error}: must be a percentage, at least 0")
-    if not 1 <= repeat <= MOST_REPEATS:
-        raise InputError(f"--repeat {repeat}: must be at least 1, at most {MOST_REPEATS:,}")
-
-
 def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
-
     if not names:
         raise InputError(f"`modes` is empty: use {MODES}")
     for name in names:
@@ -118,8 +106,7 @@ def _require_calibrated(loaded: TimedRun) -> None:
         )
 
 
-def _play(comparison: Comparison, record: Record, output: options.OutputOptions) -> None:
-
+def _run(comparison: Comparison, record: Record, output: options.OutputOptions) -> None:
     due = comparison.due(record)
     if len(record):
         output.note(f"resuming {comparison.folder}: {len(record)} cells done, {len(due)} to go")
@@ -130,9 +117,8 @@ def _play(comparison: Comparison, record: Record, output: options.OutputOptions)
 
 
 def _report(comparison: Comparison, record: Record, max_error: float | None, output: options.OutputOptions) -> None:
-
-    asked = [record[key] for key in comparison.cells()]
-    finished, failed = ([cell for cell in asked if (ERROR in cell) is wrong] for wrong in (False, True))
+    cells = [record[key] for key in comparison.cells()]
+    finished, failed = ([cell for cell in cells if (ERROR in cell) is wrong] for wrong in (False, True))
     drawn = _draw(finished, comparison.folder, output)
     wrote = ", ".join([record.path.name, *([f"{TOKENS}/"] if finished else []), *drawn])
     last = [last_line(finished)] if finished else []
@@ -141,16 +127,15 @@ def _report(comparison: Comparison, record: Record, max_error: float | None, out
         lambda: (*_shown(record, finished, failed), f"wrote {wrote} to {comparison.folder}", *last),
     )
     if failed:
-        text = f"{len(failed)} of {len(asked)} cells failed, the first: {named(failed[0])}: {failed[0][ERROR]}"
+        text = f"{len(failed)} of {len(cells)} cells failed, the first: {named(failed[0])}: {failed[0][ERROR]}"
         console.fail("moe-replay", text, 1)
     off = [cell for cell in finished if max_error is not None and off_by(cell) * 100 > max_error]
     if off:
-        text = f"{len(off)} of {len(asked)} cells exceed --max-error {max_error:g}; {last_line(off)}"
+        text = f"{len(off)} of {len(cells)} cells exceed --max-error {max_error:g}; {last_line(off)}"
         console.fail("moe-replay", text, 1)
 
 
 def _draw(cells: list[Row], folder: Path, output: options.OutputOptions) -> list[str]:
-
     if not cells:
         return []
     try:
@@ -166,7 +151,6 @@ def _draw(cells: list[Row], folder: Path, output: options.OutputOptions) -> list
 
 
 def _shown(record: Record, finished: list[Row], failed: list[Row]) -> Iterator[str | Table]:
-
     facts = record.facts
     machine = facts["machine"] or f"a logical clock for {facts['hardware']['name']}"
     yield f"{facts['device']} ({machine}), predicted for {facts['hardware']['name']}"
@@ -174,13 +158,12 @@ def _shown(record: Record, finished: list[Row], failed: list[Row]) -> Iterator[s
         yield table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gb_per_s"])
     yield from (f"failed: {named(cell)}: {cell[ERROR]}" for cell in failed)
     yield from map(ranking_line, facts.get("rankings") or [])
-    if found := facts.get("accuracy"):
-        yield in_words(found)
+    if accuracy := facts.get("accuracy"):
+        yield in_words(accuracy)
 
 
 def table(cells: list[Row], ceiling_gb_per_s: float | None) -> Table:
     """Return a line for each cell of one mode; errors are predicted / measured - 1."""
-
     headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
     shown = plain_table("policy", *headings, *(["of the\nlink"] if ceiling_gb_per_s else []), gap=1, fold=True)
     shown.title, shown.title_justify = cells[0]["mode"], "left"
@@ -205,7 +188,6 @@ def table(cells: list[Row], ceiling_gb_per_s: float | None) -> Table:
 
 def ranking_line(ranking: Row) -> str:
     """Return how well the policies of one size and mode are ordered."""
-
     correlation = "all equal" if ranking["spearman"] is None else f"rank correlation {ranking['spearman']:.2f}"
     pairs = f"{ranking['pairs_as_measured']} of {ranking['pairs_that_differ']} pairs"
     noise = "" if ranking["noise"] is None else f" by more than {ranking['noise']:.1%}"
@@ -232,7 +214,6 @@ def off_by(cell: Row) -> float:
 
 
 def named(cell: Row) -> str:
-
     return f"{cell_text(cell)}, {cell['mode']}"
 
 

@@ -1,57 +1,66 @@
-"""Declare the options that `moe-replay run` and `moe-replay compare` share: the requests, and the device."""
+"""Options of several commands of `moe-replay`, read off descriptions: the requests of a replay, and its device."""
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import fields
 from typing import Annotated
-
-import typer
 
 from replay.device_choice import DeviceChoice
 from sim.commands import options
+from traces.commands.options import Fields
 from traces.errors import InputError
 
-Dense = Annotated[str, typer.Option(help="Dense part of the model: real, or none (experts only).")]
+_SHOWN = {each.name: each.default for each in fields(DeviceChoice) if isinstance(each.default, str)}
 
+
+def device(*names: str, default: str = "auto", **help: str) -> Fields:
+    """Return these fields of a device as options, with another help for those that have one here."""
+    return options.some(*names, of=DeviceChoice, defaults={**_SHOWN, "device": default}, **help)
+
+
+_REPLAYED = ("device", "store", "lanes", "threads", "host_dedup", "pin", "dense", "weights")
 
 Replayed = Annotated[
     options.Stated,
     options.some(
-        *("model_profile", "as_decode", "cold", "chunk_bytes", "warmup_requests", "requests", "seed"),
+        *("model_profile", "requests", "as_decode", "cold", "chunk_bytes", "warmup_requests", "seed"),
         requests="Run the first N requests only. Default: about 1,000 steps; disk: 100 tokens; virtual: all.",
         seed="Seed of the weights. Default: 0.",
     ),
 ]
 """Which requests are run, and how."""
 
+Compared = Annotated[options.Stated, device(*_REPLAYED)]
+"""The device of a comparison."""
 
-@dataclass(frozen=True)
-class DeviceOptions:
-    """How a device runs them: fields of Choice."""
+Measured = Annotated[options.Stated, device(*_REPLAYED, "verify", "nvtx")]
+"""The device of a run."""
 
-    device: Annotated[str, typer.Option(help="auto (cuda, or cpu without it), virtual, cpu, disk or cuda.")] = "auto"
-    store: Annotated[
-        Path | None, typer.Option(help="File of experts for --device disk (moe-replay store writes it).")
-    ] = None
-    lanes: Annotated[
-        int | None, typer.Option(help="Threads that read the disk. Default: measured, the fewest that are fast.")
-    ] = None
-    threads: Annotated[
-        int | None, typer.Option(help="Threads that compute on the CPU. Default: one less than there are cores.")
-    ] = None
-    host_dedup: Annotated[
-        int | None, typer.Option(help="Share N host buffers between all experts. Default: one buffer per expert.")
-    ] = None
-    pin: Annotated[str, typer.Option(help="Pinned memory: require, or best-effort (slower copies if refused).")] = (
-        "require"
-    )
-    dense: Dense = "real"
-    weights: Annotated[
-        Path | None, typer.Option(help="Folder of a safetensors checkpoint. Default: random weights of its shapes.")
-    ] = None
+Calibrated = Annotated[
+    options.Stated,
+    device(
+        *("device", "host_dedup", "store", "dense"),
+        device="auto (cuda, else cpu), cpu, disk or cuda.",
+        host_dedup="Share N host buffers between all experts; else as many as hold 8 GiB.",
+        store="File of the model's experts, for --device disk.",
+    ),
+]
+"""The device that is calibrated."""
 
-    def chosen(self, played: options.Stated, **others: bool) -> DeviceChoice:
-        """Return the device. Raise InputError for one that is not there, or has no weights that a seed could draw."""
-        target = DeviceChoice.of({**vars(self), **others})
-        if target.device == "virtual" and "seed" in played:
-            raise InputError("`seed`: the virtual device has no weights; leave it out")
-        return target
+Live = Annotated[
+    options.Stated,
+    device(
+        *("device", "lanes", "store"),
+        default="disk",
+        device="disk (experts there, the CPU computes), or cuda (experts in host memory).",
+        lanes="Threads that read the disk. Default: measured.",
+        store="File for experts that loading converts, written once. Default: in the cache folder.",
+    ),
+]
+"""The device of a model that generates."""
+
+
+def chosen(on: options.Stated, replayed: options.Stated) -> DeviceChoice:
+    """Return the device. Raise InputError for one that is not there, or has no weights that a seed could draw."""
+    target = DeviceChoice.of(on)
+    if target.device == "virtual" and "seed" in replayed:
+        raise InputError("`seed`: the virtual device has no weights; leave it out")
+    return target

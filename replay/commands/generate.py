@@ -8,6 +8,7 @@ import typer
 
 from policies.core.spec import parse
 from replay import report
+from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
 from replay.live.answering import TextStream, answer
 from replay.live.prediction import outcome
@@ -27,6 +28,7 @@ def generate(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
     opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options
     *,
+    on: Live,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue with; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts, as moe-trace record reads them.")] = None,
     token_ids: Annotated[
@@ -56,7 +58,6 @@ def generate(
 
     [b]moe-replay generate --model ./tiny --token-ids 5,6,7 --print-token-ids --max-new-tokens 16[/b]
     """
-
     if overwrite and not record:
         raise InputError("--overwrite replaces the trace of --record: name its folder, or leave it out")
     texts = prompts_of(prompt or [], prompts, token_ids)
@@ -74,8 +75,10 @@ def generate(
         console.out.file.write(text)
         console.out.file.flush()
 
-    opened.require_apart(record)
-    with opened.live(model, seeded(parse(opened.policy), seed), partial(progress, quiet=quiet, what="experts")) as live:
+    opened.require_apart(on.get("store"), record)
+    with opened.live(
+        model, on, seeded(parse(opened.policy), seed), partial(progress, quiet=quiet, what="experts")
+    ) as live:
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")

@@ -1,6 +1,5 @@
 """The command `moe-replay run`: run one cell on a device, in closed loop, and set it beside what is predicted."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from rich.table import Table
 from policies.core.spec import parse
 from replay import report
 from replay.choice import Choice, first_part
-from replay.commands.device_options import DeviceOptions, Replayed
+from replay.commands.device_options import Measured, Replayed, chosen
 from replay.device_choice import DeviceChoice
 from replay.run import Outcome, replay
 from sim import defaults
@@ -47,17 +46,15 @@ def run(
     cell: CellOptions,
     hardware: Annotated[str | None, typer.Option(help=OPTIONS["hardware"].help)] = None,
     *,
-    played: Replayed,
-    on: DeviceOptions,
+    replayed: Replayed,
+    on: Measured,
     from_: Annotated[
         Path | None, typer.Option("--from", help="Results of moe-sim sweep: replay the winner, as it was swept.")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare slots with the host at each use (slow).")] = False,
     timeline: Annotated[
         Path | None, typer.Option(help="File for a timeline, measured and predicted (.json, .json.gz).")
     ] = None,
     no_slots: options.NoSlots = False,
-    nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark steps and layers for NVIDIA's profilers.")] = False,
     min_gb_per_s: Annotated[float | None, typer.Option(help="Fail if the link, while busy, is slower (GB/s).")] = None,
     output: options.ResumableOptions,
 ) -> None:
@@ -71,15 +68,12 @@ def run(
 
     [b]moe-replay --from results/demo --device cpu[/b]
     """
-
-    if min_gb_per_s is not None and not 0 < min_gb_per_s < math.inf:
-        raise InputError(f"--min-gb-per-s {min_gb_per_s}: must be above 0 and finite")
     if no_slots and not timeline:
         raise InputError("name the file of the timeline whose tracks are chosen: --timeline out.json")
-    played |= typed(hardware=hardware)
-    request = _of_sweep(from_, cell, played) if from_ else _as_typed(cell, played)
-    choice = _choose(request, on.chosen(played, verify=verify, nvtx=nvtx))
-    output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice), *_too_small(choice))
+    replayed |= typed(hardware=hardware)
+    request = _of_sweep(from_, cell, replayed) if from_ else _as_typed(cell, replayed)
+    choice = _choose(request, chosen(on, replayed))
+    output.note(*request.notes, _scope(request, choice, on["device"]), *_unpriced(choice), *_too_small(choice))
     folder = output.folder(choice.loaded.experiment.trace, "-replay")
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
     if cut_off and choice.device != "virtual" and not (output.resume or output.overwrite):
@@ -113,17 +107,16 @@ class Request:
     cache_experts: int | None = None  # what the size came to in the sweep; None: typed
 
 
-def _as_typed(cell: CellOptions, played: options.Stated) -> Request:
-    experiment = options.experiment(played, cell.trace)
+def _as_typed(cell: CellOptions, replayed: options.Stated) -> Request:
+    experiment = options.experiment(replayed, cell.trace)
     policy = cell.policy or defaults.POLICY
-    return Request(experiment, policy, cell.size, "requests" in played, cell.taken(experiment, played))
+    return Request(experiment, policy, cell.size, "requests" in replayed, cell.taken(experiment, replayed))
 
 
-def _of_sweep(folder: Path, cell: CellOptions, played: options.Stated) -> Request:
+def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated) -> Request:
     """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail."""
-
     swept, winners = winner.read(folder)
-    stated = played | typed(trace=cell.trace)
+    stated = replayed | typed(trace=cell.trace)
     experiment = Experiment.of({**vars(swept), "untimed": False, **stated})
     if cell.policy and cell.cache_size:
         return Request(experiment, cell.policy, cell.cache_size)
@@ -144,7 +137,6 @@ def _of_sweep(folder: Path, cell: CellOptions, played: options.Stated) -> Reques
 
 def _choose(request: Request, target: DeviceChoice) -> Choice:
     """Read all files. Raise InputError for whatever cannot be used."""
-
     policy = parse(request.policy)
     loaded = TimedRun.of(request.experiment)
     slots = loaded.slots(request.cache_size)
@@ -159,13 +151,13 @@ def _choose(request: Request, target: DeviceChoice) -> Choice:
     return Choice(loaded, policy, slots, target)
 
 
-def _scope(request: Request, choice: Choice, asked: str) -> str:
+def _scope(request: Request, choice: Choice, device_typed: str) -> str:
     """Return a note on the device, and on how much of the trace runs."""
-    device = f"device {choice.device}" + (" (auto)" if asked == "auto" else "")
-    played = choice.loaded.trace
+    device = f"device {choice.device}" + (" (auto)" if device_typed == "auto" else "")
+    count = len(choice.loaded.trace.requests)
     if choice.loaded.experiment.requests == request.experiment.requests:
-        return f"{device}, {len(played.requests)} requests"
-    return f"{device}, the first {len(played.requests)} requests (--requests N for more)"
+        return f"{device}, {count} requests"
+    return f"{device}, the first {count} requests (--requests N for more)"
 
 
 def _unpriced(choice: Choice) -> list[str]:
@@ -178,7 +170,6 @@ def _unpriced(choice: Choice) -> list[str]:
 
 def _too_small(choice: Choice) -> list[str]:
     """Return a note on experts that threads take longer to hand over than to copy and compute."""
-
     size = choice.loaded.expert_bytes or 0
     if choice.device not in ("cpu", "disk") or size >= TIMED_BYTES:
         return []
@@ -192,7 +183,6 @@ def _replay(
     choice: Choice, folder: Path, timeline: Path | None, slots: bool, output: options.ResumableOptions
 ) -> Outcome:
     """Run and write; a folder in which nothing was written does not stay."""
-
     requests, key = Requests(choice.loaded.trace), choice.key
     steps = sum(len(request.tokens) for request in requests)
     with claimed(folder, report.MAKER, report.NAMES):
@@ -204,12 +194,12 @@ def _replay(
             done = [row for row in done if row.shares[0].request != last]
         if done:
             output.note(f"resuming after {len(done)} of {steps} steps")
-        outcome = _played(choice, folder, timeline, slots, output, done, steps)
+        outcome = _run(choice, folder, timeline, slots, output, done, steps)
         report.save(outcome, folder)
     return outcome
 
 
-def _played(
+def _run(
     choice: Choice,
     folder: Path,
     timeline: Path | None,
@@ -219,31 +209,29 @@ def _played(
     steps: int,
 ) -> Outcome:
     """Run behind the steps `done`, each step written as it ends; say what is kept of an interrupted run."""
-
-    key, played = choice.key, len(done)
+    key, ended = choice.key, len(done)
     about = {"made by": "moe-replay"}
     try:
         with (
             report.step_writer(folder, key, done) as write,
-            progress(steps, output.quiet, "steps replayed", played) as advance,
+            progress(steps, output.quiet, "steps replayed", ended) as advance,
             writing(timeline, lambda: about, output.overwrite) if timeline else nullcontext() as shown,
         ):
 
             def on_step(row: StepRow) -> None:
-                nonlocal played
+                nonlocal ended
                 write(row)
-                played += 1
+                ended += 1
                 advance(1)
 
             return replay(choice, on_step, shown, slots, done)
     except KeyboardInterrupt:
         goes_on = ", and --resume continues after the last whole request" if choice.device != "virtual" else ""
-        kept = f": they are in {folder / report.STEPS}{goes_on}" if played else ""
-        console.fail("moe-replay", f"interrupted after {played} of {steps} steps{kept}", 130)
+        kept = f": they are in {folder / report.STEPS}{goes_on}" if ended else ""
+        console.fail("moe-replay", f"interrupted after {ended} of {steps} steps{kept}", 130)
 
 
 def _shown(outcome: Outcome, folder: Path) -> Iterator[str | Table]:
-
     yield report.title(outcome)
     yield report.table(outcome)
     yield from report.notes(outcome)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
 from replay.live.requests import unused
 from replay.live.server import Listener, Server, listen
@@ -20,6 +21,7 @@ def serve(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
     opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options
     *,
+    on: Live,
     host: Annotated[str, typer.Option(help="Address to listen at; beyond this computer it needs --api-key.")] = (
         "127.0.0.1"
     ),
@@ -40,10 +42,10 @@ def serve(
     """
     if api_key is None and not _is_loopback(host):
         raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
-    opened.require_apart()
+    opened.require_apart(on.get("store"))
     with (
         listen(host, port) as socket,
-        opened.live(model, opened.policy, partial(progress, quiet=quiet, what="experts")) as live,
+        opened.live(model, on, opened.policy, partial(progress, quiet=quiet, what="experts")) as live,
     ):
         for note in live.loaded.notes:
             console.warn(note)

@@ -45,7 +45,6 @@ def store(
 
     [b]moe-replay store qwen3.experts --model-profile qwen3-30b-a3b --dedup 1024[/b]
     """
-
     if model_profile is None:
         raise InputError("--model-profile says whose experts they are: name one (moe-replay store --help)")
     check_file(file, overwrite)

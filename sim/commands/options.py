@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from policies.core.spec import PolicySpec, parse
 from sim.defaults import CACHE_SIZE, CACHE_SIZES, POLICIES, POLICY
-from sim.experiment import OPTIONS, SIZES, Experiment
+from sim.experiment import OPTIONS, SIZES, Experiment, Option, options_of
 from sim.loaded import Loaded
 from sim.sweeps import report
 from sim.sweeps.grid import Grid
@@ -55,9 +56,12 @@ Stated = dict[str, Any]
 """The options of an experiment that were typed, by name."""
 
 
-def some(*names: str, **help: str) -> Fields:
-    """Return these fields of an experiment, with another help for those that have one here."""
-    return Fields({name: _parameter(name, help.get(name, OPTIONS[name].help)) for name in names})
+def some(*names: str, of: type = Experiment, defaults: Mapping[str, Any] = MappingProxyType({}), **help: str) -> Fields:
+    """Return these fields of a dataclass as options, with another help or a default for those that have one here."""
+    described, kinds = options_of(of), get_type_hints(of)
+    return Fields(
+        {name: _parameter(name, kinds[name], described[name], help.get(name), defaults.get(name)) for name in names}
+    )
 
 
 def all_but(*names: str) -> Fields:
@@ -65,14 +69,14 @@ def all_but(*names: str) -> Fields:
     return some(*(name for name, each in OPTIONS.items() if each.help and name not in names))
 
 
-def _parameter(name: str, help: str) -> inspect.Parameter:
-    """Return a field as a command's parameter: None unless it is typed."""
-    kind = get_type_hints(Experiment)[name]
+def _parameter(name: str, kind: Any, option: Option, help: str | None, default: Any) -> inspect.Parameter:
+    """Return a field as a command's parameter: None, or a default that is shown, unless it is typed."""
     of_it = next(each for each in (get_args(kind) or (kind,)) if each is not type(None))
+    help = help or option.help
     if of_it is bool:
         flag = typer.Option(f"--{name.replace('_', '-')}", help=help)
         return _keyword(name, Annotated[bool, flag], False)
-    return _keyword(name, Annotated[(str if OPTIONS[name].read else of_it) | None, typer.Option(help=help)])
+    return _keyword(name, Annotated[(str if option.read else of_it) | None, typer.Option(help=help)], default)
 
 
 def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
