@@ -44,7 +44,7 @@ from policies.blend.decisions import (
     score,
 )
 from policies.blend.profile import Profile
-from policies.core.policy import Kernel, Listener, Options, Prefetcher, Requests, ScorePolicy, Shape, bounded
+from policies.core.policy import Compiled, Listener, Options, Prefetcher, Requests, ScorePolicy, Shape, bounded
 from policies.core.registry import prefetcher, retention
 
 DEFAULT_WINDOW = 0.5
@@ -109,7 +109,7 @@ class _StartsFromAProfile(Listener):
 class BlendRetention(_StartsFromAProfile, ScorePolicy):
     """Ours: recency, the request's frequencies, what follows what and ids of tokens; fetches what is likely enough."""
 
-    kernel = Kernel(begin, score, begin_request=begin_request)
+    compiled = Compiled(begin, score, begin_request=begin_request)
 
     def __init__(self, shape: Shape, options: BlendOptions) -> None:
         super().__init__(shape, options)
@@ -127,7 +127,7 @@ class BlendPrefetcher(_StartsFromAProfile, Prefetcher):
     one_scale_with = "eamc-blend"
     at_start = True
 
-    kernel = Kernel(begin, observe, propose, begin_request)
+    compiled = Compiled(begin, observe, propose, begin_request)
 
     def __init__(self, shape: Shape, options: BlendOptions, state: Blend | None = None) -> None:
         super().__init__(shape, options, state)

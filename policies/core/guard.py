@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.core import scores
 from policies.core.policy import Event, Float, Int, Listener, Prefetcher, Requests, RetentionPolicy, ScorePolicy, Shape
 from traces.errors import InputError
 from traces.steps import RequestSteps
@@ -122,9 +121,9 @@ def _check(half: Any, cls: type[Listener], shape: Shape) -> None:
         raise BrokenRuleError("its `foresee` sees the whole run ahead: declare `oracle = True` in its class")
     if scored:
         keep: Any = getattr(half, "keep", None)
-        rows = scores.ROWS if half.rule in scores.WITH_OPTION else 3
+        rows = cls.compiled.rows if cls.compiled else 3
         sound = isinstance(keep, np.ndarray) and keep.dtype == np.float64 and keep.flags.carray and keep.ndim == 2
-        if not sound or keep.shape[1] != shape.total or len(keep) < rows or not 0 <= half.rule < scores.NAMES_VICTIMS:
+        if not sound or keep.shape[1] != shape.total or len(keep) < rows:
             raise BrokenRuleError(f"its `keep` is not the writable float64[{rows}, L*E] that its base class makes")
 
 
@@ -184,7 +183,7 @@ def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> Non
         return call_and_check
 
     guards = {name: guarded(cls, name, checked(name)) for name in METHODS if hasattr(half, name)}
-    if not any("kernel" in vars(each) for each in own):
+    if not any("compiled" in vars(each) for each in own):
         for name in ("_observe", "_propose"):
             if function := getattr(half, name):
                 vars(half)[name] = lambda *given, function=function: function(*map(original, given))

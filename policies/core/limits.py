@@ -19,8 +19,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from policies.core.compiled import allocating, compiled
-from policies.core.policy import Float, Int, Options, Shape, bounded
-from policies.core.residency_compiled import READY
+from policies.core.policy import READY, Float, Int, Options, Shape, bounded
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ Requests = Sequence[RequestSteps]
 
 NO_INTS: Int = np.empty(0, np.int64)
 
+ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
+"""States of an expert."""
+
 START = -1
 """The layer of an event that only tells that a step starts, and the ids of the tokens that it takes in (rule 16)."""
 
@@ -114,18 +117,30 @@ class Options:
                 raise InputError(f"{self.policy} needs {option.name} {range_}, not {value}")
 
 
-class Kernel(NamedTuple):
-    """A policy as compiled functions over its state, a NamedTuple of arrays, which compiled engines then run.
+class Compiled(NamedTuple):
+    """The functions of a policy that compiled engines run; all but `start` and those of requests are compiled.
 
-    Arrays of the state have the same types whatever shape and options are; `start` makes it for the default options of
-    any shape, one of a single expert included. Halves of one name that share what they learn have the same `start`.
+    A policy has a state of its own, a NamedTuple of arrays that `start` makes, or no more than its keep scores. Arrays
+    of the state have the same types whatever shape and options are; `start` makes it for the default options of any
+    shape, one of a single expert included. Halves of one name that share what they learn have the same `start`.
+
+    The last four are bookkeeping in the keep scores of an eviction policy, at lookups and transfers (rule 8). Those of
+    lookups are called whatever the expert's state is; `on_host_lookup` of a miss that is computed on the host, where it
+    differs. `rows`: of `keep`, of which the first three are as `ScorePolicy` says. `in_order`: nothing else writes
+    scores, the second are all equal, and one that changes becomes the greatest of all: residents are kept in a list.
     """
 
-    start: Callable[[Shape, Any], Any]  # the state when a run begins
+    start: Callable[[Shape, Any], Any] | None = None  # the state when a run begins
     observe: Callable[..., Any] | None = None  # (state, event); of an eviction policy (state, keep, event)
     propose: Callable[..., int] | None = None  # (state, event, ids, priorities): fill both; how many
     begin_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
     end_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
+    on_lookup: Callable[[Float, int, int], None] | None = None  # (keep, expert, serial of the event)
+    on_host_lookup: Callable[[Float, int, int], None] | None = None  # None: as on_lookup
+    on_insert: Callable[[Float, int, int, int], None] | None = None  # (keep, expert, serial, number of the transfer)
+    on_evict: Callable[[Float, int], None] | None = None  # (keep, expert)
+    rows: int = 3
+    in_order: bool = False
 
 
 def _place(cls: type, attribute: str) -> int:
@@ -136,7 +151,7 @@ def _place(cls: type, attribute: str) -> int:
 class Listener:
     """What retention and prefetch have in common: they hear of requests and of events.
 
-    One that is compiled declares a `kernel`, and has its `state`.
+    One that is compiled declares so in `compiled`, and has its `state`.
     """
 
     name: ClassVar[str]
@@ -144,7 +159,7 @@ class Listener:
     Options: ClassVar[type] = Options
     observes: bool = True  # False: `observe` is never called; a class with its own has True unless it says so
     starts_from: ClassVar[str] = ""  # the option that names a file that `save` wrote; none: it saves nothing
-    kernel: ClassVar[Kernel | None] = None
+    compiled: ClassVar[Compiled | None] = None
     state: Any
     _observe: Callable[..., Any] | None = None
     _propose: Callable[..., int] | None = None
@@ -153,6 +168,8 @@ class Listener:
         super().__init_subclass__(**arguments)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+        if cls.compiled and "compiled" in vars(cls) and "observes" not in vars(cls):
+            cls.observes = cls.compiled.observe is not None
         for method, switch in ("observe", "observes"), ("propose", "proposes"):
             if _place(cls, method) < _place(cls, switch):
                 setattr(cls, switch, True)
@@ -162,12 +179,13 @@ class Listener:
         self.shape = shape
         self.options = options
         self._state_is_shared = state is not None
-        if self.kernel:
-            self.state = self.kernel.start(shape, options) if state is None else state
-            if self.kernel.observe:
-                self._observe = from_python(self.kernel.observe)
-            if self.kernel.propose:
-                self._propose = from_python(self.kernel.propose)
+        declared = type(self).compiled  # an attribute of that name may be a user's own
+        if declared and declared.start:
+            self.state = declared.start(shape, options) if state is None else state
+            if declared.observe:
+                self._observe = from_python(declared.observe)
+            if declared.propose:
+                self._propose = from_python(declared.propose)
 
     @classmethod
     def require(cls, options: Any, shape: Shape) -> None:
@@ -181,18 +199,18 @@ class Listener:
 
     def begin_request(self, request: int, seat: int) -> None:
         """A request takes `seat`, a place in the batch that is free; `request` is its ordinal in the run."""
-        kernel = type(self).kernel  # an attribute of that name may be a user's own
-        if kernel and kernel.begin_request and not self._state_is_shared:
-            kernel.begin_request(self.state, seat)
+        declared = type(self).compiled
+        if declared and declared.begin_request and not self._state_is_shared:
+            declared.begin_request(self.state, seat)
 
     def observe(self, event: Event) -> None:
         """Rule 3: the router of an event is known."""
 
     def end_request(self, seat: int) -> None:
         """The last step of the request in `seat` has ended: the time to learn from it."""
-        kernel = type(self).kernel
-        if kernel and kernel.end_request and not self._state_is_shared:
-            kernel.end_request(self.state, seat)
+        declared = type(self).compiled
+        if declared and declared.end_request and not self._state_is_shared:
+            declared.end_request(self.state, seat)
 
     def save(self, file: BinaryIO, source: str) -> None:
         """Write what was learned so far, from `source`. Only where `starts_from` is set."""
@@ -223,35 +241,25 @@ class ScorePolicy(RetentionPolicy):
     """An eviction policy as keep scores: the least (primary, secondary, id) among the evictable goes.
 
     keep: float64[3, L*E]: primary and secondary score of every expert, resident or not (the third row is the
-    residency's: priorities of queued prefetches). `rule` names the compiled bookkeeping of
-    `policies.core.scores` that keeps the scores up to date; a policy without one writes them in `observe`. `listed`
-    says
-    that the rule alone writes scores, the second all equal, and that one that changes becomes the greatest of all: the
-    residency then keeps residents in a list. A class says so of itself; those that inherit from it do not.
+    residency's: priorities of queued prefetches). What it declares as `compiled` keeps the scores up to date, or it
+    writes them in `observe`.
     """
-
-    rule: ClassVar[int] = 0
-    listed: ClassVar[bool] = False
 
     def __init__(self, shape: Shape, options: object, state: object = None) -> None:
         super().__init__(shape, options, state)
-        self.keep = np.zeros(3 * shape.total, np.float64).reshape(3, -1)  # a view, which cannot be resized
+        declared = type(self).compiled
+        self.keep = np.zeros((declared.rows if declared else 3, shape.total))
 
     def observe(self, event: Event) -> None:
         """Rule 3, of one that is compiled; others override this."""
         if self._observe:
             self._observe(self.state, self.keep, event)
 
-    def on_hit(self, expert: int, serial: int) -> None:
-        self._require_no_rule()
-
     def on_insert(self, expert: int, serial: int, start: int) -> None:
-        self._require_no_rule()
-
-    def _require_no_rule(self) -> None:
-        """Raise TypeError for a policy that another one calls, where it cannot keep its scores up to date."""
-        if self.rule:
-            raise TypeError(f"{self.name} has a rule, which only a cache of its own applies: derive from it")
+        """Raise TypeError for a policy that another one calls, where that cannot keep its scores up to date."""
+        declared = type(self).compiled
+        if declared and (declared.on_lookup or declared.on_insert):
+            raise TypeError(f"{self.name} keeps its scores in compiled code, in a cache of its own: derive from it")
 
     def victim(self, evictable: Int) -> int:
         """The definition; the residency does the same over its slots, compiled."""
@@ -269,7 +277,7 @@ class Prefetcher(Listener):
 
     def __init__(self, shape: Shape, options: object, state: object = None) -> None:
         super().__init__(shape, options, state)
-        if self.kernel:
+        if type(self).compiled:
             self.observes = self.observes and not self._state_is_shared
             self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
@@ -282,7 +290,8 @@ class Prefetcher(Listener):
     @classmethod
     def shares_state_with(cls, keeper: type[Listener]) -> bool:
         """Whether it learns with an eviction policy of the same name and options: both are compiled, of one start."""
-        return bool(cls.kernel and keeper.kernel and cls.kernel.start is keeper.kernel.start)
+        ours, theirs = cls.compiled, keeper.compiled
+        return bool(ours and theirs and ours.start and ours.start is theirs.start)
 
     def window(self, experts_per_layer: float) -> None:
         """Before the run, from an engine that knows: experts the link carries while one layer of a token computes."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from policies.core import grammar, user_file
 from policies.core.placement import PLACEMENTS, Placement
-from policies.core.policy import Listener, Prefetcher, RetentionPolicy, ScorePolicy
+from policies.core.policy import Compiled, Listener, Prefetcher, RetentionPolicy
 from policies.core.presets import PRESETS, Preset
 from policies.core.scope import SCOPES, Scope
 from traces.errors import InputError, unknown
@@ -95,31 +95,35 @@ def preset(name: str) -> Preset | None:
 class NoPrefetch(Prefetcher):
     """Nothing is fetched before it is asked for."""
 
-    observes = False
+    compiled = Compiled()
     proposes = False
+
+
+@cache
+def _load_built_in() -> None:
+    for module in BUILT_IN:
+        importlib.import_module(f"policies.{module}")
 
 
 @cache
 def _load() -> None:
     """Import every module that registers policies, once."""
-    for module in BUILT_IN:
-        importlib.import_module(f"policies.{module}")
+    _load_built_in()
     for entry in entry_points(group="moe_expert_cache.policies"):
         entry.load()
 
 
 def built_in() -> list[type[Listener]]:
     """Return the policies of the modules in BUILT_IN, in their order."""
-    _load()
+    _load_built_in()
     places = {f"policies.{module}": place for place, module in enumerate(BUILT_IN)}
     held = [cls for table in (_retention, _prefetch) for cls in table.values() if cls.__module__ in places]
     return sorted(held, key=lambda cls: places[cls.__module__])
 
 
 def is_compiled(cls: type[Listener]) -> bool:
-    """Return whether compiled engines run this half: it is built in, and compiled functions decide all that it does."""
-    by_rule = issubclass(cls, ScorePolicy) and not cls.observes
-    return cls is NoPrefetch or (cls in built_in() and (cls.kernel is not None or by_rule))
+    """Return whether compiled engines run this half: it is built in, and declares its functions in `compiled`."""
+    return cls.compiled is not None and cls in (NoPrefetch, *built_in())
 
 
 def keeper(policy: str | type[Listener]) -> type[RetentionPolicy]:

@@ -25,17 +25,18 @@ case. With one partition that is the best queued prefetch or none, as the rule s
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from policies.core import dispatch
 from policies.core import residency_compiled as core
 from policies.core.compiled import entry_point
 from policies.core.host_memory import HostMemory
 from policies.core.policy import Float, Int, RetentionPolicy, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED as BLOCKED
+from policies.core.residency_compiled import NAMES_VICTIMS
 from policies.core.residency_compiled import NO_EXPERT as NO_EXPERT
-from policies.core.scores import NAMES_VICTIMS
 
 
 class Residency(Protocol):
@@ -136,15 +137,6 @@ class ResidencyObserver:
 INT64 = np.dtype(np.int64)
 
 
-class Compiled(NamedTuple):
-    """The arrays and numbers of a residency under a score policy, as compiled functions take them."""
-
-    m: Int
-    keep: Float
-    rule: int
-    one_scale: bool
-
-
 class PolicyResidency:
     """The residency of one cache under one eviction policy.
 
@@ -171,8 +163,10 @@ class PolicyResidency:
         scored = isinstance(policy, ScorePolicy)
         self._total = shape.total
         self.keep = keep = policy.keep[:] if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
-        self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else NAMES_VICTIMS
-        self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False), sizes)
+        self.rule = rule = dispatch.number_of(type(policy)) if scored else NAMES_VICTIMS
+        declared = vars(type(policy)).get("compiled")  # a class that inherits it may write scores of its own
+        in_order = scored and bool(declared and declared.in_order) and not policy.observes
+        self.m = m = core.new(shape.total, partitions, in_order, sizes)
         self.slots = int(m[core.ONE, core.SLOTS])
         self._wanted, self._hits = memoryview(m[core.WANTED]), m[core.HITS]
         self._one = memoryview(m[core.ONE])
@@ -188,11 +182,6 @@ class PolicyResidency:
         self._on_hit = None if scored else policy.on_hit
         if not scored:
             self.next_transfer, self.interrupt = self._asking(self.next_transfer), self._asking(self.interrupt)
-
-    @property
-    def compiled(self) -> Compiled:
-        """The state of a score policy's residency, for the compiled engine."""
-        return Compiled(self.m, self.keep, self.rule, self.one_scale)
 
     def route(self, experts: Int) -> tuple[list[int], int]:
         """Look up the experts of an event, ascending ids (rules 1 and 2); the hits, and how many demands are queued."""
@@ -305,9 +294,7 @@ class PolicyResidency:
     def _victim(self, expert: int) -> int:
         """Return the victim that the policy names for the transfer of `expert`."""
         partition = self.m[core.PARTITION, expert]
-        offered = core.evictable(self.m, partition, False)
-        if len(offered) == 0:
-            offered = core.evictable(self.m, partition, True)
+        offered = core.offered(self.m, partition)
         self.policy.on_need(expert)
         victim = self.policy.victim(offered)
         if victim not in offered:

@@ -14,8 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from policies.core.compiled import allocating, apart, compiled, inlined
+from policies.core.dispatch import on_evict, on_host_lookup, on_insert, on_lookup
+from policies.core.policy import ABSENT as ABSENT
+from policies.core.policy import DEMANDED as DEMANDED
+from policies.core.policy import LOADING as LOADING
+from policies.core.policy import QUEUED as QUEUED
+from policies.core.policy import READY as READY
 from policies.core.policy import Float, Int
-from policies.core.scores import NAMES_VICTIMS, on_evict, on_host_lookup, on_insert, on_lookup
 
 # Rows of m. By expert:
 STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION, KIND, SIZE, BELOW, BEFORE, AFTER = range(11)
@@ -30,7 +35,6 @@ ROWS = 21
 # States of an expert. WANTED marks one that the current event looked up and has not computed yet (ON_GPU or ON_HOST
 # says where it will be), so a pin is READY and WANTED; UNUSED one that was prefetched and not looked up since;
 # PROPOSED the last proposal that named it; BELOW one that the tier below can give.
-ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
 ON_GPU, ON_HOST = 1, 2
 
 # Single numbers, m[ONE, ...]
@@ -50,6 +54,8 @@ WIDTH = 26  # columns that row ONE needs
 
 PRIORITY = 2  # row of `keep`
 
+NAMES_VICTIMS = -1  # in place of a policy's number: it has no scores, and names its victims in Python
+
 NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is there for it
 ASK = -3  # in place of an expert, which stands in the victim's place: the policy has to name a victim for it first
@@ -60,7 +66,7 @@ def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None =
     """The residency of a model of `total` experts, everything absent.
 
     partitions: slots of each; the experts are divided among them evenly, in ascending ids.
-    listed: the residents of each partition are kept in a list (see `first_listed`).
+    listed: the residents of each partition are kept in a list (see `first_in_order`).
     sizes: bytes of every expert, [total]; `partitions` are bytes then too (rule 19), and slots mere places.
     """
     n = len(partitions)
@@ -149,17 +155,17 @@ def unlink(m: Int, expert: int) -> None:
 
 
 @compiled
-def first_listed(m: Int, partition: int, shielded: bool) -> int:
+def first_in_order(m: Int, partition: int, among_protected: bool) -> int:
     """`least` where residents are listed: of the list, in the order of (score, id), the first that may go.
 
     That is a step or two: what is pinned, loading or protected was used, or started, of late and stands near the end.
-    So does whatever `link` puts in its place, since only policies that are `listed` have lists: a score that changes
-    becomes the greatest of all there, but for ties within an event.
+    So does whatever `link` puts in its place: a score that changes becomes the greatest of all, but for ties within an
+    event (`Compiled.in_order`).
     """
     end = m[ONE, LISTS] + partition
     expert: int = m[AFTER, end]
     while expert != end:
-        if m[STATE, expert] == READY and not m[WANTED, expert] and protected(m, expert) == shielded:
+        if m[STATE, expert] == READY and not m[WANTED, expert] and protected(m, expert) == among_protected:
             return expert
         expert = m[AFTER, expert]
     return NO_EXPERT
@@ -237,8 +243,8 @@ def protected(m: Int, expert: int) -> bool:
 
 
 @allocating
-def evictable(m: Int, partition: int, shielded: bool) -> Int:
-    """Ascending ids of a partition's READY experts that nothing pins: the protected ones (`shielded`), or the others.
+def evictable(m: Int, partition: int, among_protected: bool) -> Int:
+    """Ascending ids of a partition's READY experts that nothing pins: the protected ones, or the others.
 
     int64[n].
     """
@@ -250,7 +256,7 @@ def evictable(m: Int, partition: int, shielded: bool) -> Int:
             expert != NO_EXPERT
             and m[STATE, expert] == READY
             and not m[WANTED, expert]
-            and protected(m, expert) == shielded
+            and protected(m, expert) == among_protected
         ):
             found[n] = expert
             n += 1
@@ -258,13 +264,13 @@ def evictable(m: Int, partition: int, shielded: bool) -> Int:
 
 
 @compiled
-def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
-    """Of `evictable(m, partition, shielded)` the one with the least (primary, secondary, id), or NO_EXPERT.
+def least(m: Int, keep: Float, partition: int, among_protected: bool) -> int:
+    """Of `evictable(m, partition, among_protected)` the one with the least (primary, secondary, id), or NO_EXPERT.
 
     Scores go first: they pass over almost every slot. (`expert < 0` tells the compiler that no index is negative.)
     """
     if m[ONE, LISTS]:
-        return first_listed(m, partition, shielded)
+        return first_in_order(m, partition, among_protected)
     held, state, wanted, primary, secondary = m[HELD], m[STATE], m[WANTED], keep[0], keep[1]
     best, lowest = NO_EXPERT, np.inf
     for expert in held[m[FIRST, partition] : m[END, partition]]:
@@ -276,25 +282,39 @@ def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
             and (secondary[expert] > secondary[best] or (secondary[expert] == secondary[best] and expert > best))
         ):
             continue
-        if protected(m, expert) == shielded:
+        if protected(m, expert) == among_protected:
             best, lowest = expert, primary[expert]
     return best
 
 
 @compiled
-def make_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
+def first_to_go(m: Int, keep: Float, partition: int, demand: bool) -> int:
+    """Rule 6: of what is not protected the least; for a demand, where there is none, of what is. NO_EXPERT: none."""
+    victim = least(m, keep, partition, False)
+    if demand and victim == NO_EXPERT:
+        victim = least(m, keep, partition, True)
+    return victim
+
+
+@allocating
+def offered(m: Int, partition: int) -> Int:
+    """Rule 6 for a policy that names its victims: what is not protected; where there is none, what is. int64[n]."""
+    free_to_go = evictable(m, partition, False)
+    return free_to_go if len(free_to_go) else evictable(m, partition, True)
+
+
+@compiled
+def find_victim(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
     """Rules 5 and 6: the victim whose slot `expert` takes, or NO_EXPERT where one is free.
 
     In their place: BLOCKED where there is none, ASK where the policy has to name the victim first.
     """
     partition = m[PARTITION, expert]
     if m[ONE, SIZED]:
-        return make_sized_room(m, keep, rule, expert, demand, one_scale)
+        return evict_until_it_fits(m, keep, rule, expert, demand, one_scale)
     if m[FREE, partition]:
         return NO_EXPERT
-    victim = least(m, keep, partition, False)
-    if demand and victim == NO_EXPERT:
-        victim = least(m, keep, partition, True)
+    victim = first_to_go(m, keep, partition, demand)
     if victim == NO_EXPERT or (one_scale and not demand and keep[0, victim] >= keep[PRIORITY, expert]):
         return BLOCKED
     return ASK if rule == NAMES_VICTIMS and keep[0, victim] != NAMED else victim
@@ -302,7 +322,7 @@ def make_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_sca
 
 @apart
 @compiled
-def make_sized_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
+def evict_until_it_fits(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
     """Rule 19: the same where sizes differ; several leave one after another, and m[VICTIMS] holds them, or none."""
     one, partition, size = m[ONE], m[PARTITION, expert], m[SIZE, expert]
     room = m[FREE, partition]
@@ -318,9 +338,7 @@ def make_sized_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, o
         return BLOCKED
     victim = NO_EXPERT
     while m[FREE, partition] < size:
-        victim = least(m, keep, partition, False)
-        if victim == NO_EXPERT:
-            victim = least(m, keep, partition, True)
+        victim = first_to_go(m, keep, partition, demand)
         if rule == NAMES_VICTIMS and keep[0, victim] != NAMED:
             return ASK
         m[VICTIMS, one[EVICTED]] = victim
@@ -408,7 +426,7 @@ def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     expert = next_demand(m)
     if expert == NO_EXPERT:
         return NO_EXPERT, NO_EXPERT
-    victim = make_room(m, keep, rule, expert, True, False)
+    victim = find_victim(m, keep, rule, expert, True, False)
     if victim == BLOCKED:
         return BLOCKED, NO_EXPERT
     if victim == ASK:
@@ -432,7 +450,7 @@ def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int
         expert = best_queued(m, keep)
         if expert == NO_EXPERT:
             return answer, NO_EXPERT
-        victim = make_room(m, keep, rule, expert, False, one_scale)
+        victim = find_victim(m, keep, rule, expert, False, one_scale)
         if victim == BLOCKED:
             m[SHUT, m[KIND, expert]] = m[ONE, ATTEMPT]
             answer = BLOCKED

@@ -26,10 +26,9 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from policies.core import scores
 from policies.core.compiled import compiled
 from policies.core.limits import layers_ahead
-from policies.core.policy import Event, Float, Int, Kernel, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import Compiled, Event, Float, Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.registry import prefetcher, retention
 from policies.eamc import matching
 from policies.eamc.collection import Collection, EamcOptions
@@ -252,18 +251,37 @@ class _StartsFromAFile(Listener):
         self.predictor.saved(source).write(file)
 
 
+VISIT, ROWS = 3, 4
+"""Rows of `keep`: what a visit is worth in the second score."""
+
+
+@compiled
+def count_visit(keep: Float, expert: int, serial: int) -> None:
+    keep[1, expert] += keep[VISIT, 0]
+
+
+@compiled
+def uncounted(keep: Float, expert: int, serial: int) -> None:
+    """A lookup that the host computes is no visit."""
+
+
+@compiled
+def forget_visits(keep: Float, expert: int) -> None:
+    keep[1, expert] = 0
+
+
 @retention("eamc")
 class EamcRetention(_StartsFromAFile, ScorePolicy):
     """MoE-Infinity's EAMC: keep what past requests like this one use, early layers first."""
 
-    rule = scores.VISITS
-    kernel = Kernel(begin, observe_and_score)
+    compiled = Compiled(
+        begin, observe_and_score, on_lookup=count_visit, on_host_lookup=uncounted, on_evict=forget_visits, rows=ROWS
+    )
 
     def __init__(self, shape: Shape, options: EamcOptions) -> None:
         self.predictor = Predictor(shape, options)
         super().__init__(shape, options, self.predictor.matched)
-        self.keep = np.zeros((scores.ROWS, shape.total))
-        self.keep[scores.OPTION] = {"ratio": 0, "most-visited": -1, "least-visited": 1}[options.keep]
+        self.keep[VISIT] = {"ratio": 0, "most-visited": -1, "least-visited": 1}[options.keep]
         score(self.predictor.says, self.keep, True, 0)
 
     def end_request(self, seat: int) -> None:
@@ -283,7 +301,7 @@ def _decay(name: str, L: int) -> Float:
 class EamcPrefetcher(_StartsFromAFile, Prefetcher):
     """MoE-Infinity's EAMC: fetch what past requests like this one used in the layers to come."""
 
-    kernel = Kernel(begin, observe, fetch)
+    compiled = Compiled(begin, observe, fetch)
 
     def __init__(self, shape: Shape, options: EamcOptions, predictor: Predictor | None = None) -> None:
         self.predictor = predictor or Predictor(shape, options)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits, layers_ahead
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, ScorePolicy, Shape, bounded
+from policies.core.policy import Compiled, Event, Float, Int, Prefetcher, ScorePolicy, Shape, bounded
 from policies.core.ranking import add, best
 from policies.core.registry import prefetcher, retention
 from policies.eamc.matching import TIE
@@ -238,7 +238,7 @@ class ExpertMapRetention(ScorePolicy):
     """fMoE's expert maps: keep what is used often and stands in the past step of the most similar trajectory."""
 
     Options = ExpertMapOptions
-    kernel = Kernel(begin, score, end_request=end_request)
+    compiled = Compiled(begin, score, end_request=end_request)
 
 
 @prefetcher("expert-map")
@@ -246,4 +246,4 @@ class ExpertMap(Prefetcher):
     """fMoE's expert maps: fetch what the past step with the most similar trajectory used next."""
 
     Options = ExpertMapOptions
-    kernel = Kernel(begin, observe, propose, end_request=end_request)
+    compiled = Compiled(begin, observe, propose, end_request=end_request)

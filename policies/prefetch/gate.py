@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import NO_INTS, Event, Float, Int, Kernel, Prefetcher, Shape
+from policies.core.policy import NO_INTS, Compiled, Event, Float, Int, Prefetcher, Shape
 from policies.core.registry import prefetcher
 
 
@@ -39,5 +39,4 @@ class Gate(Prefetcher):
 
     Options = Limits
     needs_lookahead = True
-    observes = False
-    kernel = Kernel(begin, propose=propose)
+    compiled = Compiled(begin, propose=propose)

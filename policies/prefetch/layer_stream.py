@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits, layers_ahead
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
+from policies.core.policy import Compiled, Event, Float, Int, Prefetcher, Shape
 from policies.core.registry import prefetcher
 
 
@@ -51,5 +51,4 @@ class All(Prefetcher):
     """Every expert of the next layers, in the order of execution."""
 
     Options = AllOptions
-    observes = False
-    kernel = Kernel(begin, propose=propose)
+    compiled = Compiled(begin, propose=propose)

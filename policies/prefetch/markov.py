@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, bounded
+from policies.core.policy import Compiled, Event, Float, Int, Prefetcher, Shape, bounded
 from policies.core.ranking import best
 from policies.core.registry import prefetcher
 
@@ -92,4 +92,4 @@ class Markov(Prefetcher):
     """The next layer's experts that followed the current ones most often (learned as it runs)."""
 
     Options = MarkovOptions
-    kernel = Kernel(begin, observe, propose)
+    compiled = Compiled(begin, observe, propose)

@@ -15,7 +15,7 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import NO_INTS, Event, Float, Int, Kernel, Prefetcher, Requests, Shape, bounded
+from policies.core.policy import NO_INTS, Compiled, Event, Float, Int, Prefetcher, Requests, Shape, bounded
 from policies.core.registry import prefetcher
 from traces.steps import RequestSteps
 
@@ -117,8 +117,7 @@ class Oracle(Foreseeing):
     """The experts of the next events of the request, known ahead (oracle)."""
 
     Options = OracleOptions
-    observes = False
-    kernel = Kernel(begin, propose=propose)
+    compiled = Compiled(begin, propose=propose)
 
 
 @prefetcher("oracle1", oracle=True)
@@ -126,5 +125,4 @@ class NextLayerOracle(Foreseeing):
     """The next layer's experts, known one layer ahead (oracle)."""
 
     Options = Limits
-    observes = False
-    kernel = Kernel(begin, propose=propose_layer)
+    compiled = Compiled(begin, propose=propose_layer)

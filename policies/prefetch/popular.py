@@ -11,7 +11,7 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, bounded
+from policies.core.policy import Compiled, Event, Float, Int, Prefetcher, Shape, bounded
 from policies.core.ranking import best
 from policies.core.registry import prefetcher
 
@@ -56,4 +56,4 @@ class Popular(Prefetcher):
     """The next layer's most used experts so far."""
 
     Options = PopularOptions
-    kernel = Kernel(begin, observe, propose)
+    compiled = Compiled(begin, observe, propose)

@@ -13,7 +13,7 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits, layers_ahead
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
+from policies.core.policy import Compiled, Event, Float, Int, Prefetcher, Shape
 from policies.core.ranking import add
 from policies.core.registry import prefetcher
 from traces.steps import DECODE
@@ -76,4 +76,4 @@ class Previous(Prefetcher):
     """What the previous token used in the next layers."""
 
     Options = PreviousOptions
-    kernel = Kernel(begin, observe, propose, begin_request)
+    compiled = Compiled(begin, observe, propose, begin_request)

@@ -20,7 +20,7 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, Single, bounded
+from policies.core.policy import Compiled, Event, Float, Int, Prefetcher, Shape, Single, bounded
 from policies.core.ranking import add, best
 from policies.core.registry import prefetcher
 from policies.prefetch import previous
@@ -184,7 +184,7 @@ class Stride(Prefetcher):
     """What a predictor trained offline says of the next layers (needs model=FILE)."""
 
     Options = StrideOptions
-    kernel = Kernel(begin, observe, propose, begin_request)
+    compiled = Compiled(begin, observe, propose, begin_request)
 
     @classmethod
     def require(cls, options: StrideOptions, shape: Shape) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import allocating, compiled
-from policies.core.policy import NO_INTS, Event, Float, Int, Kernel, Options, Requests, ScorePolicy, Shape
+from policies.core.policy import NO_INTS, Compiled, Event, Float, Int, Options, Requests, ScorePolicy, Shape
 from policies.core.registry import retention
 
 NEVER = np.iinfo(np.int64).max // 2
@@ -85,7 +85,7 @@ def observe(uses: NextUses, keep: Float, event: Event) -> None:
 class Belady(ScorePolicy):
     """Belady's MIN with forced admission (oracle: sees the whole run)."""
 
-    kernel = Kernel(begin, observe)
+    compiled = Compiled(begin, observe)
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.policy import Event, Float, Int, Kernel, Options, ScorePolicy, Shape
+from policies.core.policy import Compiled, Event, Float, Int, Options, ScorePolicy, Shape
 from policies.core.registry import retention
 
 NOT_BEGUN = -1
@@ -49,7 +49,7 @@ def observe(passes: Passes, keep: Float, event: Event) -> None:
 class LeastStale(ScorePolicy):
     """SpecMD's: what the current pass has not touched goes first, early layers first."""
 
-    kernel = Kernel(begin, observe, begin_request=begin_request)
+    compiled = Compiled(begin, observe, begin_request=begin_request)
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)

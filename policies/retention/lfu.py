@@ -4,14 +4,30 @@ The lookup that misses counts 1, a prefetch alone 0; eviction forgets the count,
 freezes on layer-cyclic traffic: a classic baseline, not a recommendation. Rule 8 of docs/contract.md.
 """
 
-from policies.core import scores
-from policies.core.policy import ScorePolicy
+from policies.core.compiled import compiled
+from policies.core.policy import Compiled, Float, ScorePolicy
 from policies.core.registry import retention
+
+
+@compiled
+def count(keep: Float, expert: int, serial: int) -> None:
+    keep[0, expert] += 1
+    keep[1, expert] = serial
+
+
+@compiled
+def note_recency(keep: Float, expert: int, serial: int) -> None:
+    """A lookup that the host computes is not counted."""
+    keep[1, expert] = serial
+
+
+@compiled
+def forget(keep: Float, expert: int) -> None:
+    keep[0, expert] = 0
 
 
 @retention("lfu")
 class LFU(ScorePolicy):
     """Least frequently used while resident (unaged)."""
 
-    rule = scores.LFU
-    observes = False
+    compiled = Compiled(on_lookup=count, on_host_lookup=note_recency, on_evict=forget)

@@ -7,11 +7,12 @@ Devarakonda, SIGMETRICS 1990 (there halved when the mean count passes a limit); 
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from policies.core import scores
-from policies.core.policy import Options, ScorePolicy, Shape, bounded
+from policies.core.compiled import compiled
+from policies.core.policy import Compiled, Float, Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
+
+HALF_LIFE, CLOCK, ROWS = 3, 4, 5
+"""Rows of `keep`, of which the first places are used."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,26 @@ class AgedOptions(Options, policy="lfu-aged"):
     half_life: int = bounded(1024, least=1, below=2**53)
 
 
+@compiled
+def on_lookup(keep: Float, expert: int, serial: int) -> None:
+    """Halve all counts as often as is due, then count the lookup."""
+    age = serial // keep[HALF_LIFE, 0]
+    if age > keep[CLOCK, 0]:
+        left = 0.5 ** (age - keep[CLOCK, 0])
+        for other in range(keep.shape[1]):
+            keep[0, other] *= left
+        keep[CLOCK, 0] = age
+    keep[0, expert] += 1
+    keep[1, expert] = serial
+
+
 @retention("lfu-aged")
 class AgedLFU(ScorePolicy):
     """Least frequently used, all counts halved at intervals."""
 
-    rule = scores.LFU_AGED
-    observes = False
+    compiled = Compiled(on_lookup=on_lookup, rows=ROWS)
     Options = AgedOptions
 
     def __init__(self, shape: Shape, options: AgedOptions) -> None:
         super().__init__(shape, options)
-        self.keep = np.zeros((scores.ROWS, shape.total))
-        self.keep[scores.OPTION] = options.half_life
+        self.keep[HALF_LIFE] = options.half_life

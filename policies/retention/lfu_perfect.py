@@ -5,14 +5,13 @@ counts nothing, nor does a lookup that the host computes. Breslau et al., Web Ca
 INFOCOM 1999.
 """
 
-from policies.core import scores
-from policies.core.policy import ScorePolicy
+from policies.core.policy import Compiled, ScorePolicy
 from policies.core.registry import retention
+from policies.retention.lfu import count, note_recency
 
 
 @retention("lfu-perfect")
 class PerfectLFU(ScorePolicy):
     """Least frequently used, counted over the whole run."""
 
-    rule = scores.LFU_PERFECT
-    observes = False
+    compiled = Compiled(on_lookup=count, on_host_lookup=note_recency)

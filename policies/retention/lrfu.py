@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.core import scores
-from policies.core.policy import Options, ScorePolicy, Shape, bounded
+from policies.core.compiled import compiled
+from policies.core.policy import Compiled, Float, Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
+
+DECAY, ROWS = 3, 4
+"""Rows of `keep`."""
 
 NEVER = -1e300  # the logarithm of nothing, but finite
 
@@ -24,16 +27,20 @@ class LRFUOptions(Options, policy="lrfu"):
     decay: float = bounded(1 / 1024, least=0, most=1)
 
 
+@compiled
+def on_lookup(keep: Float, expert: int, serial: int) -> None:
+    keep[0, expert] = np.logaddexp2(keep[0, expert], keep[DECAY, 0] * serial)
+    keep[1, expert] = serial
+
+
 @retention("lrfu")
 class LRFU(ScorePolicy):
     """Least combined recency and frequency, lookups decaying exponentially."""
 
-    rule = scores.LRFU
-    observes = False
+    compiled = Compiled(on_lookup=on_lookup, rows=ROWS)
     Options = LRFUOptions
 
     def __init__(self, shape: Shape, options: LRFUOptions) -> None:
         super().__init__(shape, options)
-        self.keep = np.zeros((scores.ROWS, shape.total))
         self.keep[0] = NEVER
-        self.keep[scores.OPTION] = options.decay
+        self.keep[DECAY] = options.decay

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.policy import Event, Float, Int, Kernel, ScorePolicy, Shape
+from policies.core.policy import Compiled, Event, Float, Int, ScorePolicy, Shape
 from policies.core.registry import retention
 from traces.errors import InputError
 
@@ -81,4 +81,4 @@ class MultiCriteria(ScorePolicy):
     """HOBBIT's: keep by a weighted sum of recency, frequency and layer distance (unverified)."""
 
     Options = MultiCriteriaOptions
-    kernel = Kernel(begin, observe, begin_request=begin_request)
+    compiled = Compiled(begin, observe, begin_request=begin_request)

@@ -7,7 +7,7 @@ is a trace folder, all its phases counted; popularity learned while the run cont
 
 from dataclasses import dataclass
 
-from policies.core.policy import ScorePolicy, Shape
+from policies.core.policy import Compiled, ScorePolicy, Shape
 from policies.core.registry import retention
 from policies.core.scope import require_profile
 from traces.errors import InputError
@@ -26,7 +26,7 @@ class StaticOptions:
 class Static(ScorePolicy):
     """Popularity in a profile trace, fixed before the run."""
 
-    observes = False
+    compiled = Compiled()
     Options = StaticOptions
 
     @classmethod

@@ -224,9 +224,9 @@ class Engine:
 def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> streams.Plan:
     keeper, fetcher, total = runner.retention, runner.prefetcher, runner.shape.total
     limited = limiter(fetcher.options, runner.shape, experts_per_layer)
-    number = dispatch.NUMBERS.get(type(fetcher), NONE)
+    number = dispatch.number_of(type(fetcher))
     return streams.Plan(
-        keeps=dispatch.NUMBERS[type(keeper)] if keeper.observes else NONE,
+        keeps=dispatch.number_of(type(keeper)) if keeper.observes else NONE,
         listens=number if fetcher.observes else NONE,
         fetches=number if fetcher.proposes else NONE,
         hears=keeper.observes or fetcher.observes or fetcher.proposes,

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.core.dispatch import number_of, on_lookup
 from policies.core.events import alone
 from policies.core.policy import RetentionPolicy, ScorePolicy, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.residency_compiled import NO_EXPERT
-from policies.core.scores import on_lookup
 from policies.core.spec import parse
 from policies.retention.s3fifo import S3FIFO, S3FIFOOptions
 from traces.errors import InputError
@@ -337,7 +337,7 @@ def test_scores_stay_finite_over_millions_of_events(name):
 def _scores(name):
     """The keep scores of a policy, and its compiled bookkeeping as a method."""
     policy: Any = parse(name).build(Shape(1, 5))[0]
-    policy.look_up = lambda expert, serial: on_lookup(policy.rule, policy.keep, expert, serial)
+    policy.look_up = lambda expert, serial: on_lookup(number_of(type(policy)), policy.keep, expert, serial)
     return policy
 
 

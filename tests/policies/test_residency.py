@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.core import residency_compiled as core
-from policies.core import scores
 from policies.core.policy import Int, Options, RetentionPolicy, ScorePolicy, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
@@ -283,8 +282,8 @@ def test_residents_are_listed_by_score_and_then_by_id_in_both_directions(policy,
 
 class Contrary(ScorePolicy):
     name = "contrary"
-    rule = scores.LRU
-    observes = False
+    compiled = LRU.compiled
+    observes = True
 
 
 class Heir(LRU):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import dispatch, registry
+from policies.core import registry
 from policies.core.grammar import Expression, Term, pieces, read, split_list, split_size
 from policies.core.policy import Prefetcher, ScorePolicy, Shape
 from policies.core.scope import SCOPES
@@ -194,13 +194,10 @@ def test_a_class_alone_says_that_compiled_engines_run_a_policy(policy):
     assert (parse(policy).not_compiled, parse(policy).compiled) == (None, True)
 
 
-@pytest.mark.parametrize(
-    "policy", ["clock", "random@layer", "eamc+eamc:depth=1", "expert-map:capacity=9+expert-map", "lru+none@layer"]
-)
+@pytest.mark.parametrize("policy", ["clock", "random@layer", "eamc+eamc:depth=1", "expert-map:capacity=9+expert-map"])
 def test_a_class_alone_says_why_they_do_not(policy):
-    spec = parse(policy)
-    assert spec.not_compiled == dispatch.refusal(*spec.build(Shape(2, 4)))
-    assert spec.compiled == (policy == "lru+none@layer")
+    assert ("its halves are two different" if "+" in policy else "built-in") in parse(policy).not_compiled
+    assert not parse(policy).compiled
 
 
 @pytest.mark.parametrize("policy", ["static:profile=missing", "stride:model=missing", "eamc:collection=missing"])

@@ -127,7 +127,7 @@ def test_the_random_runs_of_tiers_and_users_reach_every_policy_and_every_counter
 
 
 def test_what_is_compiled_is_served_and_so_is_every_score_policy_and_prefetcher_of_today() -> None:
-    assert {cls for cls in built_in() if cls.kernel} <= dispatch.SERVED
+    assert {cls for cls in built_in() if cls.compiled} <= dispatch.SERVED
     assert {cls.name for cls in dispatch.SERVED if issubclass(cls, ScorePolicy)} >= {
         *("lru", "lfu", "fifo", "lfu-perfect", "lfu-aged", "lrfu", "static", "belady", "least-stale"),
         *("multi-criteria", "eamc", "eamc-blend", "expert-map"),

@@ -250,8 +250,7 @@ def here_alone() -> PolicySpec:
     """A policy that no other process can import, as one in a notebook: it runs as LRU does."""
 
     class Here(ScorePolicy):
-        rule = LRU.rule
-        observes = False
+        compiled = LRU.compiled
 
     return parse(Here)
 
