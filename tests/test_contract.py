@@ -74,10 +74,12 @@ def complaints(contract: str, root: Path) -> Iterator[str]:
             continue
         if not row.owners or not row.tests:
             yield f"rule {number} has no owner or no test"
-        for path in row.owners + row.tests:
-            if not (root / path).is_file():
-                yield f"rule {number}: there is no {path}"
-            elif number not in cited((root / path).read_text(encoding="utf-8")):
+        for owner in row.owners + row.tests:
+            path, _, name = owner.partition(":")
+            text = (root / path).read_text(encoding="utf-8") if (root / path).is_file() else None
+            if text is None or (name and not re.search(rf"^ *(def |class |){name}\b", text, re.MULTILINE)):
+                yield f"rule {number}: there is no {owner}"
+            elif number not in cited(text):
                 yield f"rule {number}: {path} does not cite it"
 
 
@@ -157,6 +159,8 @@ def test_a_made_up_contract_is_caught(tmp_path: Path) -> None:
         "rule 1: no heading #rule-one-lookup",
         "rule 3 is not implemented yet and has an owner or a test",
     }
+    named = MADE_UP.replace("`owner.py`", "`owner.py:decide`")
+    assert next(complaints(named, tmp_path)) == "rule 1: there is no owner.py:decide"
     renamed = MADE_UP.replace("Rule 2: Pins", "Rule 2: Needles")
     assert next(complaints(renamed, tmp_path)).startswith("the rules are not numbered")
 
