@@ -70,8 +70,6 @@ class Predictor:
         whole = self.weights.shape == (L, inputs, E, E) and self.weights.dtype == self.bias.dtype == np.float32
         if not whole or not 1 <= self.stride < L or not 2 <= inputs <= L - self.stride + 1:
             raise InputError(f"{path} is damaged: its arrays do not fit together; train it again")
-        if not (np.isfinite(self.weights).all() and np.isfinite(self.bias).all()):
-            raise InputError(f"{path} is damaged: it holds numbers that are not finite; train it again")
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,6 @@ RATE = 0.005
 MEAN_DECAY, SQUARE_DECAY, EPSILON = 0.9, 0.999, 1e-8  # Adam's
 
 
-MOST_EPOCHS = 100_000
-
-
 @dataclass(frozen=True)
 class Training:
     """stride: layers ahead; back: latest layers that a prediction reads, beside the coming layer's last choice."""
@@ -40,10 +37,6 @@ class Training:
         for option, (value, lowest) in least.items():
             if value < lowest:
                 raise InputError(f"{option} {value}: must be at least {lowest}")
-        if self.epochs > MOST_EPOCHS:
-            raise InputError(f"--epochs {self.epochs}: must be at most {MOST_EPOCHS}")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"--seed {self.seed}: must be at least 0 and below 2**63")
 
 
 @dataclass(frozen=True)

@@ -306,18 +306,9 @@ def test_k_means_does_not_match_what_still_waits():
     [
         ("eamc:source=itration", "unknown source of eamc 'itration'; did you mean iteration"),
         ("eamc:layers=future", "source=request only"),
-        ("eamc:layers=future:source=both", "source=request only"),
-        ("eamc:cosine=row", "did you mean rows"),
-        ("eamc:replacement=kmeans", "did you mean k-means"),
-        ("eamc:keep=visited", "visited"),
-        ("eamc:decay=nxt", "did you mean next"),
         ("eamc:keep=most-visited:decay=next", "no use for decay=next"),
-        ("eamc:split=perhaps", "type bool"),
-        ("eamc:matches=0", "matches of 1 to its capacity, 120"),
         ("eamc:matches=4:capacity=3", "matches of 1 to its capacity, 3"),
-        ("eamc:threshold=1", "below 1"),
         ("eamc:threshold=nan", "threshold of at least -1"),
-        ("eamc:depth=-1", "depth of at least 0"),
     ],
 )
 def test_options_that_cannot_be_are_one_line_that_helps(typed, says):

@@ -1,6 +1,5 @@
 """Presets: names of documented systems that stand for policies as given."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from policies.core.policy import Shape
 from policies.core.presets import PRESETS, Preset
 from policies.core.spec import parse
 from policies.prefetch.stride_training import Tokens, Training, train
-from sim.commands import main
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.requests import Requests
@@ -119,11 +117,8 @@ def test_a_preset_in_a_scope_of_its_own_keeps_it(monkeypatch):
         ("pre-gatd", "did you mean pre-gated"),
         ("pre-gated:horizon=1:horizon=2", "option horizon of pre-gated is given twice"),
         ("pre-gated:horizn=2", "unknown option of pre-gated 'horizn'; did you mean horizon"),
-        ("pre-gated:horizon=0", "horizon of at least 1"),
-        ("specmd:n=3", "specmd has no options"),
         ("pre-gated+none", "pre-gated is a preset and stands for fifo+oracle:horizon=1: write that"),
         ("lru+pre-gated", "unknown prefetcher 'pre-gated'"),
-        ("pre-gated@layr", "did you mean layer"),
     ],
 )
 def test_a_preset_that_cannot_be_so_is_one_line_that_helps(typed, says):
@@ -131,28 +126,3 @@ def test_a_preset_that_cannot_be_so_is_one_line_that_helps(typed, says):
         parse(typed)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def moe_sim(monkeypatch, capsys, *arguments: str) -> tuple[object, str]:
-    monkeypatch.setattr(sys, "argv", ["moe-sim", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr()
-    return ended.value.code, told.out + told.err
-
-
-def test_the_list_shows_presets_and_one_of_them_whole(monkeypatch, capsys):
-    code, listed = moe_sim(monkeypatch, capsys, "policies")
-    assert code in (0, None)
-    assert all(name in listed for name in ("pre-gated", "preset", "lru", "clock"))
-    code, told = moe_sim(monkeypatch, capsys, "policies", "pre-gated")
-    assert code in (0, None)
-    preset = next(preset for preset in PRESETS if preset.name == "pre-gated")
-    for part in (preset.policy, preset.differs, preset.summary, "prefetch: oracle ", "horizon=1", "preset, oracle"):
-        assert part in told
-    _, told = moe_sim(monkeypatch, capsys, "policies", "lrfu")
-    assert "IEEE Transactions on Computers" in told
-    assert "Options: decay=0.0009765625" in told
-    code, told = moe_sim(monkeypatch, capsys, "policies", "pre-gaetd")
-    assert code == 2
-    assert "did you mean pre-gated" in told

@@ -299,14 +299,9 @@ def test_a_profile_never_costs_misses_on_itself(home):
     ("typed", "says"),
     [
         ("lru@layr", "unknown scope 'layr'; did you mean layer?"),
-        ("lru@", "unknown scope ''"),
         ("lru+my@home/mine.py:First", "unknown scope 'home/mine.py'"),
-        ("my@home/mine.py:First", "a path before it has no @"),
         ("static:profile=my@trace", "a path before it has no @"),
-        ("lru@layer@global", "unknown scope 'layer@global'"),
         ("lru@layer:profil=x", "did you mean profile"),
-        ("lru@global:profile=x", "global has no options"),
-        ("lruu@layer", "did you mean lru"),
     ],
 )
 def test_a_wrong_scope_is_one_line_that_helps(typed, says):
@@ -374,18 +369,6 @@ def test_the_warning_of_a_cache_below_one_tokens_demand_is_for_shared_slots(home
     loaded = load(Experiment(trace=home / "tiny", untimed=True))
     for policies, warned in (("lru", 1), ("lru,lru@layer", 1), ("lru@layer", 0)):
         assert len(warnings(loaded, grid_of(loaded, specs(split_list(policies), None), ["4"]))) == warned
-
-
-def test_too_few_slots_are_refused_before_anything_is_written(home, monkeypatch, capsys):
-    monkeypatch.chdir(home)
-    monkeypatch.setattr(sys, "argv", ["moe-sim", "sweep", "tiny", "--cache-sizes", "12,2", "--scope", "layer"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert told.count("\n") == 1 + told.count("taking")
-    assert "a cache of 2 slots cannot be divided among 3 layers" in told
-    assert not (home / "results").exists()
 
 
 SCORED_AND_OTHER = ["lru", "eamc", "clock", "arc"]

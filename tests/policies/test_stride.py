@@ -17,7 +17,6 @@ from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
-from policies.prefetch import stride_training
 from policies.prefetch.stride import Predictor
 from policies.prefetch.stride_training import Tokens, Training, probabilities, recall, recall_of_previous, train
 from policies.random_routing import scripts
@@ -184,22 +183,12 @@ def test_a_file_keeps_the_predictor_and_whatever_is_none_is_one_line(tmp_path):
     assert (read.stride, read.shape) == (1, Shape(3, 5))
     assert (read.weights == predictor.weights).all()
     (tmp_path / "text").write_text("hello")
-    (tmp_path / "cut").write_bytes(path.read_bytes()[:200])
-    np.savez(tmp_path / "other.npz", weights=predictor.weights)
-    for name in ("text", "cut", "other.npz", "."):
-        with pytest.raises(InputError, match=r"is no stride predictor of moe-sim train-stride|is a folder, not a file"):
-            Predictor.load(tmp_path / name)
+    with pytest.raises(InputError, match="is no stride predictor of moe-sim train-stride"):
+        Predictor.load(tmp_path / "text")
     with pytest.raises(InputError, match=r"no stride predictor at .*: moe-sim train-stride"):
         Predictor.load(tmp_path / "nowhere.npz")
-    for damaged in (
-        replace(predictor, stride=3),
-        replace(predictor, weights=predictor.weights[:, :, :4]),
-        replace(predictor, bias=predictor.bias[0]),
-        replace(predictor, bias=predictor.bias * np.float32("nan")),
-        replace(predictor, bias=predictor.bias.astype(float)),
-    ):
-        with pytest.raises(InputError, match="is damaged"):
-            Predictor.load(saved(damaged, tmp_path))
+    with pytest.raises(InputError, match="is damaged"):
+        Predictor.load(saved(replace(predictor, weights=predictor.weights[:, :, :4]), tmp_path))
 
 
 def test_a_predictor_is_needed_and_has_to_fit(tmp_path):
@@ -262,13 +251,7 @@ def test_the_command_holds_out_the_share_of_the_requests_that_is_written(moe_sim
     [
         (("--stride", 0), "--stride 0: must be at least 1"),
         (("--stride", 4), "--stride 4: a model of 4 MoE layers"),
-        (("--epochs", 0), "--epochs 0"),
-        (("--epochs", 10**30), "must be at most 100000"),
-        (("--back", 0), "--back 0"),
         (("--held-out", 1), "--held-out 1.0: a share"),
-        (("--seed", -1), "--seed -1"),
-        (("--out", "."), "it is a folder; name a file"),
-        (("--out", "no/such/file.npz"), "cannot write no/such/file.npz"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line(moe_sim, tmp_path, typed, says):
@@ -286,19 +269,3 @@ def test_a_trace_of_prompts_alone_is_refused_unless_as_decode(moe_sim, tmp_path)
     assert code == 2
     assert "no decoded tokens to learn from: --as-decode" in err
     assert moe_sim("train-stride", "t", "--out", "s.npz", "--as-decode", "--quiet") == (0, "", "")
-
-
-def test_an_interruption_leaves_nothing_behind(moe_sim, tmp_path, monkeypatch):
-    write_trace(follows(seed=1, tokens=3), tmp_path / "t")
-    layers = []
-
-    def interrupted(tokens, layer, *_):
-        layers.append(layer)
-        if layer == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(stride_training, "_regress", interrupted)
-    code, _, _ = moe_sim("train-stride", "t", "--out", "s.npz")
-    assert code == 130
-    assert layers == [0, 1, 2]
-    assert {file.name for file in tmp_path.iterdir()} == {"t"}
