@@ -20,7 +20,7 @@ from policies.core.spec import parse
 from policies.prefetch.stride import Predictor
 from policies.prefetch.stride_training import Tokens, Training, probabilities, recall, recall_of_previous, train
 from policies.random_routing import scripts
-from sim import cli
+from sim.commands import main
 from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -209,7 +209,7 @@ def moe_sim(monkeypatch, capsys, tmp_path):
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setattr(sys, "argv", ["moe-sim", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main()
         return ended.value.code, *capsys.readouterr()
 
     return run
