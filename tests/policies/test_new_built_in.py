@@ -41,15 +41,15 @@ for policy in ("lru+again", "eamc+again:threshold=0.5", "belady+again:depth=1", 
     if policy.endswith("Again"):
         assert "built-in" in str(parse(f"lru+{policy}").not_compiled)
         continue
-    run = gpu_run(requests, Shape(3, 6), 5, policy, FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4))
+    run = gpu_run(requests, Shape(3, 6), 5, parse(policy), FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4))
     ours, theirs = compiled_engine.simulate(run), simpy_engine.simulate(run)
     assert ours.prefetch_used.any()
     for column in ("step_ns", "hits", "late", "misses", "prefetch_used", "prefetch_wasted", "evictions"):
         np.testing.assert_array_equal(getattr(ours, column), getattr(theirs, column))
 times = FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4)
 for options in ("", ":alpha=0.9"):
-    ours = compiled_engine.simulate(gpu_run(requests, Shape(3, 6), 5, f"fading{options}+again", *times))
-    theirs = simpy_engine.simulate(gpu_run(requests, Shape(3, 6), 5, f"fading.py:Fading{options}+again", *times))
+    ours = compiled_engine.simulate(gpu_run(requests, Shape(3, 6), 5, parse(f"fading{options}+again"), *times))
+    theirs = simpy_engine.simulate(gpu_run(requests, Shape(3, 6), 5, parse(f"fading.py:Fading{options}+again"), *times))
     assert ours.evictions.tolist() == theirs.evictions.tolist() != []
     assert ours.step_ns.tolist() == theirs.step_ns.tolist()
 check_policy("lru+again").require()
