@@ -48,9 +48,8 @@ def test_a_users_function_is_compiled_with_what_it_names_now(tmp_path: Path, mon
 
 
 def test_what_is_kept_has_the_dates_of_files_that_give_it_constants() -> None:
-    assert {"residency_compiled.py", "eamc_blend.py", "placement.py", "steps.py"} < {
-        name for name, *_ in compiling.STAMP
-    }
+    kept = {name for name, *_ in compiling.STAMP}
+    assert {"residency_compiled.py", "evidence.py", "placement.py", "steps.py"} < kept
     engine: Any = compiled_streams.run_steps
     *_, own = engine._cache._cache_file._source_stamp
     assert {"compiled_streams.py", "log.py"} < {name for name, *_ in own}
