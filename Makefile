@@ -71,14 +71,14 @@ bench: $(READY) ## speeds as ratios measured in one run
 	$(BIN)/python -m benchmarks
 
 disk-check: $(READY) ## prediction against measurement on this machine's disk and CPU, and what people use; 35 minutes
-	$(BIN)/python -m replay.disk_check $(DISK_CHECK)
+	$(BIN)/python -m benchmarks.checks disk $(DISK_CHECK)
 
 live-check: $(READY) ## live generation under a limit of memory, beside its prediction, accelerate and transformers alone
-	$(BIN)/python -m replay.live.check $(LIVE_CHECK)
+	$(BIN)/python -m benchmarks.checks live $(LIVE_CHECK)
 
 # Needs no network and nothing installed beyond what a GPU machine has (replay/README.md, "On a GPU"): no .venv is made.
 gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show, in a budget of 9 minutes
-	$(PYTHON) -m replay.gpu_check $(GPU_CHECK)
+	$(PYTHON) -m benchmarks.checks gpu $(GPU_CHECK)
 
 clean:
 	rm -rf $(VENV) .audit demo

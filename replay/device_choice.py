@@ -11,11 +11,13 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from replay.devices.pinning import PINS, REQUIRE
 from replay.model import DENSE
 from sim.experiment import Option, options_of
 from traces.errors import InputError, unknown
 from traces.typed import typed
+
+REQUIRE, BEST_EFFORT = "require", "best-effort"
+PINS = (REQUIRE, BEST_EFFORT)
 
 DEVICES = ("auto", "virtual", "cpu", "disk", "cuda")
 

@@ -8,7 +8,7 @@ disagree is the interval of the prediction.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from replay.calibration.contention import felt
+from replay.calibration.contention import effective
 from replay.choice import Choice, Described
 from sim.engines import engine
 from sim.experiment import AUTO
@@ -37,7 +37,7 @@ def under_contention(choice: Choice, model: MeasuredModel, predictor_ns: int) ->
     def simulate(on: MeasuredModel) -> RunLog:
         return engine.simulate(AUTO, choice.on(on.timing(predictor_ns), on.link(chunk_bytes)))
 
-    slowed = felt(model, simulate)
+    slowed = effective(model, simulate)
     return slowed.timing(predictor_ns), slowed.link(chunk_bytes)
 
 

@@ -56,7 +56,8 @@ def replay(
         calibrations: Sequence[MeasuredModel] = ()
         paces: list[Pace] = []
         if choice.device != "virtual":
-            from replay.calibration.measure import Around, measure_model, under_policy
+            from replay.calibration.around import Around
+            from replay.calibration.measure import measure_model, under_policy
 
             before = measure_model(device, run, choice.most_tokens, "this machine")
             timing, link = under_policy(before.model, run, device)

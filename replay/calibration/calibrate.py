@@ -5,7 +5,7 @@ each other says whether the machine is quiet enough to be described at all. A mo
 replays it, opened as for a replay (`replay.calibration.measure`); where no trace of it is given, on synthetic routing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from policies.core.spec import PolicySpec, parse
 from replay.calibration import toml
 from replay.calibration.host_time import parts_ns
-from replay.calibration.measure import Measurement, middle, one_pass, policy_ns, settled
+from replay.calibration.measure import Measurement, combined, middle, one_pass, policy_ns
 from replay.calibration.parts import top_k
 from replay.calibration.rates import Rates, host_gib, rates
 from replay.choice import DEFAULT_STEPS, Choice, first_steps
@@ -57,11 +57,11 @@ FREE_BYTES = 8 << 30
 ASSUMED = {"disk_bandwidth_gb_per_s": 6.5, "disk_latency_us": 100.0}
 """Of an NVMe disk on PCIe 4.0 x4: nothing here measures it."""
 
-Told = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 @dataclass
-class Found:
+class Calibration:
     """What is known of a machine so far; a pass more makes every figure surer."""
 
     facts: Row = field(default_factory=dict)
@@ -71,12 +71,12 @@ class Found:
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # by model: layers, top-k
     costs: dict[str, dict[str, float]] = field(default_factory=dict)  # by model, then policy: us an event
 
-    def settled(self, name: str) -> MeasuredModel:
-        """The model with what policies cost."""
+    def model(self, name: str) -> MeasuredModel:
+        """Return the model with what policies cost."""
         return replace(self.models[name], predictor_us=self.costs.get(name, {}))
 
     def disagreement(self) -> tuple[float, str]:
-        """By what share passes differ at most, and in what."""
+        """Return by what share passes differ at most, and in what."""
         series = {
             "link bandwidth": [each.link_gb_per_s for each in self.rates],
             "memory bandwidth": [each.memory_gb_per_s for each in self.rates],
@@ -93,13 +93,13 @@ class Found:
 
 
 def steps_ns(model: MeasuredModel, shape: tuple[int, int]) -> dict[str, int]:
-    """What whole steps take where nothing is missing: what a simulation adds up from the tables."""
+    """Return what whole steps take where nothing is missing: what a simulation adds up from the tables."""
     layers, top_k = shape
     step = partial(parts_ns, model, layers, layers * top_k)
     decode = [context for tokens, context, _ in model.dense if tokens == 1]
     most = model.expert[-1][0]
-    found = {"a token": step(decode[0]), "a token of the longest context": step(decode[-1])}
-    return found | ({"the longest step": step(most, most)} if most > 1 else {})
+    steps = {"a token": step(decode[0]), "a token of the longest context": step(decode[-1])}
+    return steps | ({"the longest step": step(most, most)} if most > 1 else {})
 
 
 # What is measured
@@ -110,26 +110,21 @@ def choices(profiles: Sequence[str], traces: Sequence[str], target: DeviceChoice
 
     InputError for a profile or trace that cannot be used.
     """
-    named = [model_profile.model(text) for text in profiles]
-    found: dict[str, TimedRun] = {}
+    named = {text: model_profile.model(text) for text in profiles}
+    by_name: dict[str, TimedRun] = {}
     for trace in traces:
-        loaded = TimedRun.of(Experiment(trace, model_profile=_fitting(trace, named, profiles)))
-        found.setdefault(loaded.profile.name, first_steps(loaded, DEFAULT_STEPS))
-    for profile in named:
-        found.setdefault(profile.name, made_up(profile, LONGEST[target.device]))
-    return [_choice(loaded, target) for loaded in found.values()]
+        meta = Shards.open(trace).meta
+        shape = meta.layers, meta.experts, meta.top_k
+        fitting = (text for text, of in named.items() if (of.moe_layers, of.experts, of.top_k) == shape)
+        loaded = TimedRun.of(Experiment(trace, model_profile=next(fitting, None)))
+        by_name.setdefault(loaded.profile.name, first_steps(loaded, DEFAULT_STEPS))
+    for profile in named.values():
+        by_name.setdefault(profile.name, with_synthetic_routing(profile, LONGEST[target.device]))
+    return [_choice(loaded, target) for loaded in by_name.values()]
 
 
-def _fitting(trace: str, named: Sequence[ModelProfile], texts: Sequence[str]) -> str | None:
-    """The first named profile of the trace's shape; None: its own."""
-    meta = Shards.open(trace).meta
-    shape = meta.layers, meta.experts, meta.top_k
-    shapes = {text: (each.moe_layers, each.experts, each.top_k) for text, each in zip(texts, named, strict=True)}
-    return next((text for text in texts if shapes[text] == shape), None)
-
-
-def made_up(profile: ModelProfile, longest: int) -> TimedRun:
-    """A model with routing from nothing: prompts of up to `longest` tokens, then short requests of decode."""
+def with_synthetic_routing(profile: ModelProfile, longest: int) -> TimedRun:
+    """Return a model with prompts of up to `longest` tokens, then short requests of decode."""
     shape = profile.moe_layers, profile.experts, profile.top_k
     prompts = [synthetic(1, 1, *shape, seed=0, prompt_tokens=longest // part) for part in (8, 2, 1)]
     trace = concatenate([*prompts, synthetic(REQUESTS, TOKENS, *shape, seed=1)])
@@ -138,16 +133,16 @@ def made_up(profile: ModelProfile, longest: int) -> TimedRun:
 
 
 def _choice(loaded: TimedRun, target: DeviceChoice) -> Choice:
-    """Slots for the experts of a token, and for more than a GPU's caches hold; fewer where memory is short."""
+    """Take slots for the experts of a token, and for more than a GPU's caches hold; fewer where memory is short."""
     profile = loaded.profile
     expert_dtype_of(profile)
     size, device = profile.expert_bytes, target.device
     wanted = max(profile.moe_layers * profile.top_k, -(-SLOT_BYTES[device] // size))
     if device == "cuda":
-        room = torch.cuda.mem_get_info()[0] - FREE_BYTES - profile.dense_bytes
+        capacity = torch.cuda.mem_get_info()[0] - FREE_BYTES - profile.dense_bytes
     else:
-        room = max(SLOT_BYTES[device], 2 * profile.top_k * size)
-    slots = min(loaded.all_experts, wanted, max(1, int(room // size)))
+        capacity = max(SLOT_BYTES[device], 2 * profile.top_k * size)
+    slots = min(loaded.all_experts, wanted, max(1, int(capacity // size)))
     if target.host_dedup is None and device != "disk":
         buffers = min(loaded.all_experts, max(2 * profile.top_k, -(-DISTINCT_BYTES[device] // size)))
         target = replace(target, host_dedup=buffers)
@@ -157,81 +152,74 @@ def _choice(loaded: TimedRun, target: DeviceChoice) -> Choice:
 # Measuring
 
 
-def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: int, told: Told) -> Found:
-    """Measure machine, models and policies; `told` hears what comes next, `steps_of` times.
+def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: int, say: Say) -> Calibration:
+    """Measure machine, models and policies; `say` gets what comes next, `steps_of` times.
 
     chosen: at least one, all on one device. InputError for a policy that a model cannot have, or a device that fails.
     """
     for choice in chosen:
         for policy in policies:
             choice.loaded.require(policy, choice.slots)
-    found, gpu = Found(), Gpu() if chosen[0].device == "cuda" else None
+    result, gpu = Calibration(), Gpu() if chosen[0].device == "cuda" else None
 
     def machine() -> None:
-        told(f"the machine, pass {len(found.rates) + 1} of {passes}")
-        found.rates.append(rates(gpu))
+        say(f"the machine, pass {len(result.rates) + 1} of {passes}")
+        result.rates.append(rates(gpu))
 
     machine()
     for choice in chosen:
-        _model(found, choice, policies, passes, told)
-    for _ in range(1, passes):  # at the other end of the run: a machine that drifts is found out
+        assert choice.loaded.profile
+        say(f"{choice.loaded.profile.name}: memory")
+        with choice.opened() as (device, facts), undisturbed(choice.run):
+            result.facts = result.facts or facts
+            add_model(result, choice, device, policies, passes, say)
+        if gpu:
+            gpu.release()  # to the driver, which the model that comes next asks
+    for _ in range(1, passes):  # at the other end of the run: a machine that drifts shows
         machine()
-    return found
+    return result
 
 
 def steps_of(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: int) -> int:
-    """How often `calibrate` tells what comes next."""
+    """Return how often `calibrate` says what comes next."""
     return passes + len(chosen) * (1 + passes + len(policies))
 
 
-def _model(found: Found, choice: Choice, policies: Sequence[PolicySpec], passes: int, told: Told) -> None:
-    """All passes over one model, one after another: opening a device again takes longer than they do."""
-    told(f"{choice.loaded.profile.name}: memory")
-    try:
-        with choice.opened() as (device, facts), undisturbed(choice.run):
-            found.facts = found.facts or facts
-            add_model(found, choice, device, policies, passes, told)
-    finally:
-        if choice.device == "cuda":
-            torch.cuda.empty_cache()  # back to the driver, which the model that comes next asks
-
-
 def add_model(
-    found: Found, choice: Choice, device: Device, policies: Sequence[PolicySpec], passes: int, told: Told
+    result: Calibration, choice: Choice, device: Device, policies: Sequence[PolicySpec], passes: int, say: Say
 ) -> None:
-    """Measure the model of `choice` on an open device, and what policies cost on this host."""
+    """Measure the model of `choice` on an open device, all passes one after another, and what policies cost here."""
     profile, run = choice.loaded.profile, choice.run
-    name = profile.name
-    taken = []
+    assert profile
+    name, taken = profile.name, []
     for number in range(1, passes + 1):
-        told(f"{name}: pass {number} of {passes}")
+        say(f"{name}: pass {number} of {passes}")
         taken.append(one_pass(device, run, choice.most_tokens, name))
-    found.shapes[name], found.costs[name] = (run.shape.layers, top_k(run)), {}
-    found.models[name], found.passes[name] = settled(run, taken).model, [settled(run, [each]) for each in taken]
-    model = found.settled(name)
+    result.shapes[name], result.costs[name] = (run.shape.layers, top_k(run)), {}
+    result.models[name], result.passes[name] = combined(run, taken).model, [combined(run, [each]) for each in taken]
+    model = result.model(name)
     run = choice.on(model.timing(), model.link())
     for policy in policies:
-        told(f"{name}: {policy.text}")
-        found.costs[name][policy.text] = policy_ns(run.under(policy), device) / 1_000
+        say(f"{name}: {policy.text}")
+        result.costs[name][policy.text] = policy_ns(run.under(policy), device) / 1_000
 
 
 # The profile
 
 
-def profile(found: Found) -> str:
-    """The TOML file."""
-    each = middle([asdict(one) for one in found.rates])
-    settled = [found.settled(name) for name in found.models]
-    turnaround_us = median([model.turnaround_ns for model in settled]) / 1_000
+def profile(result: Calibration) -> str:
+    """Return the TOML file."""
+    each = middle([asdict(one) for one in result.rates])
+    models = [result.model(name) for name in result.models]
     scalars = {
-        "title": str(found.facts["device_name"]),
+        "title": str(result.facts["device_name"]),
         "link_bandwidth_gb_per_s": each["link_gb_per_s"],
         "link_latency_us": each["link_latency_us"],
         "memory_gib": each["memory_gib"],
         "memory_bandwidth_gb_per_s": max(each["memory_gb_per_s"], each["link_gb_per_s"]),
         "compute_tflop_per_s": each["compute_tflop_per_s"],
         "launch_us": each["launch_us"],
-        "framework_us_per_layer": turnaround_us,
+        "framework_us_per_layer": median([model.turnaround_ns for model in models]) / 1_000,
         "host_compute_tflop_per_s": each["host_tflop_per_s"],
         "host_memory_bandwidth_gb_per_s": each["host_gb_per_s"],
         "host_memory_gib": host_gib(),
@@ -243,34 +231,29 @@ def profile(found: Found) -> str:
         "framework_us_per_layer": "the host's turnaround, as measured with the models below",
         **dict.fromkeys(ASSUMED, "assumed, not measured: an NVMe disk on PCIe 4.0 x4"),
     }
-    if found.facts.get("lanes"):
-        link = settled[0].link()
+    if result.facts.get("lanes"):
+        link = models[0].link()
         disk = (link.ns_per_byte_den / link.ns_per_byte_num, link.latency_ns / 1_000)
         for of in ("link", "disk"):
             scalars[f"{of}_bandwidth_gb_per_s"], scalars[f"{of}_latency_us"] = disk
-            comments[f"{of}_bandwidth_gb_per_s"] = f"of experts read by {found.facts['lanes']} lanes"
+            comments[f"{of}_bandwidth_gb_per_s"] = f"of experts read by {result.facts['lanes']} lanes"
             comments.pop(f"{of}_latency_us", None)
-    tables = {"calibration": _told(found, each), "measured": [asdict(model) for model in settled]}
-    head = "# Written by `moe-replay calibrate`. Models under [[measured]] are simulated from what was measured here,\n"
-    return head + "# other models from the rates.\n" + toml.dumps({**scalars, **tables}, comments)
-
-
-def _told(found: Found, each: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reader wants to know."""
-    apart, where = found.disagreement()
-    facts = {key: value for key, value in found.facts.items() if value is not None}
-    return {
-        "gpu" if found.facts["driver"] else "cpu": facts.pop("device_name"),
+    apart, where = result.disagreement()
+    facts: dict[str, Any] = {key: value for key, value in result.facts.items() if value is not None}
+    calibration = {  # for people
+        "gpu" if result.facts["driver"] else "cpu": facts.pop("device_name"),
         **facts,
         "commit": commit(),
         "date": date.today().isoformat(),
-        "passes": len(found.rates),
+        "passes": len(result.rates),
         "disagreement": round(apart, 5),
         "disagreement_of": where,
         **each["costs"],
         **each["curves"],
-        "noise": {
-            name: round(max(one.noise for one in passes), 5)  # of single repeats, in the mean over all figures
-            for name, passes in found.passes.items()
+        "noise": {  # of single repeats, in the mean over all figures
+            name: round(max(one.noise for one in passes), 5) for name, passes in result.passes.items()
         },
     }
+    tables = {"calibration": calibration, "measured": [asdict(model) for model in models]}
+    head = "# Written by `moe-replay calibrate`. Models under [[measured]] are simulated from what was measured here,\n"
+    return head + "# other models from the rates.\n" + toml.dumps({**scalars, **tables}, comments)

@@ -1,4 +1,4 @@
-"""How much transfers and compute slow each other down, and what a run feels of it.
+"""How much transfers and compute slow each other down, and what that adds to a run.
 
 On a GPU they share its memory's bandwidth, and are timed together (`slowed`). On a CPU they also share the processors
 with the loop and its interpreter, so tokens of which half of the experts miss are run in the real loop
@@ -6,8 +6,8 @@ with the loop and its interpreter, so tokens of which half of the experts miss a
 
 Parts are timed alone, and the simulator has constant durations only. So the slow-down is added to the tables of a run:
 the run is simulated, its log says which share of the compute overlaps with transfers, durations grow by that share of
-the slow-down, and this is repeated SETTLING times. Most of the overlap is the compute of experts that hit while others
-of the same event are transferred; the rest is the compute of dense parts during prefetches.
+the slow-down, and this is repeated ITERATIONS times. Most of the overlap is the compute of experts that hit while
+others of the same event are transferred; the rest is the compute of dense parts during prefetches.
 """
 
 from collections.abc import Callable
@@ -29,21 +29,19 @@ from sim.loop.run import Run
 from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE, RequestSteps
 
-ROUNDS, SETTLING = 8, 3
+ROUNDS, ITERATIONS = 8, 3
 EXPERTS, TRANSFERS = 16, 3
 """Of a round: what is timed."""
 
 LEAST, MOST = 1.0, 10.0
 """Of a slow-down: below is noise, and above something else continues."""
 
-EXPOSED = (DEMAND, LATE, BEHIND_PREFETCH)
+EXPOSED = [DEMAND, LATE, BEHIND_PREFETCH]
 """Stalls in which the link moves bytes and nothing computes."""
 
 LOOP = InLoop(least=6, most=40, ns=5_000_000_000)
 SIMULATED = FIRST_STEPS + 4
-"""Of them that are simulated: there each is as long as the one before."""
-
-Play = Callable[[MeasuredModel], RunLog]
+"""Of its tokens that are simulated: there each is as long as the one before."""
 
 
 def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, expert_ns: int) -> tuple[float, float]:
@@ -51,20 +49,12 @@ def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, exper
 
     places: slots that hold their own experts. Both are timed alone and together in turn.
     """
-    half = places // 2
+    half, device = places // 2, meter.device
     if half < 1:
         return LEAST, LEAST
-    device = meter.device
-
-    def compute(number: int) -> None:
-        device.experts([(number % half, number % half, 1)])
-
-    def move(number: int) -> None:
-        place = half + number % (places - half)
-        device.copy(place, place, 0, expert_bytes)
 
     def timed(kind: Kind, computes: int, moves: int) -> int:
-        """Submit both; ns until the last of that kind has ended, each of them.
+        """Submit both; return the ns until the last of that kind has ended.
 
         What has ended is looked at while the rest is being submitted, which may take longer than a transfer.
         """
@@ -78,9 +68,10 @@ def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, exper
                 ended = device.now()
 
         for number in range(moves):
-            move(number)
+            place = half + number % (places - half)
+            device.copy(place, place, 0, expert_bytes)
         for number in range(computes):
-            compute(number)
+            device.experts([(number % half, number % half, 1)])
             while (completed := device.poll()) is not None:
                 note(completed)
         while any(left.values()):
@@ -99,26 +90,36 @@ def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, exper
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """A token of which half of the experts miss, in the real loop: the means of what is busy, and for how long."""
+class Busy:
+    """For how long link and compute are busy in a run, in ns."""
 
-    compute_ns: int
-    link_ns: int
-    exposed_ns: int  # of the link's, nothing computes
+    compute: int
+    link: int
+    exposed: int  # of the link's, nothing computes
 
-    @staticmethod
-    def of(log: RunLog) -> "Mixed":
-        """Return those of a run of such tokens."""
-        counted = slice(FIRST_STEPS, None)
-        exposed = log.stall_ns[counted, list(EXPOSED)].sum(axis=1)
-        each = (log.compute_busy_ns[counted], log.link_busy_ns[counted], exposed)
-        return Mixed(*(round(ns.mean()) for ns in each))
+    @property
+    def together(self) -> int:
+        """Return for how long both are."""
+        return min(max(0, self.link - self.exposed), self.compute)
+
+
+def _busy(log: RunLog, steps: Any) -> Busy:
+    """Return the sums of these steps of a log."""
+    exposed = log.stall_ns[steps][:, EXPOSED].sum()
+    return Busy(int(log.compute_busy_ns[steps].sum()), int(log.link_busy_ns[steps].sum()), int(exposed))
+
+
+def _mean_busy(log: RunLog) -> Busy:
+    """Return the means of its tokens, but for the first."""
+    steps = slice(FIRST_STEPS, None)
+    each = (log.compute_busy_ns[steps], log.link_busy_ns[steps], log.stall_ns[steps][:, EXPOSED].sum(axis=1))
+    return Busy(*(round(ns.mean()) for ns in each))
 
 
 def half_missing_in_loop(
     meter: Meter, run: Run, alone: MeasuredModel, top_k: int, context: int, paces: list[Pace]
-) -> Mixed | None:
-    """Run such tokens; None where there are too few slots or experts.
+) -> Busy | None:
+    """Run tokens of which half of the experts miss; None where there are too few slots or experts.
 
     paces: gets those of the machine meanwhile.
     """
@@ -127,33 +128,31 @@ def half_missing_in_loop(
         return None
     about_ns = parts_ns(alone, run.shape.layers, layers * top_k, context) + layers * half * alone.transfer_ns
     mixed = _half_missing_run(run, top_k, context, FIRST_STEPS + LOOP.steps(about_ns, meter.passes))
-    return Mixed.of(Driver(mixed, meter.device).run(pausing(meter.device, paces, lambda row: None)))
+    return _mean_busy(Driver(mixed, meter.device).run(pausing(meter.device, paces, lambda row: None)))
 
 
-def at_most_as_beside(mixed: Mixed, model: MeasuredModel, run: Run, top_k: int) -> MeasuredModel:
+def at_most_as_beside(mixed: Busy, model: MeasuredModel, run: Run, top_k: int) -> MeasuredModel:
     """Return the model with transfers that alone take no longer than in such tokens, beside compute.
 
     If they took longer, they were timed while the machine was slow.
     """
     layers, half = _mixed(run, top_k)
-    transfer_ns = min(model.transfer_ns, max(1, mixed.link_ns // (layers * half)))
-    latency_ns = model.latency_ns * transfer_ns // model.transfer_ns
-    return replace(model, transfer_ns=transfer_ns, latency_ns=latency_ns)
+    transfer_ns = min(model.transfer_ns, max(1, mixed.link // (layers * half)))
+    return replace(model, transfer_ns=transfer_ns, latency_ns=model.latency_ns * transfer_ns // model.transfer_ns)
 
 
-def slowed_by(mixed: Mixed, model: MeasuredModel, run: Run, top_k: int, context: int) -> MeasuredModel:
+def slowed_by(mixed: Busy, model: MeasuredModel, run: Run, top_k: int, context: int) -> MeasuredModel:
     """Return the model with its slow-down: what link and compute are busy beyond what is simulated without."""
     layers, _ = _mixed(run, top_k)
     tokens, link = _half_missing_run(run, top_k, context, SIMULATED), model.link(run.gpu.link.chunk_bytes)
-    alone = Mixed.of(simulate(tokens.on(model.timing(), link, None)))
-    together = min(max(0, mixed.link_ns - mixed.exposed_ns), mixed.compute_ns)
-    computes = layers * top_k
+    alone = _mean_busy(simulate(tokens.on(model.timing(), link, None)))
+    together, computes = mixed.together, layers * top_k
     experts, launched = computes * model.expert[0][1], computes * model.timing().expert_ns(1)
-    more = mixed.compute_ns - alone.compute_ns
-    if not (together and experts and alone.link_ns):
+    more = mixed.compute - alone.compute
+    if not (together and experts and alone.link):
         return model
     of_compute = 1 + more * (launched + more) / (experts * together)
-    of_link = 1 + (mixed.link_ns - alone.link_ns) / alone.link_ns * mixed.link_ns / together
+    of_link = 1 + (mixed.link - alone.link) / alone.link * mixed.link / together
     return replace(model, compute_slowed=_factor(of_compute), transfer_slowed=_factor(of_link))
 
 
@@ -163,14 +162,14 @@ def _mixed(run: Run, top_k: int) -> tuple[int, int]:
 
 
 def _half_missing_run(run: Run, top_k: int, context: int, steps: int) -> Run:
-    """One request of such tokens, for LRU with just the slots that they need."""
+    """Return one request of such tokens, for LRU with just the slots that they need."""
     layers, _ = _mixed(run, top_k)
     request = half_missing(run, top_k, layers, context, steps)
     return replace(run.under(parse("lru")).with_slots(layers * top_k), requests=[request], cold=False)
 
 
 def half_missing(run: Run, top_k: int, busy_layers: int, context: int, steps: int) -> RequestSteps:
-    """Decode of tokens of which, with top_k slots for each of the first layers, LRU always has half of the experts.
+    """Return tokens of which, with top_k slots for each of the first layers, LRU always has half of the experts.
 
     Each chooses the same first half, and another second half than the token before.
     """
@@ -181,31 +180,27 @@ def half_missing(run: Run, top_k: int, busy_layers: int, context: int, steps: in
     within, layer = place % top_k, place // top_k
     turned = kept + (token * (top_k // 2) + within - kept) % others
     chosen = layer * run.shape.experts + np.where(within < kept, within, turned)
-    each = np.sort(chosen.reshape(-1, top_k), axis=1).ravel()  # ids of a layer ascend
-    return replace(request, experts=each)
+    return replace(request, experts=np.sort(chosen.reshape(-1, top_k), axis=1).ravel())  # ids of a layer ascend
 
 
-def felt(model: MeasuredModel, play: Play) -> MeasuredModel:
-    """Return the model's tables as the decoded tokens of a run feel them; `play` simulates the run on a model."""
-    found = model
-    if (model.compute_slowed, model.transfer_slowed) == (LEAST, LEAST):
-        return model
-    for _ in range(SETTLING):
-        found = _slower(model, found, play(found))
-    return found
+def effective(model: MeasuredModel, simulated: Callable[[MeasuredModel], RunLog]) -> MeasuredModel:
+    """Return the model's tables with what contention adds to decoded tokens of a run, which `simulated` simulates."""
+    result = model
+    if (model.compute_slowed, model.transfer_slowed) != (LEAST, LEAST):
+        for _ in range(ITERATIONS):
+            result = _slower(model, result, simulated(result))
+    return result
 
 
-def _slower(model: MeasuredModel, played: MeasuredModel, log: RunLog) -> MeasuredModel:
-    """`model`, slowed by what overlapped in the log of a run on `played`."""
+def _slower(model: MeasuredModel, simulated: MeasuredModel, log: RunLog) -> MeasuredModel:
+    """Return `model`, slowed by what overlapped in the log of a run on `simulated`."""
     decoded = log.phase == DECODE
-    link, compute = int(log.link_busy_ns[decoded].sum()), int(log.compute_busy_ns[decoded].sum())
-    exposed = int(log.stall_ns[decoded][:, list(EXPOSED)].sum())
-    together = min(max(0, link - exposed), compute)
+    busy = _busy(log, decoded)
     lookups = sum(int(each[decoded].sum()) for each in (log.hits, log.late, log.misses))
-    experts = min(lookups * played.timing().expert_ns(1), compute)
-    of_experts = min(1.0, together / experts) if experts else 0.0
-    of_others = max(0, together - experts) / max(1, compute - experts)
-    of_link = together / link if link else 0.0
+    experts = min(lookups * simulated.timing().expert_ns(1), busy.compute)
+    of_experts = min(1.0, busy.together / experts) if experts else 0.0
+    of_others = max(0, busy.together - experts) / max(1, busy.compute - experts)
+    of_link = busy.together / busy.link if busy.link else 0.0
 
     def longer(rows: tuple[tuple[int, ...], ...], share: float) -> tuple[tuple[int, ...], ...]:
         factor = 1 + (model.compute_slowed - 1) * share
@@ -218,5 +213,5 @@ def _slower(model: MeasuredModel, played: MeasuredModel, log: RunLog) -> Measure
     return replace(model, **tables, transfer_ns=transfer)
 
 
-def _factor(found: float) -> float:
-    return round(min(max(found, LEAST), MOST), 4)
+def _factor(ratio: float) -> float:
+    return round(min(max(ratio, LEAST), MOST), 4)

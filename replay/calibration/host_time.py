@@ -1,8 +1,6 @@
 """What the host adds to a decoded token: tokens run in the real loop, less what their parts take alone."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,19 +48,31 @@ class Token:
 def tokens_in_loop(meter: Meter, run: Run, alone: MeasuredModel, top_k: int, context: int) -> tuple[Token, Token]:
     """Run tokens of two kinds: all that they need is there, and none of it is."""
     layers, (busy_layers, together) = run.shape.layers, _launched(run, top_k)
-    again, never_again = partial(same_again, run, together, busy_layers, context), partial(_never_again, run, context)
-    about_ns = parts_ns(alone, layers, busy_layers * together, context)
-    hit = _token(meter, run, again, about_ns)
-    scarce = run.with_slots(min(run.gpu.slots, layers))
+
+    def token(run: Run, about_ns: int, together: int, busy_layers: int, turns: bool) -> Token:
+        """Run such tokens; the first one does not count. turns: each needs other experts than the one before."""
+        steps = FIRST_STEPS + LOOP.steps(about_ns, meter.passes)
+        request = same_again(run, together, busy_layers, context, steps)
+        if turns:
+            turn = np.repeat(np.arange(steps) % run.shape.experts, layers)
+            request = replace(request, experts=request.experts + turn)
+        driver = Driver(replace(run.under(parse("lru")), requests=[request], cold=False), meter.device)
+        log = driver.run(lambda row: None)
+        step_ns = meter.mean(log.step_ns[FIRST_STEPS:].tolist())
+        counts = meter.device.inside_ns > 0  # else it has a clock of its own
+        return Token(step_ns, BOOKKEEPING * driver.outside_ns // len(log.step_ns) if counts else MOST)
+
+    hit = token(run, parts_ns(alone, layers, busy_layers * together, context), together, busy_layers, turns=False)
+    scarce = run.with_slots(min(run.gpu.slots, layers))  # with a slot a layer, LRU never has what is needed
     about_ns = parts_ns(alone, layers, layers, context) + layers * alone.transfer_ns
-    return hit, _token(meter, scarce, never_again, about_ns)
+    return hit, token(scarce, about_ns, 1, layers, turns=True)
 
 
 def with_host(model: MeasuredModel, run: Run, top_k: int, context: int, hit: Token, missing: Token) -> MeasuredModel:
     """Return the model with what the host adds to tokens of both kinds.
 
     Beyond the sum of its parts a layer takes the turnaround, and a launch for each expert: `together` of them with no
-    miss, and with a miss the last one's, since transfers hide the others. So both kinds are given as measured. Where
+    miss, and with a miss the last one's, since transfers hide the others. So both kinds come out as measured. Where
     the parts alone come to more than the step, or to so much less that it cannot be the host's, they are scaled to what
     they are in the loop, which is what a run does.
     """
@@ -96,34 +106,16 @@ def parts_ns(model: MeasuredModel, layers: int, experts: int, context: int, toke
 
 
 def _scaled(model: MeasuredModel, to: int, of: int) -> MeasuredModel:
-    """Every part of a decoded token by the same share."""
-
-    def scaled(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple((*row[:-1], row[-1] * to // of) if row[0] == 1 else row for row in rows)
-
-    tables: dict[str, Any] = {key: scaled(getattr(model, key)) for key in TABLES}
+    """Scale every part of a decoded token by the same share."""
+    tables: dict[str, Any] = {
+        key: tuple((*row[:-1], row[-1] * to // of) if row[0] == 1 else row for row in getattr(model, key))
+        for key in TABLES
+    }
     return replace(model, **tables) if to != of else model
 
 
-def _token(meter: Meter, run: Run, steps: Callable[[int], RequestSteps], about_ns: int) -> Token:
-    """Run such tokens in the real loop; the first one does not count."""
-    request = steps(FIRST_STEPS + LOOP.steps(about_ns, meter.passes))
-    driver = Driver(replace(run.under(parse("lru")), requests=[request], cold=False), meter.device)
-    log = driver.run(lambda row: None)
-    found = meter.settled(log.step_ns[FIRST_STEPS:].tolist())
-    counts = meter.device.inside_ns > 0  # else it has a clock of its own
-    return Token(found, BOOKKEEPING * driver.outside_ns // len(log.step_ns) if counts else MOST)
-
-
-def _never_again(run: Run, context: int, steps: int) -> RequestSteps:
-    """Tokens that need one expert of each layer, each in its turn: with a slot a layer, LRU never has it."""
-    request = same_again(run, 1, run.shape.layers, context, steps)
-    turn = np.repeat(np.arange(steps) % run.shape.experts, run.shape.layers)
-    return replace(request, experts=request.experts + turn)
-
-
 def same_again(run: Run, together: int, busy_layers: int, context: int, steps: int) -> RequestSteps:
-    """Decode of tokens that all choose the same: `together` experts in each of the first layers, none in the others."""
+    """Return tokens that all choose the same: `together` experts in each of the first layers, none in the others."""
     layers, experts = run.shape.layers, run.shape.experts
     chosen = (np.arange(busy_layers)[:, None] * experts + np.arange(together)).ravel()
     each = np.where(np.arange(layers) < busy_layers, together, 0)

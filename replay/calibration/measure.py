@@ -17,10 +17,10 @@ from statistics import mean, median
 from time import monotonic
 from typing import Any
 
-from replay.calibration.contention import Mixed, at_most_as_beside, half_missing_in_loop, slowed, slowed_by
+from replay.calibration.contention import Busy, at_most_as_beside, half_missing_in_loop, slowed, slowed_by
 from replay.calibration.host_time import Token, tokens_in_loop, with_host
 from replay.calibration.meter import Meter
-from replay.calibration.pace import Factors, Paced, mean_pace
+from replay.calibration.pace import Paced, mean_pace
 from replay.calibration.parts import cycle_slots, decoded_contexts, parts_alone, top_k
 from replay.devices.waiting import Pace
 from sim.loop.device import Device
@@ -33,7 +33,7 @@ from sim.profiles.timing import Link
 from traces.steps import DECODE
 
 PASSES = 3
-"""Over a machine whose pace is asked for, since it changes."""
+"""Over a machine that reports its pace, since it changes."""
 
 FIRST_STEPS = 2
 """Of a policy's run that are not counted, besides the first tenth."""
@@ -49,7 +49,7 @@ class Figures:
     alone: MeasuredModel  # without host, without slow-down unless both are timed together
     hit: Token  # in the real loop, as the next ones
     missing: Token
-    mixed: Mixed | None  # None on a GPU, and where there are too few slots or experts
+    mixed: Busy | None  # None on a GPU, and where there are too few slots or experts
 
 
 @dataclass(frozen=True)
@@ -63,38 +63,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found of a model in all passes, the mean noise, and the pace of each pass."""
+    """A model as measured in all passes, the mean noise, and the pace of each pass."""
 
     model: MeasuredModel
     noise: float
     paces: tuple[Pace, ...] = ()
-
-
-@dataclass(frozen=True)
-class Around:
-    """A machine as measured before a run and after it and, where the device reports its pace, during the run."""
-
-    before: MeasuredModel
-    after: MeasuredModel
-    during: MeasuredModel  # between both, at the pace of the run
-    fastest: MeasuredModel  # as far as its errors go
-    slowest: MeasuredModel
-    paces: tuple[tuple[Pace, ...], tuple[Pace, ...]] = ((), ())  # of each pass before and after
-
-    @staticmethod
-    def of(before: Measurement, after: Measurement, paces: Sequence[Pace]) -> "Around":
-        """Where no pace is known, what lies between, and what either calibration found."""
-        models, passes = (before.model, after.model), (before.paces, after.paces)
-        during = middle(models)
-        if not (all(passes) and paces):
-            return Around(*models, during, *models, passes)
-        during, fastest, slowest = (Factors.of(*passes, paces, errors).scale(during) for errors in (0.0, -1.0, 1.0))
-        return Around(*models, during, fastest, slowest, passes)
-
-
-def measure(device: Device, run: Run, most_tokens: int) -> tuple[MeasuredTiming, Link]:
-    """Durations on `device` for steps of up to `most_tokens` tokens, the run's policy included, and the link."""
-    return under_policy(measure_model(device, run, most_tokens, "this machine").model, run, device)
 
 
 def under_policy(model: MeasuredModel, run: Run, device: Device) -> tuple[MeasuredTiming, Link]:
@@ -103,40 +76,41 @@ def under_policy(model: MeasuredModel, run: Run, device: Device) -> tuple[Measur
 
 
 def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Measurement:
-    """Measure everything but policies. Leaves whole experts in some slots."""
+    """Measure everything but policies, for steps of up to `most_tokens`. Leaves whole experts in some slots."""
     passes = PASSES if isinstance(device, Paced) else 1
-    return settled(run, [one_pass(device, run, most_tokens, name, passes) for _ in range(passes)])
+    return combined(run, [one_pass(device, run, most_tokens, name, passes) for _ in range(passes)])
 
 
 def one_pass(device: Device, run: Run, most_tokens: int, name: str, passes: int = 1) -> Pass:
     """Time everything once; `passes` share the time that it takes."""
-    meter, paces = Meter(device, passes), list[Pace]()
-    alone = parts_alone(meter, run, most_tokens, name, paces)
+    meter, paces, together = Meter(device, passes), list[Pace](), top_k(run)
+    alone, mixed = parts_alone(meter, run, most_tokens, name, paces), None
     if not isinstance(device, Paced):  # slots still hold their own experts
-        size, experts_ns = run.gpu.link.expert_bytes, alone.expert[0][1]
-        both = slowed(meter, size, cycle_slots(run, top_k(run)), alone.transfer_ns, experts_ns)
+        size, expert_ns = run.gpu.link.expert_bytes, alone.expert[0][1]
+        both = slowed(meter, size, cycle_slots(run, together), alone.transfer_ns, expert_ns)
         alone = replace(alone, compute_slowed=both[0], transfer_slowed=both[1])
     context = decoded_contexts(run)[0]
-    hit, missing = tokens_in_loop(meter, run, alone, top_k(run), context)
-    mixed = half_missing_in_loop(meter, run, alone, top_k(run), context, paces) if isinstance(device, Paced) else None
+    hit, missing = tokens_in_loop(meter, run, alone, together, context)
+    if isinstance(device, Paced):
+        mixed = half_missing_in_loop(meter, run, alone, together, context, paces)
     return Pass(Figures(alone, hit, missing, mixed), mean(meter.spreads), mean_pace(paces))
 
 
-def settled(run: Run, passes: Sequence[Pass]) -> Measurement:
+def combined(run: Run, passes: Sequence[Pass]) -> Measurement:
     """Return what follows from the medians of some passes over a run's model."""
-    found: Figures = middle([each.figures for each in passes])
-    context, together, model = decoded_contexts(run)[0], top_k(run), found.alone
-    if found.mixed:
-        model = at_most_as_beside(found.mixed, model, run, together)
-    model = with_host(model, run, together, context, found.hit, found.missing)
-    if found.mixed:
-        model = slowed_by(found.mixed, model, run, together, context)
+    figures: Figures = middle([each.figures for each in passes])
+    context, together, model = decoded_contexts(run)[0], top_k(run), figures.alone
+    if figures.mixed:
+        model = at_most_as_beside(figures.mixed, model, run, together)
+    model = with_host(model, run, together, context, figures.hit, figures.missing)
+    if figures.mixed:
+        model = slowed_by(figures.mixed, model, run, together, context)
     paces = tuple(each.pace for each in passes if each.pace)
     return Measurement(model, mean(each.noise for each in passes), paces)
 
 
 def middle(values: Sequence[Any]) -> Any:
-    """The median of each number in structures that are alike; whole numbers stay whole, other things are the first's.
+    """Return the median of each number in structures that are alike; whole numbers stay whole, others are the first's.
 
     values: passes of the same thing, nested in any way; of two, what lies between them.
     """
@@ -151,9 +125,6 @@ def middle(values: Sequence[Any]) -> Any:
     if isinstance(first, int | float) and not isinstance(first, bool):
         return round(median(values)) if isinstance(first, int) else float(median(values))
     return first
-
-
-# Policies
 
 
 PHASE, PREDICTOR_NS = COLUMNS.index("phase"), COLUMNS.index("stall_predictor_ns")

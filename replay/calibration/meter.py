@@ -1,7 +1,7 @@
 """A stopwatch for one kind of work on a device, among others like it.
 
 Work comes in series. Where the host submits a decoded token's no faster than the device works, heads go before, which
-keep the device busy until all is submitted: so it is the device's time that is found, not the host's.
+keep the device busy until all is submitted: so the device's time is measured, not the host's.
 
 Within a pass means count, not medians: the mean of a run is predicted, and a run is disturbed as the measurement is.
 So a figure is repeated until its mean is sure, or has taken long enough.
@@ -39,7 +39,7 @@ class Meter:
         self._submitting_ns = 0  # of the host, the latest series
 
     def of(self, submit: Callable[[int], object], tokens: int, each: int = 1, warm_up: int = 2) -> int:
-        """ns of one submission among others like it; those of longer steps with what the host takes, as in a run.
+        """Return the ns of one submission among others; those of longer steps with what the host takes, as in a run.
 
         `submit` gets the number of the submission, which has `each` completions.
         """
@@ -61,16 +61,15 @@ class Meter:
         took: list[int] = []
         while len(took) < at_least or not self._is_sure(took, length):
             took.append(series())
-        return self.settled(took)
+        return self.mean(took)
 
-    def settled(self, took: Sequence[int]) -> int:
-        """The mean of repeats."""
+    def mean(self, took: Sequence[int]) -> int:
+        """Return the mean of repeats, and keep their spread."""
         mean = fmean(took)
         self.spreads.append(median_low([abs(each - mean) for each in took]) / max(mean, 1))
         return round(mean)
 
     def _is_sure(self, took: Sequence[int], length: int) -> bool:
-        """Whether repeats suffice."""
         spent_ns = sum(took) * length * self.passes
         if len(took) < AT_LEAST or (len(took) * self.passes < REPEATS and spent_ns < ENOUGH_NS):
             return False
@@ -80,7 +79,6 @@ class Meter:
 
     @cached_property
     def _head_ns(self) -> int:
-        """Of one head, about."""
         self._series(lambda _: self.device.head(1), 0, 2)
         return max(self._series(lambda _: self.device.head(1), 0, 4) // 4, 1)
 
@@ -93,19 +91,16 @@ class Meter:
         for number in range(first, first + length):
             submit(number)
         self._submitting_ns = device.now() - began
-        if heads:
-            self._await(heads)
-            began = device.now()
-        self._await(length * each)
+        for _ in range(heads):
+            device.next_completion()
+        began = device.now() if heads else began
+        for _ in range(length * each):
+            device.next_completion()
         return device.now() - began
-
-    def _await(self, completions: int) -> None:
-        for _ in range(completions):
-            self.device.next_completion()
 
 
 def rising(took: Sequence[int]) -> list[int]:
-    """More tokens or a longer context take no less time: figures that fall are one in truth, which is their mean."""
+    """Return ns that never fall: more tokens take no less time, so figures that fall are replaced by their mean."""
     pools: list[tuple[int, int]] = []  # sum, how many
     for each in took:
         total, count = each, 1

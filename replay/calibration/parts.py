@@ -43,14 +43,14 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
     transfer_ns, latency_ns = transfers(meter, run.gpu.link.expert_bytes, run.shape.total, places, paces)
     contexts = decoded_contexts(run)
     device.prepare(contexts)
-    sizes, behind = [1, *ladder(most_tokens)], _behind(run)
+    sizes, behind = [1, *ladder(most_tokens)], _longest_behind(run)
     decode, whole = [(1, context) for context in contexts], [(tokens, tokens) for tokens in sizes[1:]]
     late = [(tokens, behind) for tokens in sizes[1:] if tokens < behind]
     first_dense, dense = _dense(meter, run.shape.layers, [decode, whole, late])
     together = min(top_k(run), places)
 
     def experts(tokens: int, number: int) -> None:
-        """Launched at once, going round the slots."""
+        """Launch them at once, going round the slots."""
         group = [(number * together + one) % places for one in range(together)]
         device.experts([(place, place, tokens) for place in group])
 
@@ -79,7 +79,7 @@ def cycle_slots(run: Run, top_k: int) -> int:
 
 
 def top_k(run: Run) -> int:
-    """Experts that a token chooses in a layer, as far as the first requests show."""
+    """Return how many experts a token chooses in a layer, as far as the first requests show."""
     most = 1
     for request in islice(run.requests, 8):
         so_far = np.concatenate([[0], np.cumsum(request.counts)])[request.offsets]
@@ -89,7 +89,7 @@ def top_k(run: Run) -> int:
 
 
 def decoded_contexts(run: Run) -> list[int]:
-    """Up to CONTEXTS of the contexts at which the run decodes single tokens, from its shortest to its longest.
+    """Return up to CONTEXTS of the contexts at which the run decodes single tokens, from its shortest to its longest.
 
     Of its own ones, because what a device has prepared for a run then serves here too. Where it decodes none: 1.
     """
@@ -102,15 +102,15 @@ def decoded_contexts(run: Run) -> list[int]:
 
 
 def ladder(most_tokens: int) -> list[int]:
-    """Numbers of tokens above one, up to `most_tokens`."""
+    """Return numbers of tokens above one, up to `most_tokens`."""
     sizes = [2]
     while sizes[-1] < most_tokens:
         sizes.append(min(sizes[-1] * LADDER, most_tokens))
     return sizes if most_tokens > 1 else []
 
 
-def _behind(run: Run) -> int:
-    """The longest context of a step of several tokens that has others before it; 0: there is none."""
+def _longest_behind(run: Run) -> int:
+    """Return the longest context of a step of several tokens that has others before it; 0: there is none."""
     late = (request.context[(request.tokens > 1) & (request.context > request.tokens)] for request in run.requests)
     return max((int(contexts.max(initial=0)) for contexts in late), default=0)
 
@@ -119,7 +119,7 @@ def _behind(run: Run) -> int:
 
 
 def _curve(meter: Meter, sizes: Sequence[int], submit: Callable[[int, int], object], each: int = 1) -> Curve:
-    """One of `each` completions of `submit(tokens, number)`, by tokens.
+    """Return the ns of one of `each` completions of `submit(tokens, number)`, by tokens.
 
     A single token stands for itself: a device may have other means for it.
     """
@@ -128,33 +128,30 @@ def _curve(meter: Meter, sizes: Sequence[int], submit: Callable[[int, int], obje
 
 
 def _dense(meter: Meter, layers: int, groups: list[list[tuple[int, int]]]) -> tuple[Surface, Surface]:
-    """Of layer 0, timed between others so that no cache keeps it, and of the others in the mean.
+    """Time layer 0, between others so that no cache keeps it, and the others in the mean.
 
     groups: of (tokens, context), each in the order in which times rise.
     """
     dense = meter.device.dense
 
-    def other(number: int) -> int:
-        return 1 + number % (layers - 1) if layers > 1 else 0
-
-    def alone(point: tuple[int, int], number: int) -> None:
-        dense(other(number), *point)
+    def other(point: tuple[int, int], number: int) -> None:
+        dense(1 + number % (layers - 1) if layers > 1 else 0, *point)
 
     def behind_the_first(point: tuple[int, int], number: int) -> None:
         dense(0, *point)
-        dense(other(number), *point)
+        other(point, number)
 
     others, firsts = [], []
     for points in groups:
-        here = rising([meter.of(partial(alone, point), point[0], warm_up=layers) for point in points])
+        alone = rising([meter.of(partial(other, point), point[0], warm_up=layers) for point in points])
         both = rising([meter.of(partial(behind_the_first, point), point[0], each=2) for point in points])
-        others += [(*point, ns) for point, ns in zip(points, here, strict=True)]
-        firsts += [(*point, max(0, two - ns)) for point, two, ns in zip(points, both, here, strict=True)]
+        others += [(*point, ns) for point, ns in zip(points, alone, strict=True)]
+        firsts += [(*point, max(0, two - ns)) for point, two, ns in zip(points, both, alone, strict=True)]
     return tuple(sorted(firsts)), tuple(sorted(others))
 
 
 class Endless(Transfers):
-    """What the pump asks of a residency, from one whose demands hardly end: an expert a turn, for the next slot."""
+    """A residency for the pump alone, whose demands hardly end: an expert a turn, for the next slot."""
 
     def __init__(self, places: int, turns: range, experts: int) -> None:
         """experts: of the store, all over which turns go; 0: each slot gets its own, the one of its number."""
@@ -177,18 +174,14 @@ class Endless(Transfers):
         return expert, NO_EXPERT, False
 
     def slot(self, expert: int) -> int:
-        """Return the one of its turn."""
         return self._slots[expert]
 
     def interrupt(self) -> tuple[int, int]:
-        """Return nothing: demands are not interrupted."""
         return NO_EXPERT, NO_EXPERT
 
-    def land(self) -> None:
-        """Ignored."""
+    def land(self) -> None: ...
 
     def arrived(self) -> bool:
-        """In the order in which they were taken."""
         self._loading.popleft()
         return False
 
@@ -196,10 +189,10 @@ class Endless(Transfers):
 def transfers(
     meter: Meter, expert_bytes: int, experts: int, places: int, paces: list[Pace] | None = None
 ) -> tuple[int, int]:
-    """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots.
+    """Return the ns of a whole expert's transfer, and what of it is latency by that of half an expert; fills the slots.
 
     Where noise makes that no shorter, none of it counts as latency, or larger experts would take no longer.
-    Of experts from all over the store, as a run asks for them: a few of them, again and again, may come faster.
+    Of experts from all over the store, as a run takes them: a few of them, again and again, may come faster.
     paces: gets those of a device that reports its own, which is asked between the transfers.
     """
     part_bytes = -(-expert_bytes // 2)
@@ -211,9 +204,9 @@ def transfers(
 
 
 def _transfer_ns(meter: Meter, size: int, experts: int, places: int, paces: list[Pace] | None = None) -> int:
-    """Of one transfer behind another: the link never rests, the first and its start-up are not counted."""
+    """Time one transfer behind another: the link never rests, the first and its start-up are not counted."""
     device, first = meter.device, 0
-    asked = device if paces is not None and isinstance(device, Paced) else None
+    paced = device if paces is not None and isinstance(device, Paced) else None
 
     def pumped(transfers: int) -> list[int]:
         nonlocal first
@@ -224,23 +217,22 @@ def _transfer_ns(meter: Meter, size: int, experts: int, places: int, paces: list
 
     def series() -> int:
         ends = pumped(TRANSFERS + 1)
-        if asked and paces is not None:
-            paces.append(asked.pace())
+        if paced and paces is not None:
+            paces.append(paced.pace())
         return (ends[-1] - ends[0]) // TRANSFERS
 
-    return meter.repeated(series, TRANSFERS, -(-PACES // meter.passes) if asked else AT_LEAST)
+    return meter.repeated(series, TRANSFERS, -(-PACES // meter.passes) if paced else AT_LEAST)
 
 
 def _pumped(device: Device, size: int, places: int, turns: range, experts: int = 0) -> list[int]:
-    """Move an expert a turn through the pump; when each had arrived."""
+    """Move an expert a turn through the pump; return when each had arrived."""
     pump = Pump(Endless(places, turns, experts), device, Link(0, 1, 1, size), places)
     pump.proposed = True
     ends: list[int] = []
     pump.act()
     while pump.on_link:
         device.next_completion()
-        arrived = pump.piece_ended()
-        if arrived is not None:
+        if pump.piece_ended() is not None:
             ends.append(device.now())
         pump.act()
     return ends

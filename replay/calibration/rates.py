@@ -15,8 +15,9 @@ from threading import Event, Thread
 import numpy as np
 import torch
 
+from replay.device_choice import BEST_EFFORT
 from replay.devices.gpu import Gpu, Stream, Task
-from replay.devices.pinning import BEST_EFFORT, pinned
+from replay.devices.pinning import pinned
 from replay.devices.store import HostMemory
 from traces.errors import InputError
 
@@ -28,7 +29,6 @@ CPU_BUFFERS, GPU_BUFFERS = 4, 64
 SIZES = tuple(1 << power for power in range(16, 29, 2))
 """64 KiB to 256 MiB, in steps of four."""
 SMALL, LARGE = 64 << 10, 64 << 20
-MATRIX = 8_192
 TOGETHER = 8
 """Pieces of work that are timed beside others."""
 
@@ -38,7 +38,7 @@ Curve = list[list[float]]
 
 @dataclass(frozen=True)
 class Rates:
-    """GB/s are bytes a ns; `curves` and `costs` are told, nothing is computed from them."""
+    """GB/s are bytes a ns; nothing is computed from `curves` and `costs`, which are for people."""
 
     link_gb_per_s: float  # of the largest copy
     link_latency_us: float
@@ -53,14 +53,17 @@ class Rates:
 
 
 def host_gib() -> float:
-    """Host memory in all, GiB."""
+    """Return all memory of the host, GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def rates(gpu: Gpu | None) -> Rates:
-    """Of this machine with that GPU, or as the CPU device uses it; a few seconds. InputError where memory is short."""
+    """Measure this machine with that GPU, or as the CPU device uses it, in a few seconds.
+
+    Raise InputError where memory is short.
+    """
     try:
-        return of_gpu(gpu, gpu.total_bytes() / 2**30, GPU_BUFFERS, MATRIX) if gpu else of_cpu()
+        return of_gpu(gpu, gpu.total_bytes() / 2**30, GPU_BUFFERS, 8_192) if gpu else of_cpu()
     except (torch.OutOfMemoryError, MemoryError):
         raise InputError("no memory is left to measure the machine with: end what else is running") from None
     finally:
@@ -69,7 +72,7 @@ def rates(gpu: Gpu | None) -> Rates:
 
 
 def seconds(call: Callable[[int], object], wait: Callable[[], object] = lambda: None) -> float:
-    """Of one call among others; it gets its number, and `wait` blocks until all have ended."""
+    """Return the seconds of one call among others; it gets its number, and `wait` blocks until all have ended."""
 
     def series(calls: int) -> float:
         began = time.perf_counter()
@@ -83,25 +86,23 @@ def seconds(call: Callable[[int], object], wait: Callable[[], object] = lambda: 
     return median(series(calls) for _ in range(SERIES))
 
 
-def _round(places: int, size: int) -> Callable[[int], slice]:
-    """Where the copy with that number lies, going round a buffer."""
-    return lambda number: slice(number % places * size, number % places * size + size)
+def _by_size(total: int, copy: Callable[[slice], object], wait: Callable[[], object] = lambda: None) -> Curve:
+    def rate(size: int) -> float:
+        places = total // size  # copies go round a buffer
+        return size / seconds(lambda number: copy(slice(number % places * size, (number % places + 1) * size)), wait)
+
+    return [[float(size), rate(size) / 1e9] for size in SIZES if size <= total]
 
 
-def _by_size(total: int, copy: Callable[[slice], object], wait: Callable[[], object]) -> Curve:
-    found = []
-    for size in (size for size in SIZES if size <= total):
-        place = _round(total // size, size)
-        took = seconds(lambda number, place=place: copy(place(number)), wait)  # type: ignore[misc]
-        found.append([float(size), size / took / 1e9])
-    return found
+def _multiplied(n: int, device: torch.device | str, dtype: torch.dtype) -> Callable[[int], object]:
+    """Return a matmul of n x n matrices."""
+    a, b, c = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
+    return lambda _: torch.mm(a, b, out=c)
 
 
-def _host(dtype: torch.dtype = torch.float32) -> tuple[float, float]:
-    """Matmul rate in TFLOP/s and memory bandwidth in GB/s of the CPU, with torch's threads."""
-    n = 1_024
-    a, b, c = (torch.randn(n, n).to(dtype) for _ in range(3))
-    tflop = 2 * n**3 / seconds(lambda _: torch.mm(a, b, out=c)) / 1e12
+def _host() -> tuple[float, float]:
+    """Return the matmul rate in TFLOP/s and the memory bandwidth in GB/s of the CPU, with torch's threads."""
+    tflop = 2 * 1_024**3 / seconds(_multiplied(1_024, "cpu", torch.float32)) / 1e12
     source = torch.ones(64 << 20, dtype=torch.uint8)
     target = torch.ones_like(source)
     return tflop, 2 * len(source) / seconds(lambda _: target.copy_(source)) / 1e9
@@ -119,20 +120,14 @@ def of_cpu() -> Rates:
     def copy(place: slice) -> None:
         np.copyto(target[place], source[place])
 
-    curve = _by_size(len(source), copy, lambda: None)
-    little = torch.zeros(16)
+    def move(number: int) -> None:
+        first = number % CPU_BUFFERS * BUFFER_BYTES
+        copy(slice(first, first + BUFFER_BYTES))
+
+    curve, little = _by_size(len(source), copy), torch.zeros(16)
     tflop, gb_per_s = _host()
     link_gb_per_s = curve[-1][1]
-    whole = _round(CPU_BUFFERS, BUFFER_BYTES)
-    n = 512
-    a, b, c = (torch.randn(n, n) for _ in range(3))
-
-    def multiply(number: int) -> None:
-        torch.mm(a, b, out=c)
-
-    def move(number: int) -> None:
-        copy(whole(number))
-
+    multiply = _multiplied(512, "cpu", torch.float32)
     return Rates(
         link_gb_per_s=link_gb_per_s,
         link_latency_us=seconds(lambda _: copy(slice(0, 64))) * 1e6,
@@ -150,8 +145,8 @@ def of_cpu() -> Rates:
     )
 
 
-def _beside(other: Callable[[int], None], call: Callable[[int], None]) -> float:
-    """Seconds of a call while another thread keeps making the other."""
+def _beside(other: Callable[[int], object], call: Callable[[int], object]) -> float:
+    """Return the seconds of a call while another thread keeps making the other."""
     ended = Event()
 
     def keep_on() -> None:
@@ -173,14 +168,15 @@ def _beside(other: Callable[[int], None], call: Callable[[int], None]) -> float:
 
 
 def of_gpu(gpu: Gpu, memory_gib: float, buffers: int, n: int) -> Rates:
-    """Of this one; so many buffers of host memory are copied from, matrices are n x n.
+    """Measure this one; so many buffers of host memory are copied from, matrices are n x n.
 
     What is not said to be pinned or pageable is on the device.
     """
-    compute, link = gpu.compute_stream(), gpu.copy_stream()
+    compute, link, wait = gpu.compute_stream(), gpu.copy_stream(), gpu.synchronize
     memory = HostMemory(buffers, BUFFER_BYTES, seed=0)
     source = torch.from_numpy(memory.slabs[0])
     target = torch.ones(len(source), dtype=torch.uint8, device=gpu.device)
+    words, out = target.view(torch.int32), torch.empty_like(target.view(torch.int32))
 
     def copy(place: slice) -> None:
         target[place].copy_(source[place], non_blocking=True)
@@ -189,29 +185,36 @@ def of_gpu(gpu: Gpu, memory_gib: float, buffers: int, n: int) -> Rates:
         copy(slice(0, LARGE))
         copy(slice(LARGE, LARGE + SMALL))
 
-    curves, costs = {"pageable_gb_per_s": _by_size(len(source), copy, gpu.synchronize)}, _asking(gpu)
+    events = [gpu.event() for _ in range(MOST_CALLS)]
+    costs = {  # of each call about events, on an idle stream, so that nothing is waited for
+        "record_us": seconds(lambda number: link.record(events[number]), wait) * 1e6,
+        "wait_us": seconds(lambda number: link.wait(events[number]), wait) * 1e6,
+        "query_us": seconds(lambda number: events[number].query()) * 1e6,
+    }
+    curves = {"pageable_gb_per_s": _by_size(len(source), copy, wait)}
     began = time.perf_counter()
     with pinned(memory, BEST_EFFORT, gpu) as is_pinned:
         if is_pinned:
             costs["pinning_gb_per_s"] = memory.nbytes / (time.perf_counter() - began) / 1e9
-            curves["pinned_gb_per_s"] = _by_size(len(source), copy, gpu.synchronize)
+            curves["pinned_gb_per_s"] = _by_size(len(source), copy, wait)
             with suppress(RuntimeError, TypeError, ValueError):  # where the driver maps no host memory
-                costs["zero_copy_gb_per_s"] = _zero_copy(gpu.mapped(memory.slabs[0]), target, gpu)
-            costs |= _together((link, lambda: copy(slice(0, LARGE))), (compute, _reading(target)), gpu)
-        large = seconds(lambda _: copy(slice(0, LARGE)), gpu.synchronize)
-        latency = max(0.0, seconds(behind, gpu.synchronize) - large)
-    reached = curves["pinned_gb_per_s" if is_pinned else "pageable_gb_per_s"][-1][1]
-    other = torch.ones_like(target)
-    little = torch.zeros(16, device=gpu.device)
-    a, b, c = (torch.randn(n, n, device=gpu.device, dtype=torch.bfloat16) for _ in range(3))
+                mapped = gpu.mapped(memory.slabs[0]).view(torch.int32)
+                costs["zero_copy_gb_per_s"] = (
+                    len(target) / seconds(lambda _: torch.add(mapped, 1, out=words), wait) / 1e9
+                )
+            reading: Task = lambda: torch.add(words, 1, out=out)  # noqa: E731 - bound by the device's memory
+            costs |= _together((link, lambda: copy(slice(0, LARGE))), (compute, reading), gpu)
+        large = seconds(lambda _: copy(slice(0, LARGE)), wait)
+        latency = max(0.0, seconds(behind, wait) - large)
+    other, little = torch.ones_like(target), torch.zeros(16, device=gpu.device)
     tflop, gb_per_s = _host()
     return Rates(
-        link_gb_per_s=reached,
+        link_gb_per_s=curves["pinned_gb_per_s" if is_pinned else "pageable_gb_per_s"][-1][1],
         link_latency_us=latency * 1e6,
         memory_gib=memory_gib,
-        memory_gb_per_s=2 * len(target) / seconds(lambda _: other.copy_(target), gpu.synchronize) / 1e9,
-        compute_tflop_per_s=2 * n**3 / seconds(lambda _: torch.mm(a, b, out=c), gpu.synchronize) / 1e12,
-        launch_us=seconds(lambda _: little.add_(1), gpu.synchronize) * 1e6,
+        memory_gb_per_s=2 * len(target) / seconds(lambda _: other.copy_(target), wait) / 1e9,
+        compute_tflop_per_s=2 * n**3 / seconds(_multiplied(n, gpu.device, torch.bfloat16), wait) / 1e12,
+        launch_us=seconds(lambda _: little.add_(1), wait) * 1e6,
         host_tflop_per_s=tflop,
         host_gb_per_s=gb_per_s,
         curves=curves,
@@ -219,35 +222,11 @@ def of_gpu(gpu: Gpu, memory_gib: float, buffers: int, n: int) -> Rates:
     )
 
 
-def _asking(gpu: Gpu) -> dict[str, float]:
-    """What the host pays for each call about events, in us: on an idle stream, so that nothing is waited for."""
-    stream = gpu.copy_stream()
-    events = [gpu.event() for _ in range(MOST_CALLS)]
-    return {
-        "record_us": seconds(lambda number: stream.record(events[number]), gpu.synchronize) * 1e6,
-        "wait_us": seconds(lambda number: stream.wait(events[number]), gpu.synchronize) * 1e6,
-        "query_us": seconds(lambda number: events[number].query()) * 1e6,
-    }
-
-
-def _reading(memory: torch.Tensor) -> Task:
-    """A kernel that is bound by the device's memory."""
-    values = memory.view(torch.int32)
-    out = torch.empty_like(values)
-    return lambda: torch.add(values, 1, out=out)
-
-
-def _zero_copy(mapped: torch.Tensor, target: torch.Tensor, gpu: Gpu) -> float:
-    """GB/s at which a kernel reads host memory."""
-    values, out = mapped.view(torch.int32), target.view(torch.int32)
-    return len(target) / seconds(lambda _: torch.add(values, 1, out=out), gpu.synchronize) / 1e9
-
-
 OnStream = tuple[Stream, Task]
 
 
 def _together(copying: OnStream, computing: OnStream, gpu: Gpu) -> dict[str, float]:
-    """How much longer a copy takes beside compute that is bound by memory, and the other way round."""
+    """Return how much longer a copy takes beside compute that is bound by memory, and the other way round."""
     alone = [_on_stream(work, gpu) for work in (copying, computing)]
     copies = _on_stream(copying, gpu, computing, 1 + int(3 * TOGETHER * alone[0] / alone[1]))
     computes = _on_stream(computing, gpu, copying, 1 + int(3 * TOGETHER * alone[1] / alone[0]))
@@ -255,7 +234,7 @@ def _together(copying: OnStream, computing: OnStream, gpu: Gpu) -> dict[str, flo
 
 
 def _on_stream(work: OnStream, gpu: Gpu, beside: OnStream | None = None, others: int = 0) -> float:
-    """Seconds of one piece of work on its stream, while `others`, submitted before, keep another stream busy."""
+    """Return the seconds of one piece of work on its stream, while `others`, submitted before, keep another busy."""
     (stream, task), event, took = work, gpu.event(), []
     for _ in range(SERIES):
         gpu.synchronize()

@@ -1,4 +1,7 @@
-"""TOML as this project writes it: values, tables, and lists of tables under headings. `tomllib` reads back the same."""
+"""TOML as this project writes it: values, tables, and lists of tables under headings. `tomllib` reads back the same.
+
+A GPU machine has no library that writes it, and none writes comments.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,15 +9,12 @@ from typing import Any
 
 
 def dumps(table: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """The table as a file; what stands in `comments` for a key of the top is told behind its value.
-
-    TypeError for what has no place in it, None among it.
-    """
+    """Return the table as a file; what `comments` has for a key of the top stands behind its value."""
     values, headed = [], []
     for key, value in table.items():
         if isinstance(value, Mapping):
             headed += ["", f"[{_key(key)}]", *_lines(value)]
-        elif _holds_tables(value):
+        elif isinstance(value, list | tuple) and value and all(isinstance(each, Mapping) for each in value):
             headed += [line for inner in value for line in ("", f"[[{_key(key)}]]", *_lines(inner))]
         else:
             comment = f"  # {comments[key]}" if comments and key in comments else ""
@@ -26,24 +26,16 @@ def _lines(table: Mapping[str, Any]) -> list[str]:
     return [f"{_key(key)} = {_value(value)}" for key, value in table.items()]
 
 
-def _holds_tables(value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Mapping) for each in value)
-
-
 def _key(text: str) -> str:
     bare = text.isascii() and text.replace("-", "").replace("_", "").isalnum()
     return text if bare else _value(text)
 
 
 def _value(value: object) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(_lines(value))}}}"
-    raise TypeError(f"no value of TOML: {value!r}")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is
+    return repr(value)

@@ -8,7 +8,7 @@ import typer
 
 from policies.core.grammar import split_list
 from policies.core.spec import parse
-from replay.calibration.calibrate import AGREES, Found, choices, profile, steps_of
+from replay.calibration.calibrate import AGREES, Calibration, choices, profile, steps_of
 from replay.calibration.calibrate import calibrate as measured
 from replay.commands.device_options import Calibrated
 from replay.device_choice import DeviceChoice
@@ -77,9 +77,9 @@ def calibrate(
         console.fail("moe-replay", f"{noisy}; {path} was written all the same", 1)
 
 
-def _tell(found: Found, path: Path) -> None:
+def _tell(found: Calibration, path: Path) -> None:
     for name in found.models:
-        model = found.settled(name)
+        model = found.model(name)
         gb_per_s = model.expert_bytes / model.transfer_ns
         costs = ", ".join(f"{policy} {us:.1f}" for policy, us in model.predictor_us.items())
         console.say(

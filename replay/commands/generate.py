@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from policies.core.spec import parse
-from replay import report
+from replay.commands import shown
 from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
 from replay.live.answering import TextStream, answer
@@ -105,6 +105,6 @@ def generate(
             console.say(" ".join(map(str, last)))
         if not quiet:
             measured = outcome(live, answered)
-            for part in (report.title(measured), report.table(measured), report.last_line(measured)):
+            for part in (shown.title(measured), shown.table(measured), shown.last_line(measured)):
                 console.tell(part)
             console.tell(live.memory.sentence(int(answered.trace.position.max()) + 2, live.device.peak_bytes()))

@@ -10,8 +10,9 @@ import typer
 from rich.table import Table
 
 from policies.core.spec import parse
-from replay import report
+from replay import files
 from replay.choice import Choice, first_part
+from replay.commands import shown
 from replay.commands.device_options import Measured, Replayed, chosen
 from replay.device_choice import DeviceChoice
 from replay.run import Outcome, replay
@@ -85,7 +86,7 @@ def run(
         why = "a timeline needs the whole run" if timeline else "a run on a logical clock takes seconds"
         raise InputError(f"--resume: {why}: leave it out")
     outcome = _replay(choice, folder, timeline, not no_slots, output)
-    output.show(lambda: report.as_json(outcome), lambda: _shown(outcome, folder))
+    output.show(lambda: shown.as_json(outcome), lambda: _shown(outcome, folder))
     reached = outcome.row["copy_gb_per_s"]
     if min_gb_per_s is not None and reached is not None and reached < min_gb_per_s:
         console.fail(
@@ -185,17 +186,17 @@ def _replay(
     """Run and write; a folder in which nothing was written does not stay."""
     requests, key = Requests(choice.loaded.trace), choice.key
     steps = sum(len(request.tokens) for request in requests)
-    with claimed(folder, report.MAKER, report.NAMES):
-        done = report.done_before(folder, key, requests) if output.resume else []
+    with claimed(folder, files.MAKER, files.NAMES):
+        done = files.done_before(folder, key, requests) if output.resume else []
         if done and len(done) == steps:
-            if (folder / report.RESULTS_FILE).exists():
-                raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
+            if (folder / files.RESULTS_FILE).exists():
+                raise InputError(f"--resume: the run in {folder} has ended; see {files.RESULTS_FILE} there")
             last = done[-1].shares[0].request  # cut off behind its last step: the last request is run again
             done = [row for row in done if row.shares[0].request != last]
         if done:
             output.note(f"resuming after {len(done)} of {steps} steps")
         outcome = _run(choice, folder, timeline, slots, output, done, steps)
-        report.save(outcome, folder)
+        files.save(outcome, folder)
     return outcome
 
 
@@ -213,9 +214,9 @@ def _run(
     about = {"made by": "moe-replay"}
     try:
         with (
-            report.step_writer(folder, key, done) as write,
+            files.step_writer(folder, key, done) as write,
             progress(steps, output.quiet, "steps replayed", ended) as advance,
-            writing(timeline, lambda: about, output.overwrite) if timeline else nullcontext() as shown,
+            writing(timeline, lambda: about, output.overwrite) if timeline else nullcontext() as drawing,
         ):
 
             def on_step(row: StepRow) -> None:
@@ -224,16 +225,16 @@ def _run(
                 ended += 1
                 advance(1)
 
-            return replay(choice, on_step, shown, slots, done)
+            return replay(choice, on_step, drawing, slots, done)
     except KeyboardInterrupt:
         goes_on = ", and --resume continues after the last whole request" if choice.device != "virtual" else ""
-        kept = f": they are in {folder / report.STEPS}{goes_on}" if ended else ""
+        kept = f": they are in {folder / files.STEPS}{goes_on}" if ended else ""
         console.fail("moe-replay", f"interrupted after {ended} of {steps} steps{kept}", 130)
 
 
 def _shown(outcome: Outcome, folder: Path) -> Iterator[str | Table]:
-    yield report.title(outcome)
-    yield report.table(outcome)
-    yield from report.notes(outcome)
-    yield written((report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS), folder)
-    yield report.last_line(outcome)
+    yield shown.title(outcome)
+    yield shown.table(outcome)
+    yield from shown.notes(outcome)
+    yield written((files.RESULTS_FILE, files.REQUESTS_FILE, files.STEPS), folder)
+    yield shown.last_line(outcome)

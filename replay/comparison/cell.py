@@ -20,7 +20,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from policies.core.policy import Int
-from replay.calibration.pace import pausing
+from replay.calibration.pace import OnStep, pausing
 from replay.choice import Choice, Described
 from replay.comparison import errors
 from replay.comparison.lockstep import Lockstep, LoopRecorder
@@ -43,7 +43,7 @@ from traces.errors import InputError, unknown
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
-    from replay.calibration.measure import Around
+    from replay.calibration.around import Around
     from replay.devices.stage import Stage
 
 CLOSED_LOOP, LOCKSTEP = "closed-loop", "lockstep"
@@ -60,11 +60,9 @@ FIGURES = (
 
 WITHOUT_HOST = ("tpot_mean_ms", "tpot_p50_ms", "tpot_p95_ms", "tpot_p99_ms")
 
-OnStep = Callable[[StepRow], None]
-
 
 @dataclass(frozen=True)
-class Played:
+class Side:
     """One run: its log, its figures, and the experts that each request evicted, by the request's place in the trace."""
 
     log: RunLog
@@ -78,9 +76,9 @@ class CellOutcome:
     """One cell on both sides."""
 
     choice: Choice
-    measured: Played  # of several runs the one in the middle, by TPOT mean
-    predicted: Played
-    predicted_without_host: Row | None  # None: the timing knows no host
+    measured: Side  # of several runs the one in the middle, by TPOT mean
+    predicted: Side
+    predicted_without_host: Row | None  # None: the timing has no host
     means_ms: tuple[float, ...]  # TPOT means of all runs, ascending
     decider: Decider | None = None  # of a run in lockstep: the decisions
     interval_ms: tuple[float, float] | None = None  # TPOT mean as predicted, as far as its errors go
@@ -89,29 +87,29 @@ class CellOutcome:
 
     @property
     def decoded(self) -> NDArray[np.bool_]:
-        """bool[S]: the decode steps that count."""
+        """Return the decode steps that count: bool[S]."""
         return decoded_steps(self.choice, self.measured.log)
 
     @property
     def noise(self) -> float | None:
-        """(greatest - least) / mean TPOT mean of several runs; None of a single one."""
+        """Return (greatest - least) / mean TPOT mean of several runs; None of a single one."""
         middle = mean(self.means_ms)
         return (self.means_ms[-1] - self.means_ms[0]) / middle if len(self.means_ms) > 1 and middle else None
 
     @property
     def errors(self) -> dict[str, float]:
-        """Of the prediction, by `replay.comparison.errors`."""
+        """Return the errors of the prediction, by `replay.comparison.errors`."""
         decoded, row = self.decoded, self.measured.row
-        found = errors.time_errors(latencies(self.measured.log)[decoded], latencies(self.predicted.log)[decoded])
+        each = errors.time_errors(*(latencies(side.log)[decoded] for side in (self.measured, self.predicted)))
         if row["ttft_mean_ms"] is not None:
-            found["ttft_mean"] = errors.relative(self.predicted.row["ttft_mean_ms"], row["ttft_mean_ms"])
+            each["ttft_mean"] = errors.relative(self.predicted.row["ttft_mean_ms"], row["ttft_mean_ms"])
         if without := self.predicted_without_host:
-            found["measured_over_without_host"] = row["tpot_mean_ms"] / without["tpot_mean_ms"]
-        return found
+            each["measured_over_without_host"] = row["tpot_mean_ms"] / without["tpot_mean_ms"]
+        return each
 
     @property
     def divergence(self) -> dict[str, float]:
-        """How far both sides decided differently."""
+        """Return how far both sides decided differently."""
         sides, first = (self.measured, self.predicted), self.choice.loaded.experiment.warmup_requests
         evictions = [{request: of for request, of in side.evictions.items() if request >= first} for side in sides]
         return {
@@ -125,34 +123,30 @@ class CellOutcome:
         Lockstep keeps its decisions. described: a machine under the cell's policy.
         """
         during = described(around.during)
-        middle = self._predict(*during)
         models = (around.before, around.after, around.fastest, around.slowest)
         before, after, *ends = (self._predict(*described(model)).row["tpot_mean_ms"] for model in models)
         return replace(
             self,
-            predicted=middle,
+            predicted=self._predict(*during),
             predicted_without_host=_without_host(self.choice, *during, self.decider),
             interval_ms=(min(ends), max(ends)),
             calibrations_ms=(before, after),
             calibration_paces=around.paces,
         )
 
-    def _predict(self, timing: Timing, link: Link) -> Played:
-        if self.decider is None:
-            return _simulate(self.choice, self.choice.on(timing, link))
-        timing = WithoutPolicy(timing)
-        return play_on(self.choice, self.choice.on(timing, link), SimpyDevice(timing, link), self.decider)
+    def _predict(self, timing: Timing, link: Link) -> Side:
+        return _simulate(self.choice, timing if self.decider is None else WithoutPolicy(timing), link, self.decider)
 
     @property
     def disagreement(self) -> float | None:
-        """How far apart the two calibrations predict, as a share."""
+        """Return how far apart the two calibrations predict, as a share."""
         if self.calibrations_ms is None:
             return None
         low, high = sorted(self.calibrations_ms)
         return 2 * (high - low) / (high + low)
 
     def figures(self) -> Row:
-        """What `replay.comparison.record` keeps of the cell, beside what it is."""
+        """Return what `replay.comparison.record` keeps of the cell, beside what it is."""
         return {
             "tokens": int(self.decoded.sum()),
             "measured": self.measured.row,
@@ -170,7 +164,7 @@ class CellOutcome:
         }
 
     def per_token(self) -> pd.DataFrame:
-        """A row for each step run: times and decisions of both sides; `counted` is false for warm-up."""
+        """Return a row for each step: times and decisions of both sides; `counted` is false for warm-up."""
         measured, predicted = self.measured.log, self.predicted.log
         columns: dict[str, NDArray[Any]] = {
             "request": measured.request,
@@ -190,12 +184,12 @@ def _in_ns(paces: Sequence[Pace]) -> list[list[int]]:
 
 
 def check_mode(mode: str) -> None:
-    """InputError for a mode that there is not."""
+    """Raise InputError for an unknown mode."""
     if mode not in MODES:
         raise unknown("mode", mode, MODES)
 
 
-def play_cell(
+def run_cell(
     choice: Choice,
     mode: str,
     timing: Timing,
@@ -206,59 +200,54 @@ def play_cell(
 ) -> CellOutcome:
     """Run a cell on the stage's device, `repeat` times, and in the simulator on a machine of this timing and link.
 
-    stage: open for the choice's needs; None for the virtual device. `timing` charges what policy overhead takes.
+    stage: open for the choice; None for the virtual device. `timing` charges what policy overhead takes.
     InputError where the device cannot, or where the trace decodes nothing that counts.
     """
-    check_mode(mode)
     script: Decider | None = None
     timing = WithoutPolicy(timing) if mode == LOCKSTEP else timing
     run = choice.on(timing, link)
     if mode == LOCKSTEP:
         recorder = LoopRecorder()
-        predicted = play_on(choice, run, SimpyDevice(timing, link), observer=recorder)
+        predicted = run_on(choice, run, SimpyDevice(timing, link), observer=recorder)
         script = Lockstep(run, recorder.script)
     else:
-        predicted = _simulate(choice, run)
+        predicted = _simulate(choice, timing, link)
     decoded = decoded_steps(choice, predicted.log)
     if not decoded.any():
         raise InputError(f"{choice.loaded.experiment.trace} decodes no token that counts: --as-decode runs prefills so")
 
-    def play_once() -> Played:  # so that nothing refers to a device when the next one is made
+    def run_once() -> Side:  # so that nothing refers to a device when the next one is made
         with _device(choice, stage, timing, link) as device, undisturbed(run if stage else None, script):
             paces: list[Pace] = []
-            played = play_on(choice, run, device, script, pausing(device, paces, on_step or _silent))
-            return replace(played, paces=tuple(paces))
+            side = run_on(choice, run, device, script, pausing(device, paces, on_step or (lambda row: None)))
+            return replace(side, paces=tuple(paces))
 
-    def mean_ms(played: Played) -> float:
-        return float(latencies(played.log)[decoded].mean()) / 1e6
+    def mean_ms(side: Side) -> float:
+        return float(latencies(side.log)[decoded].mean()) / 1e6
 
-    plays = sorted([play_once() for _ in range(repeat)], key=mean_ms)
+    runs = sorted([run_once() for _ in range(repeat)], key=mean_ms)
     return CellOutcome(
         choice=choice,
-        measured=plays[(repeat - 1) // 2],
+        measured=runs[(repeat - 1) // 2],
         predicted=predicted,
         predicted_without_host=_without_host(choice, timing, link, script),
-        means_ms=tuple(map(mean_ms, plays)),
+        means_ms=tuple(map(mean_ms, runs)),
         decider=script,
     )
 
 
-def _silent(_: StepRow) -> None:
-    """Do nothing."""
-
-
 def latencies(log: RunLog) -> Int:
-    """int64[S]: of the only request of each step (rule 18), so with the host's time between two steps."""
+    """Return the ns of the only request of each step (rule 18), so with the host's time between two: int64[S]."""
     return log.by_request.latency_ns
 
 
 def counted_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
-    """bool[S]: all but warm-up."""
+    """Return all steps but warm-up: bool[S]."""
     return log.request >= choice.loaded.experiment.warmup_requests
 
 
 def decoded_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
-    """bool[S]: of these, those that decode."""
+    """Return the counted steps that decode: bool[S]."""
     decoded: NDArray[np.bool_] = counted_steps(choice, log) & (log.phase == DECODE)
     return decoded
 
@@ -278,15 +267,15 @@ class WithoutPolicy:
 # Both sides
 
 
-def play_on(
+def run_on(
     choice: Choice,
     run: Run,
     device: Device,
     decider: Decider | None = None,
     on_step: OnStep | None = None,
     observer: LoopObserver | None = None,
-) -> Played:
-    """One run of the choice on a device; `decider` decides, if not the run's policy."""
+) -> Side:
+    """Run the choice once on a device; `decider` decides, if not the run's policy."""
     driver = Driver(run, device, decider, observer)
     evicted: dict[int, int] = {}  # up to the end of each request
 
@@ -301,25 +290,26 @@ def play_on(
     if (host_us := bookkeeping_us(driver, log)) is not None:
         row |= {"host_ms": host_ms(log, counted_steps(choice, log)), "host_us_per_layer": host_us}
     parts = np.split(log.evictions, list(evicted.values()))
-    return Played(log, row, dict(zip(evicted, parts, strict=False)))
+    return Side(log, row, dict(zip(evicted, parts, strict=False)))
 
 
-def _simulate(choice: Choice, run: Run) -> Played:
-    parts: list[RunLog] = []
+def _simulate(choice: Choice, timing: Timing, link: Link, script: Decider | None = None) -> Side:
+    """Simulate the choice, where there is a script by its decisions."""
+    run, parts = choice.on(timing, link), list[RunLog]()
+    if script:
+        return run_on(choice, run, SimpyDevice(timing, link), script)
     engine.play(AUTO, run, parts.append)
     log = joined(parts)
-    return Played(log, _figures(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
+    return Side(log, _figures(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
 
 
 def _without_host(choice: Choice, timing: Timing, link: Link, script: Decider | None) -> Row | None:
-    """TPOT of the same cell, in lockstep of the same decisions, where the host takes no time."""
+    """Return the TPOT of the same cell, in lockstep of the same decisions, where the host takes no time."""
     known = timing.timing if isinstance(timing, WithoutPolicy) else timing
     if not isinstance(known, MeasuredTiming):
         return None
-    free = known.without_host()
-    run = choice.on(free, link)
-    played = play_on(choice, run, SimpyDevice(free, link), script) if script else _simulate(choice, run)
-    return {name: played.row[name] for name in WITHOUT_HOST}
+    row = _simulate(choice, known.without_host(), link, script).row
+    return {name: row[name] for name in WITHOUT_HOST}
 
 
 def _device(choice: Choice, stage: "Stage | None", timing: Timing, link: Link) -> AbstractContextManager[Device]:

@@ -16,7 +16,7 @@ class LoopRecorder(Recorder, LoopObserver):
 
 
 class FixedOrder(Decider):
-    """Who decides where all was decided before: it hears of nothing and proposes nothing."""
+    """A decider of what was decided before: it ignores all events and proposes nothing."""
 
     silent = True
     at_start = False
@@ -25,25 +25,20 @@ class FixedOrder(Decider):
         self._residency = residency
 
     def residency(self, slots: int, sizes: Int | None = None) -> Residency:
-        """Return the one that was given."""
         return self._residency
 
-    def begin_request(self, ordinal: int, seat: int = 0) -> None:
-        """Ignored."""
+    def begin_request(self, ordinal: int, seat: int = 0) -> None: ...
 
-    def observe(self, event: Event) -> None:
-        """Ignored."""
+    def observe(self, event: Event) -> None: ...
 
     def propose(self, event: Event) -> tuple[Int, Float] | None:
-        """Propose nothing."""
         return None
 
-    def end_request(self, seat: int = 0) -> None:
-        """Ignored."""
+    def end_request(self, seat: int = 0) -> None: ...
 
 
 class Lockstep(FixedOrder):
-    """Who decides in a run in lockstep: the script, in place of the run's policy."""
+    """The decider of a run in lockstep: the script, in place of the run's policy."""
 
     silent = False
 
@@ -53,10 +48,8 @@ class Lockstep(FixedOrder):
         self.at_start = run.policy.prefetch.cls.at_start
 
     def residency(self, slots: int, sizes: Int | None = None) -> Residency:
-        """Return a residency that follows the script."""
         shape = self._run.shape
         return ScriptedResidency(shape, self._run.policy.divide(shape, slots), self._script)
 
     def propose(self, event: Event) -> tuple[Int, Float] | None:
-        """Propose nothing; but where the script's run heard proposals, their arrival is a moment."""
-        return NOTHING if self._script.proposes else None
+        return NOTHING if self._script.proposes else None  # where the script's run had proposals, they take time

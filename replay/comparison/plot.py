@@ -12,8 +12,6 @@ from policies.core.grammar import policy_title
 from sim.results.files import write_figure
 from sim.results.metrics import Row, cell_text
 from sim.results.plot import BOUND_COLOUR, COLOURS, frame
-from traces.errors import InputError
-from traces.files import plain
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ SCATTER_INCHES = 4.6
 
 
 def draw(cells: Sequence[Row], folder: Path) -> tuple[Path | None, list[Row]]:
-    """Write residuals.png of recorded cells, whose tokens lie in `folder`; the file, and cells whose tokens do not."""
+    """Write residuals.png of recorded cells; return its path, and the cells whose tokens do not lie in `folder`."""
     held = [(cell, tokens) for cell in cells if (tokens := _decoded(cell, folder)) is not None]
     missing = [cell for cell in cells if not any(cell is one for one, _ in held)]
     if not held:
@@ -37,7 +35,7 @@ def draw(cells: Sequence[Row], folder: Path) -> tuple[Path | None, list[Row]]:
 
 
 def figure(cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> "Figure":
-    """tokens: of each cell, measured_ns and predicted_ns of the counted decode steps in order."""
+    """Draw cells. tokens: of each, measured_ns and predicted_ns of the counted decode steps in order."""
     from matplotlib.figure import Figure
 
     across = min(ACROSS, len(cells))
@@ -46,8 +44,8 @@ def figure(cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> "Figure":
     drawing = Figure(figsize=(width, height + SCATTER_INCHES), layout="constrained")
     panels, below = drawing.subfigures(2, 1, squeeze=False, height_ratios=[height, SCATTER_INCHES])[:, 0]
     axes = panels.subplots(down, across, squeeze=False).ravel()
-    for place, cell, played in zip(axes, cells, tokens, strict=False):
-        _residuals(place, cell, played)
+    for place, cell, steps in zip(axes, cells, tokens, strict=False):
+        _residuals(place, cell, steps)
     for place in axes[len(cells) :]:
         place.set_visible(False)
     panels.supylabel("predicted - measured (ms)", fontsize=9)
@@ -65,17 +63,17 @@ def _residuals(axes: "Axes", cell: Row, tokens: pd.DataFrame) -> None:
 
 
 def _scatter(below: "SubFigure", cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> None:
-    """A colour for each policy; on the line the prediction is exact."""
+    """Give each policy a colour; on the line the prediction is exact."""
     axes = below.subplots()
     titles = [policy_title(cell["policy"], cell["oracle"]) for cell in cells]
     policies = list(dict.fromkeys(titles))
-    for title, played in zip(titles, tokens, strict=True):
+    for title, steps in zip(titles, tokens, strict=True):
         colour = COLOURS[policies.index(title) % len(COLOURS)]
-        axes.plot(played["predicted_ns"] / 1e6, played["measured_ns"] / 1e6, ".", color=colour, markersize=2.5)
+        axes.plot(steps["predicted_ns"] / 1e6, steps["measured_ns"] / 1e6, ".", color=colour, markersize=2.5)
     for place, policy in enumerate(policies):
         axes.plot([], [], "o", color=COLOURS[place % len(COLOURS)], label=policy)
     axes.axline((0, 0), slope=1, color=BOUND_COLOUR, linewidth=0.8)
-    longest = max(played[side].max() for played in tokens for side in ("predicted_ns", "measured_ns")) / 1e6
+    longest = max(each[side].max() for each in tokens for side in ("predicted_ns", "measured_ns")) / 1e6
     axes.set(xlim=(0, 1.05 * longest), ylim=(0, 1.05 * longest), aspect="equal")
     axes.set_ylabel("measured (ms a token)")
     frame(axes, "", "predicted (ms a token)")
@@ -83,13 +81,10 @@ def _scatter(below: "SubFigure", cells: Sequence[Row], tokens: Sequence[pd.DataF
 
 
 def _decoded(cell: Row, folder: Path) -> pd.DataFrame | None:
-    """None where the file is gone, or no longer what was written."""
-    try:
-        content = plain(folder / str(cell.get("per_token"))).read_bytes()
-    except (OSError, InputError):
+    """Return the counted decode steps of a cell; None where its file is gone, or no longer what was written."""
+    path = folder / cell["per_token"]
+    if not path.exists() or sha256(content := path.read_bytes()).hexdigest() != cell["per_token_sha256"]:
         return None
-    if sha256(content).hexdigest() != cell.get("per_token_sha256"):
-        return None
-    steps = pd.read_csv(BytesIO(content)).dropna()
+    steps = pd.read_csv(BytesIO(content))
     decoded = steps[(steps["phase"] == DECODE) & steps["counted"].astype(bool)]
     return decoded if len(decoded) else None

@@ -16,7 +16,6 @@ from replay.keys import code_digest, digest_of, plain_values
 from sim.results.metrics import Row
 from sim.results.provenance import commit
 from traces.errors import InputError
-from traces.files import plain
 from traces.output import replacing
 
 TOP = (
@@ -24,9 +23,6 @@ TOP = (
     *("copy_gb_per_s", "ceiling_gb_per_s", "hardware"),
 )
 """Keys that stand before the cells; others may follow these. `machine`: what the device is, a GPU or not."""
-
-MACHINE = ("device", "machine")
-"""Of these what a resumed file says must hold of this run too."""
 
 ERROR, KEY, CONTENT, CELLS = "error", "key", "content", "cells"
 """CONTENT: a digest of all else in the file, by which a damaged one is noticed."""
@@ -42,33 +38,33 @@ class Record:
 
     @classmethod
     def open(cls, path: Path, resume: bool, otherwise: str = "run without --resume") -> "Record":
-        """With the finished cells of before, or empty; writes nothing. InputError for a file that is none of these."""
+        """Return one with the finished cells of before, or empty; writes nothing.
+
+        Raise InputError for a file that is none.
+        """
         record = cls(path)
-        if not resume or not path.exists():
-            return record
-        try:
-            read = json.loads(plain(path).read_text(encoding="utf-8"))
-            if read.pop(CONTENT, None) != digest_of(read):
-                raise ValueError("it was changed, or other code wrote it")
-            cells = read.pop(CELLS)
-            record._cells = {
-                cell[KEY]: cell for cell in cells if cell[KEY] and ERROR not in cell and "measured" in cell
-            }
-            record.facts |= read
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"{path} is not a record of cells ({error}): {otherwise}") from error
+        if resume and path.exists():
+            try:
+                facts = json.loads(path.read_text(encoding="utf-8"))
+                if facts.pop(CONTENT, None) != digest_of(facts):
+                    raise ValueError("it was changed, or other code wrote it")
+                cells = facts.pop(CELLS)
+                record._cells = {cell[KEY]: cell for cell in cells if ERROR not in cell}
+                record.facts |= facts
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise InputError(f"{path} is not a record of cells ({error}): {otherwise}") from error
         return record
 
     def tell(self, **facts: Any) -> None:
-        """Set keys at the top. InputError where the file is of another machine."""
-        for name in MACHINE:
+        """Set keys at the top. Raise InputError where finished cells were run on another machine."""
+        for name in ("device", "machine"):
             before, now = self.facts[name], facts.get(name)
             if self._cells and name in facts and before != now:
                 raise InputError(f"{self.path} is of {name} {before}, this is {now}: name another folder with --out")
         self.facts |= facts
 
     def require_code(self) -> None:
-        """InputError where finished cells were run by other code: they would be judged beside new ones."""
+        """Raise InputError where finished cells were run by other code: they would be judged beside new ones."""
         if self._cells and self.facts.get("code") != code_digest():
             raise InputError(f"{self.path} is of other code than this: run without --resume")
 
@@ -89,27 +85,22 @@ class Record:
         return self._cells[key]
 
     def put(self, key: str, cell: Mapping[str, Any]) -> None:
-        """A cell has ended: write the file, whole or not at all. InputError where it cannot be written."""
-        before = dict(self._cells)
+        """Write the file with a cell that has ended, whole or not at all."""
         self._cells.pop(key, None)
         self._cells[key] = {KEY: key, **cell}
-        try:
-            self.write()
-        except InputError:
-            self._cells = before  # what the file holds
-            raise
+        self.write()
 
     def fail(self, key: str, cell: Mapping[str, Any], error: Exception) -> None:
-        """A cell could not be run."""
+        """Write the file with a cell that could not be run."""
         self.put(key, {**cell, ERROR: " ".join(str(error).split())})
 
     def write(self) -> None:
-        """The file as it stands now."""
+        """Write the file as it stands now."""
         with replacing(self.path) as part:
             part.write_text(self.text() + "\n", encoding="utf-8")
 
     def text(self) -> str:
-        """As JSON."""
+        """Return it as JSON; numbers that are not finite are null."""
         cells = list(self)
         content = digest_of({**self.facts, CELLS: cells})
         return json.dumps(plain_values({**self.facts, CONTENT: content, CELLS: cells}), indent=1, allow_nan=False)

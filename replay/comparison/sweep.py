@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policies.core.spec import parse
+from replay.calibration.pace import OnStep
 from replay.choice import Choice, Described
-from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell
+from replay.comparison.cell import MODES, CellOutcome, run_cell
 from replay.comparison.record import Record
 from replay.comparison.summary import accuracy, rankings
 from replay.keys import key_of
@@ -51,18 +52,18 @@ class Comparison:
     repeat: int = 1
 
     def cells(self) -> dict[str, tuple[Choice, str]]:
-        """(choice, mode) by key, in the order of sizes, policies, modes."""
+        """Return (choice, mode) by key, in the order of sizes, policies, modes."""
         choices = [replace(self.choice, policy=policy, slots=slots) for policy, slots in self.grid.requested()]
         return {self._key(choice, mode): (choice, mode) for choice in choices for mode in self.modes}
 
     def due(self, record: Record) -> dict[str, tuple[Choice, str]]:
-        """Those that are not finished."""
+        """Return those that are not finished."""
         return {key: cell for key, cell in self.cells().items() if key not in record}
 
-    def run(self, record: Record, on_step: OnStep | None = None, told: Callable[[str], None] = lambda _: None) -> None:
+    def run(self, record: Record, on_step: OnStep | None = None, say: Callable[[str], None] = lambda _: None) -> None:
         """Run what is due; a cell that cannot be run is recorded as failed, and the next one follows.
 
-        told: gets a line before each cell.
+        say: gets a line before each cell.
         """
         due = self.due(record)
         if not due:
@@ -73,18 +74,19 @@ class Comparison:
             record.begin(**self._facts(stage, machine))
             for key, (choice, mode) in due.items():
                 head = head_of(choice, mode, stage)
-                told(f"{choice.policy.text}, {choice.slots} experts, {mode}")
+                say(f"{choice.policy.text}, {choice.slots} experts, {mode}")
                 try:
-                    outcome = play_cell(choice, mode, *machine.under(choice), stage, on_step, self.repeat)
-                    if machine.is_measured:
-                        machine.measure()
-                        outcome = machine.predicted_again(outcome)
+                    outcome = machine.outcome(choice, mode, on_step, self.repeat)
                 except InputError as error:
                     record.fail(key, head, error)
                     continue
-                tokens = tokens_file(choice, mode, key)
-                written = write_tokens(outcome, self.folder / tokens)
-                record.put(key, {**head, "per_token": tokens, "per_token_sha256": written, **outcome.figures()})
+                tokens = _tokens_file(choice, mode, key)
+                content = outcome.per_token().to_csv(index=False).encode()
+                make_folder(self.folder / TOKENS)
+                with replacing(self.folder / tokens) as part:
+                    part.write_bytes(content)
+                digest = sha256(content).hexdigest()
+                record.put(key, {**head, "per_token": tokens, "per_token_sha256": digest, **outcome.figures()})
                 _sum_up(record)
             if stage and (before := record.facts["ceiling_gb_per_s"]):
                 record.tell(ceiling_gb_per_s=max(before, ceiling_gb_per_s(stage)))
@@ -105,11 +107,9 @@ class Comparison:
         return self.choice.stage()
 
     def _facts(self, stage: "Stage | None", machine: "Machine") -> Row:
-        """Of the top of the record."""
         here: Row = stage.facts if stage else {}
-        on_gpu = self.choice.device == "cuda"
         return {
-            "gpu": here.get("device_name") if on_gpu else None,
+            "gpu": here.get("device_name") if self.choice.device == "cuda" else None,
             "machine": here.get("device_name"),
             "driver": here.get("driver"),
             "torch": here.get("torch"),
@@ -130,51 +130,53 @@ def _sum_up(record: Record) -> None:
 
 
 class Machine:
-    """What the simulator knows of the machine: a profile's words, or what was measured on the stage just now."""
+    """The machine as the simulator takes it: as a profile says, or as measured on the stage just now."""
 
     def __init__(self, choice: Choice, stage: "Stage | None", is_calibrated: bool, slots: int) -> None:
         """`slots`: of the greatest cache; the machine is measured with it, unless a profile describes it."""
         self._choice = replace(choice, policy=parse("lru"), slots=slots)
-        self._stage = None if is_calibrated else stage
-        self._found: list[Measurement] = []  # the latest two
+        self._stage = stage
+        self._is_measured = stage is not None and not is_calibrated
+        self._latest: list[Measurement] = []  # two
         self._policy_ns: dict[str, int] = {}
-        if self._stage is None:
+        if self._is_measured:
+            self.facts: Row = {"name": "this machine as measured", "noise": self._measure()}
+        else:
             hardware = choice.loaded.hardware
-            self.facts: Row = {"name": hardware.name, "title": hardware.title, **hardware.calibration}
-            return
-        self.facts = {"name": "this machine as measured", "noise": self.measure()}
+            assert hardware
+            self.facts = {"name": hardware.name, "title": hardware.title, **hardware.calibration}
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether it was measured here, not described by a profile."""
-        return self._stage is not None
+    def outcome(self, choice: Choice, mode: str, on_step: OnStep | None = None, repeat: int = 1) -> CellOutcome:
+        """Run a cell and predict it; where the machine is measured, by what is measured before, during and after it."""
+        outcome = run_cell(choice, mode, *self._under(choice), self._stage, on_step, repeat)
+        if not self._is_measured:
+            return outcome
+        from replay.calibration.around import Around
 
-    def measure(self) -> float:
+        self._measure()
+        before, after = self._latest
+        around = Around.of(before, after, outcome.measured.paces)
+        return outcome.predicted_again(around, lambda model: self._described(choice, model))
+
+    def _measure(self) -> float:
         """Measure the machine once more; return the noise."""
         from replay.calibration.measure import measure_model
 
         assert self._stage
         choice = self._choice
         with self._stage.device(choice.slots, choice.contexts) as device:
-            found = measure_model(device, choice.run, choice.most_tokens, "this machine")
-        self._found = [*self._found[-1:], found]
-        return found.noise
+            measurement = measure_model(device, choice.run, choice.most_tokens, "this machine")
+        self._latest = [*self._latest[-1:], measurement]
+        return measurement.noise
 
-    def under(self, choice: Choice) -> Described:
+    def _under(self, choice: Choice) -> Described:
         """Return it under that cell's policy, as measured last."""
-        if not self._found:
-            timing = choice.loaded.timing(choice.policy)
-            if known := choice.loaded.measured:
-                return under_contention(choice, known, timing.predictor_ns)
-            return timing, choice.loaded.link
-        return self._described(choice, self._found[-1].model)
-
-    def predicted_again(self, outcome: CellOutcome) -> CellOutcome:
-        """Return the latest cell, predicted by what was measured around it."""
-        from replay.calibration.measure import Around
-
-        around = Around.of(self._found[0], self._found[-1], outcome.measured.paces)
-        return outcome.predicted_again(around, lambda model: self._described(outcome.choice, model))
+        if self._is_measured:
+            return self._described(choice, self._latest[-1].model)
+        timing = choice.loaded.timing(choice.policy)
+        if known := choice.loaded.measured:
+            return under_contention(choice, known, timing.predictor_ns)
+        return timing, choice.loaded.link
 
     def _described(self, choice: Choice, model: MeasuredModel) -> Described:
         if choice.policy.text not in self._policy_ns:
@@ -188,7 +190,7 @@ class Machine:
 
 
 def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
-    """What a recorded cell says it is."""
+    """Return what a recorded cell says it is."""
     loaded, policy = choice.loaded, choice.policy
     return {
         "model": loaded.profile.name if loaded.profile else loaded.trace.meta.model,
@@ -212,23 +214,14 @@ def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
     }
 
 
-def tokens_file(choice: Choice, mode: str, key: str) -> str:
-    """Where a cell's tokens go, seen from the comparison's folder."""
+def _tokens_file(choice: Choice, mode: str, key: str) -> str:
+    """Return where a cell's tokens go, seen from the comparison's folder."""
     policy = re.sub(r"[^\w.+-]+", "-", choice.policy.text)[:60].strip("-")
     return f"{TOKENS}/{policy}-{choice.slots}-{mode}-{key[:8]}.csv"
 
 
-def write_tokens(outcome: CellOutcome, path: Path) -> str:
-    """A line for each step run, whole or not at all; the SHA-256 of the file."""
-    make_folder(path.parent)
-    content = outcome.per_token().to_csv(index=False).encode()
-    with replacing(path) as part:
-        part.write_bytes(content)
-    return sha256(content).hexdigest()
-
-
 def copy_gb_per_s(record: Record) -> float | None:
-    """Bytes over the time in which the link was busy, of all cells that were run through the pump."""
+    """Return bytes over the time in which the link was busy, of all cells that were run through the pump."""
     moved = [cell["measured"] for cell in record if cell["mode"] in MODES and "measured" in cell]
     busy_ms = sum(figures["link_busy_ms"] for figures in moved)
     moved_bytes = sum(figures["bytes_demand"] + figures["bytes_prefetch"] for figures in moved)
@@ -236,7 +229,7 @@ def copy_gb_per_s(record: Record) -> float | None:
 
 
 def ceiling_gb_per_s(stage: "Stage") -> float | None:
-    """GB/s of large copies from where the stage's experts lie, one behind another, by plain calls.
+    """Return GB/s of large copies from where the stage's experts lie, one behind another, by plain calls.
 
     Of a disk: of whole experts, by as many lanes as the device has. None where none fits on the GPU.
     """

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from replay.device_choice import REQUIRE
 from sim.quantities import show_bytes
 from traces.errors import InputError
 
 if TYPE_CHECKING:
     from replay.devices.gpu import Gpu
     from replay.devices.store import HostMemory
-
-REQUIRE, BEST_EFFORT = "require", "best-effort"
-PINS = (REQUIRE, BEST_EFFORT)
 
 
 @contextmanager

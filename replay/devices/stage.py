@@ -67,7 +67,7 @@ class Stage:
     ) -> Iterator[Device]:
         """One with so many slots, ready to decode at these contexts; closed afterwards, whatever happens.
 
-        path: another way to move bytes (`replay.gpu_check.baselines`), on a GPU alone.
+        path: another way to move bytes (`benchmarks.checks.baselines`), on a GPU alone.
         InputError where memory does not suffice, the GPU fails, or what was computed is not finite.
         """
         gpu_bytes = slots * self.store.stride

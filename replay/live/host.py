@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from replay.device_choice import BEST_EFFORT
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import TRIED
-from replay.devices.pinning import BEST_EFFORT, pinned
+from replay.devices.pinning import pinned
 from replay.devices.store import ExpertSource, HostMemory, HostStore, anonymous, require_host_memory, stride_of
 from replay.live.layout import ExpertLayer, places_of
 

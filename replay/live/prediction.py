@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from replay.calibration.contention import felt
+from replay.calibration.contention import effective
 from replay.calibration.measure import middle
 from replay.devices.device_facts import facts
 from replay.live.answering import Answered
@@ -37,7 +37,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
         window = experts_per_layer(timing, link, run.shape.layers, live.hook.top_k)
         return replace(run.on(timing, link, window), requests=Requests(trace))
 
-    machine = felt(replace(middle(machines), transfer_slowed=slowed), lambda model: simulate(on(model)))
+    machine = effective(replace(middle(machines), transfer_slowed=slowed), lambda model: simulate(on(model)))
     known = facts(live.device.gpu, live.device.store)
     cell = Cell(
         policy=run.policy.text,

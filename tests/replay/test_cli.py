@@ -16,7 +16,7 @@ import torch
 import sim.profiles
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay import commands, report
+from replay import commands, files
 from replay.calibration import measure
 from replay.choice import first_steps
 from replay.device_choice import DeviceChoice
@@ -277,17 +277,17 @@ def test_a_link_below_the_least_bandwidth_fails_when_all_is_written(command, tmp
 
 def test_a_line_of_steps_that_was_cut_off_is_not_counted(tmp_path: Path) -> None:
     requests = list(Requests(Trace.read(demo_trace()).head(3)))
-    with report.step_writer(tmp_path, "a key") as write:
+    with files.step_writer(tmp_path, "a key") as write:
         for request in requests[:2]:
             for step in range(len(request.tokens)):
                 phase, tokens = int(request.phase[step]), int(request.tokens[step])
                 write(StepRow([phase, tokens, *[5] * (len(COLUMNS) - 2)], [Share(request.request, tokens, 5)]))
     file = tmp_path / "per_token.csv"
     file.write_text(file.read_text()[:-4])
-    done = report.done_before(tmp_path, "a key", requests)
+    done = files.done_before(tmp_path, "a key", requests)
     assert {share.request for row in done for share in row.shares} == {0}
     with pytest.raises(InputError, match="another run"):
-        report.done_before(tmp_path, "other", requests)
+        files.done_before(tmp_path, "other", requests)
 
 
 def test_a_run_cut_off_behind_its_last_step_plays_its_last_request_again(command, tmp_path: Path) -> None:
@@ -308,10 +308,10 @@ def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_pa
     """A limit on the size of files stands in for the disk."""
     program = (
         "import resource, sys; from pathlib import Path\n"
-        "from replay import report; from sim.loop.log import Share, StepRow; from traces.errors import InputError\n"
+        "from replay import files; from sim.loop.log import Share, StepRow; from traces.errors import InputError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))\n"
         "try:\n"
-        "    with report.step_writer(Path(sys.argv[1]), 'a key') as write:\n"
+        "    with files.step_writer(Path(sys.argv[1]), 'a key') as write:\n"
         "        for _ in range(99): write(StepRow([1, 1, *[5] * 15], [Share(0, 1, 5)]))\n"
         "except InputError as error: print(error)\n"
     )

@@ -10,12 +10,12 @@ import torch
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.device_choice import DeviceChoice
+from replay.device_choice import BEST_EFFORT, REQUIRE, DeviceChoice
 from replay.devices import launches
 from replay.devices.cuda import CudaDevice
 from replay.devices.gpu import Gpu
 from replay.devices.launches import Launches
-from replay.devices.pinning import BEST_EFFORT, REQUIRE, pinned
+from replay.devices.pinning import pinned
 from replay.devices.stage import open_stage
 from replay.devices.store import HostMemory, HostStore
 from replay.model.network import Network

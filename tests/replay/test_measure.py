@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.calibration.contention import at_most_as_beside, felt, half_missing, half_missing_in_loop, slowed, slowed_by
-from replay.calibration.host_time import FIRST_STEPS, parts_ns, same_again, tokens_in_loop, with_host
-from replay.calibration.measure import (
-    PASSES,
-    measure,
-    measure_model,
-    one_pass,
-    policy_ns,
-    settled,
+from replay.calibration.contention import (
+    at_most_as_beside,
+    effective,
+    half_missing,
+    half_missing_in_loop,
+    slowed,
+    slowed_by,
 )
+from replay.calibration.host_time import FIRST_STEPS, parts_ns, same_again, tokens_in_loop, with_host
+from replay.calibration.measure import PASSES, combined, measure_model, one_pass, policy_ns, under_policy
 from replay.calibration.meter import Meter, rising
 from replay.calibration.parts import _pumped, decoded_contexts, ladder, top_k, transfers
 from replay.devices.cuda import CudaDevice
@@ -40,7 +40,7 @@ from sim.loop.driver import play
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import Run
-from sim.profiles.measured import MeasuredModel
+from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link, Timing
 from tests.support.devices import AnyOrder, Watch, run_of
@@ -86,6 +86,10 @@ TINY: dict[str, Any] = {
 }
 
 
+def measure(device: Device, plan: Run, most_tokens: int) -> tuple[MeasuredTiming, Link]:
+    return under_policy(measure_model(device, plan, most_tokens, "this machine").model, plan, device)
+
+
 def all_hit_ns(device: Device, plan: Run, context: int) -> int:
     """A token whose experts are all there, run."""
     request = same_again(plan, TOP_K, LAYERS, context, steps=3)
@@ -115,13 +119,6 @@ def test_measuring_a_simulated_device_gives_back_its_profile(slots: int, prompt:
             assert found.dense_ns(layer, *step) == TIMING.dense_ns(layer, *step)
     assert [link.used_ns(sent) for sent in (0, 100, 400)] == [0, 340, 1240]
     assert link.chunk_bytes == LINK.chunk_bytes
-
-
-def test_a_model_of_one_layer_is_measured() -> None:
-    requests = Requests(synthetic(1, 5, 1, EXPERTS, TOP_K, seed=1))
-    plan = run_of(requests, Shape(1, EXPERTS), 4, parse("lru"), LINK.expert_bytes)
-    found, _ = measure(SimpyDevice(TIMING, LINK), plan, most_tokens=1)
-    assert found.dense_ns(0, 1, 3) == TIMING.dense_ns(0, 1, 3)
 
 
 class SlowHost(SimpyDevice):
@@ -160,15 +157,6 @@ def test_what_the_loop_takes_beyond_its_parts_is_the_hosts_turnaround(slots: int
     assert (found.model.turnaround_ns, found.model.launch_ns) == (SlowHost.HOST_NS, 0)
     assert found.without_host().dense_ns(1, 1, 3) == TIMING.dense_ns(1, 1, 3)
     assert found.expert_ns(1) == TIMING.expert_ns(1)
-
-
-def test_a_step_without_a_miss_is_predicted_as_it_is_played() -> None:
-    device, plan = SlowHost(TIMING, LINK), plan_of(6)
-    found, _ = measure(device, plan, most_tokens=1)
-    contexts = decoded_contexts(plan)
-    assert len(contexts) > 1
-    for context in contexts:
-        assert predicted_ns(found, context) == all_hit_ns(device, plan, context)
 
 
 class Asynchronous(Device):
@@ -323,7 +311,7 @@ def test_a_slow_down_found_in_the_loop_predicts_what_was_run(compute: float, tra
     def predicted(model: MeasuredModel) -> RunLog:
         return simulate(AUTO, mixed.on(model.timing(), model.link(), 1.0))
 
-    assert predicted(felt(model, predicted)).step_ns[FIRST_STEPS:].mean() == pytest.approx(played, rel=0.03)
+    assert predicted(effective(model, predicted)).step_ns[FIRST_STEPS:].mean() == pytest.approx(played, rel=0.03)
 
 
 class KnowsItsHost(SimpyDevice):
@@ -368,7 +356,7 @@ def test_a_pass_that_was_disturbed_is_left_out() -> None:
     assert found.figures.mixed
     assert found.pace == Pace(3_600.0, 5_000.0)
     for passes in ([found, disturbed, found], [disturbed, found, found]):
-        assert settled(plan, passes).model == settled(plan, [found]).model != settled(plan, [disturbed]).model
+        assert combined(plan, passes).model == combined(plan, [found]).model != combined(plan, [disturbed]).model
 
 
 def test_a_machine_that_shares_its_processors_is_measured_in_passes() -> None:
@@ -382,30 +370,8 @@ def test_transfers_that_were_timed_slowly_alone_take_what_they_take_in_the_loop(
     plan = plan_of(6)
     found = one_pass(QUIET, plan, 1, "m")
     slowly = replace(found.figures.alone, transfer_ns=5_000, latency_ns=1_000)
-    model = settled(plan, [replace(found, figures=replace(found.figures, alone=slowly))]).model
-    assert model == replace(settled(plan, [found]).model, latency_ns=720)
-
-
-@pytest.mark.parametrize(("top_k", "slots"), [(1, 6), (4, 3)])
-def test_without_room_for_half_of_the_experts_no_slow_down_is_found(top_k: int, slots: int) -> None:
-    plan = plan_of(slots)
-    assert (
-        half_missing_in_loop(Meter(QUIET), plan, settled(plan, [one_pass(QUIET, plan, 1, "m")]).model, top_k, 3, [])
-        is None
-    )
-
-
-def test_passes_share_the_time_of_a_figure() -> None:
-    def series() -> int:
-        took.append(1_000 + 500 * (len(took) % 2))  # never sure
-        return took[-1]
-
-    counts = []
-    for passes in (1, 2, 4):
-        took: list[int] = []
-        Meter(SimpyDevice(TIMING, LINK), passes).repeated(series, 1_000)
-        counts.append(len(took))
-    assert counts == [64, 32, 16]
+    model = combined(plan, [replace(found, figures=replace(found.figures, alone=slowly))]).model
+    assert model == replace(combined(plan, [found]).model, latency_ns=720)
 
 
 def test_transfers_are_timed_with_experts_from_all_over_the_store() -> None:
@@ -492,21 +458,6 @@ def test_a_gpu_is_measured_on_whole_experts_with_its_graphs_and_replays_afterwar
         assert play(plan, made).demand_transfers.sum() > 0
         assert network.finite()
         made.close()
-
-
-def test_means_count_and_the_noise_is_how_far_repeats_lie_from_them() -> None:
-    meter = Meter(SimpyDevice(TIMING, LINK))
-    assert meter.settled([100, 90, 100, 110, 150]) == 110
-    assert meter.settled([50, 50, 50]) == 50
-    assert meter.spreads == [10 / 110, 0.0]
-    assert measure_model(SimpyDevice(TIMING, LINK), plan_of(), 4, "quiet").noise == 0
-
-
-def test_figures_that_fall_are_replaced_by_their_mean() -> None:
-    assert rising([]) == []
-    assert rising([3, 5, 5, 9]) == [3, 5, 5, 9]
-    assert rising([10, 20, 14, 30, 29, 28]) == [10, 17, 17, 29, 29, 29]
-    assert rising([9, 6, 3]) == [6, 6, 6]
 
 
 @given(st.lists(st.integers(0, 1_000), max_size=8))

@@ -52,30 +52,14 @@ def test_resuming_keeps_what_is_finished_and_what_failed_is_due_again(tmp_path: 
     again = begun(path, resume=True)
     assert "good" in again
     assert "bad" not in again
-    assert again["good"] == {"key": "good", **CELL}
+    assert list(again) == [{"key": "good", **CELL}]
     again.put("bad", CELL)
     assert [cell["key"] for cell in read(path)[CELLS]] == ["good", "bad"]
     assert "error" not in read(path)[CELLS][1]
     assert len(begun(path)) == 0, "without resume nothing is kept"
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "here.json"
-    record = begun(path)
-    record.put("one", CELL)
-    before = path.read_bytes()
-
-    def full(self: Path, *_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(InputError, match="No space left"):
-        record.put("two", CELL)
-    assert path.read_bytes() == before
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"cells": [{}]}', '{"cells": 3}', '{"cells": [3]}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "here.json"
     path.write_text(content)
@@ -83,21 +67,6 @@ def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path, content
         Record.open(path, resume=True)
     assert "\n" not in str(caught.value)
     assert len(Record.open(path, resume=False)) == 0
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("1.5", "2.5"), ("1.5", '"x"'), ("tpot_mean_ms", "tpot"), ("H200", "H20"), ('"content"', '"other"')],
-)
-def test_a_record_of_which_a_value_was_changed_is_not_continued(tmp_path: Path, old: str, new: str) -> None:
-    path = tmp_path / "here.json"
-    begun(path).put("one", CELL)
-    assert len(Record.open(path, resume=True)) == 1
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-    with pytest.raises(InputError, match=r"here\.json is not a record of cells \(it was changed"):
-        Record.open(path, resume=True)
 
 
 def test_a_record_of_another_machine_is_not_continued(tmp_path: Path) -> None:
@@ -121,13 +90,3 @@ def test_a_key_is_of_everything_that_decides_a_cell_and_of_the_code(monkeypatch:
     assert key_of(**facts) == key_of(**dict(reversed(facts.items())))
     monkeypatch.setattr("replay.keys.code_digest", lambda: "edited")
     assert key_of(**facts) not in keys
-
-
-def test_a_cell_that_cannot_be_written_is_not_counted_as_kept(tmp_path: Path) -> None:
-    record = begun(tmp_path / "here.json")
-    record.put("one", CELL)
-    (tmp_path / ".here.json.part").mkdir()  # where the file would be written
-    with pytest.raises(InputError, match="cannot write"):
-        record.put("two", CELL)
-    assert list(record) == list(Record.open(tmp_path / "here.json", resume=True))
-    assert len(record) == 1

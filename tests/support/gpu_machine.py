@@ -1,6 +1,6 @@
 """Run as a module: the check on a machine that has what a GPU machine has and nothing more, on a GPU that is not there.
 
-Arguments: the file of the record, and the models. Prints the modes of the cells that were run.
+Argument: the file of the record. Prints the modes of the cells that were run.
 """
 
 import gc
@@ -27,14 +27,14 @@ class Without:
 
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
+from benchmarks.checks.runner import Check  # noqa: E402
 from replay.comparison.record import ERROR, Record  # noqa: E402
-from replay.gpu_check import check as gpu_check  # noqa: E402
 from tests.support.fake_gpu import FakeGpu  # noqa: E402
-from tests.support.small_check import shrink  # noqa: E402
+from tests.support.small_check import MODELS, PLAN, shrink  # noqa: E402
 
 shrink()
 gc.freeze()  # no collection goes through what is imported
 record = Record.open(Path(sys.argv[1]), resume=False)
-gpu_check.Check(FakeGpu(1), record, print, tuple(sys.argv[2:]), host_bytes=4 << 20).run()
+Check(PLAN, record, print, MODELS, gpu=FakeGpu(1), host_bytes=4 << 20).run()
 assert not any(ERROR in cell for cell in record), list(record)
 print("run:", *sorted({cell["mode"] for cell in record}))

@@ -4,14 +4,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.checks import cells, runner
 from replay.calibration import rates
-from replay.gpu_check import check, routing
 from sim.profiles import model_profile
 from tests.support.short_calibrations import shorten
 from tests.support.tiny import TINY
 
+MODELS = ("olmoe-1b-7b", "qwen3-30b-a3b")
 FULL, SHORT = 40, 20
 """Tokens of a cell whose 99th percentile is judged, and of every other."""
+
+PLAN = cells.GPU._replace(tokens=dict.fromkeys(MODELS, SHORT), long_tokens=FULL)
 
 
 def shrink(change: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -19,8 +22,6 @@ def shrink(change: Callable[[Any, str, Any], None] = setattr) -> None:
     shorten(change)
     real = model_profile.model
     change(model_profile, "model", lambda name: dataclasses.replace(real(name), **TINY))
-    change(check, "FULL_TOKENS", FULL)
-    change(check, "SHORT_TOKENS", dict.fromkeys(("olmoe-1b-7b", "qwen3-30b-a3b"), SHORT))
-    change(routing, "PROMPT_TOKENS", 6)
-    change(check, "BUFFER_BYTES", 1 << 16)
+    change(cells, "PROMPT_TOKENS", 6)
+    change(runner, "BUFFER_BYTES", 1 << 16)
     change(rates, "BUFFER_BYTES", 1 << 20)

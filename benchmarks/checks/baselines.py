@@ -1,7 +1,7 @@
 """What others do with experts that do not fit, in the same harness: known schedules and data paths.
 
 A fixed order of transfers stands in place of policies and residency: where an expert lies follows from the trace
-alone. A data path is a CUDA device that moves bytes as others do.
+alone. A data path is a device that moves bytes as others do.
 
     resident       all experts on the GPU: no transfer
     on-demand      nothing is kept beyond its event
@@ -9,34 +9,41 @@ alone. A data path is a CUDA device that moves bytes as others do.
     zero-copy      kernels read the experts from host memory (vLLM's offload by unified addresses)
     sync-per-copy  a policy's transfers, each followed by a synchronise (MoE-Infinity's public code)
     lru-swap       LRU, what a slot held copied back to the host first (mixtral-offloading)
+    page cache     the file of experts is mapped, and the operating system decides what stays (llama.cpp)
 """
 
+import mmap
 from collections import deque
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from benchmarks.checks.limits import page_cache_of
 from policies.core.policy import Float, Int, Shape
 from policies.core.residency import NO_EXPERT
+from replay.calibration.pace import OnStep
 from replay.choice import Choice
-from replay.comparison.cell import OnStep, Played, play_on
+from replay.comparison.cell import Side, run_on
 from replay.comparison.lockstep import FixedOrder
+from replay.devices.cpu import CpuDevice
 from replay.devices.cuda import CudaDevice
+from replay.devices.expert_file import ExpertFile
 from replay.devices.stage import Stage
+from replay.model.network import Network
 from replay.warmup import undisturbed
 from sim.loop.device import Device, Work
 from sim.loop.log import COUNTERS
 
 RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY = "resident", "on-demand", "layer-stream", "zero-copy"
-SYNC_PER_COPY, LRU_SWAP = "sync-per-copy", "lru-swap"
-BASELINES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY, SYNC_PER_COPY, LRU_SWAP)
+SYNC_PER_COPY, LRU_SWAP, PAGE_CACHE = "sync-per-copy", "lru-swap", "page cache"
 
 
 class QueueResidency:
     """A residency (`policies.core.residency.Residency`) whose transfers come in the order of a queue.
 
-    Subclasses give experts their slots. Slots are given again at a router alone, when all earlier layers were computed.
+    Subclasses give experts their slots. Slots change hands at a router alone, when all earlier layers were computed.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -44,80 +51,67 @@ class QueueResidency:
         self._slots: dict[int, int] = {}  # of every expert that has one
         self._ready: set[int] = set()
         self._queue: deque[int] = deque()
-        self._flying: deque[int] = deque()
+        self._in_flight: deque[int] = deque()
         self._wanted: set[int] = set()
         self._counts = [0] * len(COUNTERS)  # as every residency's; nothing counts as a prefetch
 
     def _assign(self, layer: int, event: list[int]) -> None:
-        """Before the event's experts are looked up: slots, and what the link is to bring."""
-        raise NotImplementedError
+        """Give the event's experts slots, and queue what the link is to bring, before they are looked up."""
 
     @property
     def slots(self) -> int:
-        """Slots in use."""
         return len(set(self._slots.values()))
 
     def resident(self) -> Int:
-        """Return ascending ids of the experts that have a slot."""
         return np.array(sorted(self._slots), np.int64)
 
-    def propose(self, experts: Int, priorities: Float) -> None:
-        """Ignored."""
-
     def route(self, experts: Int) -> tuple[list[int], int]:
-        """Look up the experts of one layer, ascending ids. Return the hits, and how many transfers are queued."""
         event: list[int] = experts.tolist()
         if event:
             self._assign(event[0] // self._shape.experts, event)
         self._wanted = set(event)
         hits = [expert for expert in event if expert in self._ready]
-        late = len(self._wanted.intersection(self._flying))
+        late = len(self._wanted.intersection(self._in_flight))
         for place, count in enumerate((len(hits), late, len(event) - len(hits) - late)):
             self._counts[place] += count
         return hits, len(self._queue)
 
     def slot(self, expert: int) -> int:
-        """Where it is or is going to be."""
         return self._slots[expert]
 
     def next_transfer(self) -> tuple[int, int, bool]:
-        """(expert, no victim, no prefetch): the next of the queue."""
         if not self._queue:
             return NO_EXPERT, NO_EXPERT, False
-        self._flying.append(self._queue.popleft())
+        self._in_flight.append(self._queue.popleft())
         self._counts[COUNTERS.index("demand_transfers")] += 1
-        return self._flying[-1], NO_EXPERT, False
+        return self._in_flight[-1], NO_EXPERT, False
 
     def arrived(self) -> bool:
-        """The oldest transfer has ended; whether the event waits for it."""
-        expert = self._flying.popleft()
+        expert = self._in_flight.popleft()
         self._ready.add(expert)
         return expert in self._wanted
 
-    def victims(self) -> list[int]:
-        """Return no victims: experts have one size."""
-        return []
-
-    def land(self) -> None:
-        """Nothing to note."""
-
-    def interrupt(self) -> tuple[int, int]:
-        """Nothing interrupts."""
-        return NO_EXPERT, NO_EXPERT
-
     def awaited(self, expert: int) -> bool:
-        """Whether the event waits for it."""
         return expert in self._wanted
 
-    def computed(self, expert: int) -> None:
-        """Nothing to note."""
-
-    def end_request(self, cold: bool = False) -> None:
-        """A schedule continues."""
-
     def counters(self) -> list[int]:
-        """Hits, late, misses, transfers, and no prefetches."""
         return list(self._counts)
+
+    # A schedule has no victims, no proposals and no interruptions, and continues from request to request.
+
+    def propose(self, experts: Int, priorities: Float) -> None: ...
+
+    def victims(self) -> list[int]:
+        return []
+
+    def land(self) -> None: ...
+
+    def interrupt(self) -> tuple[int, int]:
+        return NO_EXPERT, NO_EXPERT
+
+    def computed(self, expert: int) -> None: ...
+
+    def end_request(self, cold: bool = False) -> None: ...
 
 
 class Resident(QueueResidency):
@@ -127,9 +121,6 @@ class Resident(QueueResidency):
         super().__init__(shape)
         self._slots = {expert: expert % slots for expert in range(shape.total)}
         self._ready = set(self._slots)
-
-    def _assign(self, layer: int, event: list[int]) -> None:
-        """Nothing moves."""
 
 
 class OnDemand(QueueResidency):
@@ -157,10 +148,9 @@ class LayerStream(QueueResidency):
         self._load(following, 1 - self._buffers[layer])
 
     def arrived(self) -> bool:
-        """What of a layer comes when its event has gone by is of no use any more."""
-        expert = self._flying[0]
+        expert = self._in_flight[0]
         awaited = super().arrived()
-        if expert // self._shape.experts not in self._buffers:
+        if expert // self._shape.experts not in self._buffers:  # the event that it was for has gone by
             self._ready.discard(expert)
         return awaited
 
@@ -207,28 +197,48 @@ class ZeroCopy(CudaDevice):
         self._weights = [self._network.weights(buffer) for buffer in self._mapped]
 
     def _grouped(self, works: list[Work]) -> list[list[Work]]:
-        """Buffers do not lie in one pool."""
-        return [[work] for work in works]
+        return [[work] for work in works]  # buffers do not lie in one pool
 
     def _in_memory(self, slots: list[int]) -> tuple[torch.Tensor, list[int]]:
         return self._mapped[slots[0]][None], [0]
 
 
+class Mapped(CpuDevice):
+    """Experts are computed where the file is mapped: a schedule's slots are the file's experts, and nothing is read."""
+
+    def __init__(self, store: ExpertFile, network: Network) -> None:
+        self._file = store
+        super().__init__(store, network, store.distinct)
+
+    def _slots(self, slots: int) -> NDArray[np.uint8]:
+        with self._file.path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return np.frombuffer(mapped, np.uint8, offset=self._file.begin).reshape(slots, self._file.stride)
+
+
 DATA_PATHS: dict[str, type[CudaDevice]] = {ZERO_COPY: ZeroCopy, SYNC_PER_COPY: SyncPerCopy, LRU_SWAP: SwapOut}
-SCHEDULES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY)
+UNDER_A_POLICY = (SYNC_PER_COPY, LRU_SWAP)
 
 
-def play_baseline(choice: Choice, name: str, stage: Stage, on_step: OnStep | None = None) -> Played:
+def run_baseline(choice: Choice, name: str, stage: Stage, on_step: OnStep | None = None) -> Side:
     """Run the choice's trace as that baseline does; under the choice's policy where it is a data path alone.
 
-    InputError where the GPU's memory does not hold what it needs.
+    InputError where memory does not hold what it takes, or cannot be limited.
     """
-    run, shape = choice.run, choice.run.shape
+    run, shape, distinct = choice.run, choice.run.shape, stage.store.distinct
+    if name == PAGE_CACHE:
+        assert isinstance(stage.store, ExpertFile)
+        device: Device = Mapped(stage.store, stage.network)
+        try:
+            with undisturbed(run), page_cache_of(choice.slots * stage.store.stride, stage.store.path):
+                return run_on(choice, run.with_slots(distinct), device, FixedOrder(Resident(shape, distinct)), on_step)
+        finally:
+            device.close()
     schedules: dict[str, tuple[int, QueueResidency]] = {
         RESIDENT: (shape.total, Resident(shape, shape.total)),
         ON_DEMAND: (shape.experts, OnDemand(shape)),
         LAYER_STREAM: (2 * shape.experts, LayerStream(shape)),
-        ZERO_COPY: (1, Resident(shape, stage.store.distinct)),
+        ZERO_COPY: (1, Resident(shape, distinct)),
     }
     slots, decider = choice.slots, None
     if name in schedules:
@@ -238,11 +248,11 @@ def play_baseline(choice: Choice, name: str, stage: Stage, on_step: OnStep | Non
     with stage.device(slots, choice.contexts, choice.target.verify, path) as device, undisturbed(run):
         if name == RESIDENT:
             fill(device, slots, run.gpu.link.expert_bytes)
-        return play_on(choice, run.with_slots(slots), device, decider, on_step)
+        return run_on(choice, run.with_slots(slots), device, decider, on_step)
 
 
 def fill(device: Device, slots: int, expert_bytes: int) -> None:
-    """Before a resident run: an expert into every slot."""
+    """Copy an expert into every slot."""
     for slot in range(slots):
         device.copy(slot, slot, 0, expert_bytes)
         device.next_completion()

@@ -1,21 +1,14 @@
-"""What llama.cpp and others do: map the file of experts and let the operating system's page cache decide what stays.
+"""A limit of this process's memory by a control group of the memory controller, version 1 or 2.
 
-The page cache gets the bytes that a policy's slots would have, by a control group of the memory controller (version 1
-or 2): what a process faults in is charged to the group that it is in, so the limit is set around the run alone.
+What a process faults in, the page cache's included, is charged to the group that it is in: so the limit is set around
+a run alone, and the page cache gets the bytes that a policy's slots would have.
 """
 
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from replay.devices.cpu import CpuDevice
-from replay.devices.expert_file import ExpertFile
-from replay.model.network import Network
 from sim.quantities import show_bytes
 from traces.errors import InputError
 
@@ -23,20 +16,6 @@ SLACK_BYTES = 32 << 20
 """Beside the budget, for what the process itself allocates meanwhile."""
 
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-
-
-class MappedDevice(CpuDevice):
-    """Experts are computed where the file is mapped: a schedule's slots are the file's experts, and nothing is read."""
-
-    def __init__(self, store: ExpertFile, network: Network) -> None:
-        self._file = store
-        super().__init__(store, network, store.distinct)
-
-    def _slots(self, slots: int) -> NDArray[np.uint8]:
-        with self._file.path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        whole = np.frombuffer(mapped, np.uint8, offset=self._file.begin)
-        return whole.reshape(slots, self._file.stride)
 
 
 @contextmanager
@@ -48,16 +27,13 @@ def page_cache_of(budget_bytes: int, files: Path) -> Iterator[None]:
     """
     version_2 = (V2 / "cgroup.controllers").exists()
     folder = (V2 if version_2 else V1) / f"moe-replay-{os.getpid()}"
-    limit = "memory.max" if version_2 else "memory.limit_in_bytes"
     before = _group(version_2)
     _forget(files)
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise InputError(f"cannot limit memory to {show_bytes(budget_bytes)}: no control group: {error}") from error
+    limit = folder / ("memory.max" if version_2 else "memory.limit_in_bytes")
     try:
         try:
-            (folder / limit).write_text(str(budget_bytes + SLACK_BYTES))
+            folder.mkdir()
+            limit.write_text(str(budget_bytes + SLACK_BYTES))
             (folder / "cgroup.procs").write_text(str(os.getpid()))
         except OSError as error:
             raise InputError(f"cannot limit memory to {show_bytes(budget_bytes)}: {error}") from error
@@ -82,7 +58,7 @@ def _forget(files: Path) -> None:
 
 
 def _group(version_2: bool) -> Path:
-    """The folder of the group that this process is in."""
+    """Return the folder of the group that this process is in."""
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if (controllers == "") if version_2 else ("memory" in controllers.split(",")):

@@ -19,7 +19,7 @@ OF = ("model", "policy", "mode", "cache_fraction", "tokens")
 
 
 def verdict(facts: Row, cells: Sequence[Row]) -> list[Row]:
-    """A row for each bound and cell that it holds for: what, of which cell, value, bound, and whether it holds."""
+    """Return a row for each bound and cell it is of: what, which cell, value, bound, and whether it holds."""
     rows: list[Row] = []
 
     def judge(what: str, cell: Row, value: float | None, bound: float, least: bool = False) -> None:
@@ -54,7 +54,7 @@ def verdict(facts: Row, cells: Sequence[Row]) -> list[Row]:
 
 
 def at_quarter(cell: Row) -> bool:
-    """Whether the cache holds a quarter of the experts."""
+    """Return whether the cache holds a quarter of the experts."""
     return bool(abs(cell["cache_fraction"] - QUARTER) < 0.01)
 
 
@@ -63,20 +63,19 @@ def _is_closed_loop_at_quarter(cell: Row) -> bool:
 
 
 def _size(error: float | None) -> float | None:
-    """Without its sign; None: not finite."""
     return None if error is None else abs(error)
 
 
 def ratios(cells: Sequence[Row]) -> list[Row]:
-    """How many times as long a token takes under what others do as under each policy here, at the same cache size.
+    """Return how many times as long a token takes under what others do as under each policy here, at the same size.
 
     What others do was run over the first tokens. Where it has a policy, or warms up as a page cache does, so is ours
     taken: what that has learned by then differs from what it knows later. What else there is takes for every token the
     same.
     """
-    found = [cell for cell in cells if ERROR not in cell and "measured" in cell]
-    others = [cell for cell in found if "predicted" not in cell]
-    ours = [cell for cell in found if _is_closed_loop_at_quarter(cell)]
+    finished = [cell for cell in cells if ERROR not in cell and "measured" in cell]
+    others = [cell for cell in finished if "predicted" not in cell]
+    ours = [cell for cell in finished if _is_closed_loop_at_quarter(cell)]
     return [
         {
             "model": own["model"],
@@ -93,14 +92,14 @@ def ratios(cells: Sequence[Row]) -> list[Row]:
 
 
 def unjudged(cells: Sequence[Row], wanted: Sequence[tuple[str, str]]) -> list[str]:
-    """Of the (model, policy) that were to be run at a quarter of the experts, those that were not."""
-    found = [cell for cell in cells if cell.get("predicted") and _is_closed_loop_at_quarter(cell)]
-    played = {(cell["model"], cell["policy"]) for cell in found}
-    return [f"{model}: {policy} at 25%" for model, policy in wanted if (model, policy) not in played]
+    """Return which (model, policy) that were to be run at a quarter of the experts were not."""
+    judged = [cell for cell in cells if cell.get("predicted") and _is_closed_loop_at_quarter(cell)]
+    ran = {(cell["model"], cell["policy"]) for cell in judged}
+    return [f"{model}: {policy} at 25%" for model, policy in wanted if (model, policy) not in ran]
 
 
 def lines(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """For a terminal: how many cells each bound holds for, and the cells for which it does not."""
+    """Yield how many cells each bound holds for, and the cells for which it does not."""
     for what in dict.fromkeys(row["what"] for row in rows):
         of = [row for row in rows if row["what"] == what]
         held = sum(bool(row["holds"]) for row in of)

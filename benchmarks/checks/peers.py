@@ -8,9 +8,8 @@ depends on shapes alone.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,13 +21,10 @@ BLOCK = 1 << 20
 """Random numbers that weights are filled with again and again: drawing billions takes minutes."""
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """What a peer took: ms for each token, warm-up left out."""
+class Decoded(NamedTuple):
+    """What a peer took: ms of each token, warm-up left out."""
 
-    peer: str
     version: str
-    model: str
     tpot_ms: tuple[float, ...]
     weight_bytes: int
 
@@ -70,11 +66,11 @@ FAMILIES: dict[str, tuple[str, Callable[[ModelProfile], dict[str, Any]]]] = {
 
 
 def build(profile: ModelProfile) -> Any:
-    """The transformers model of that shape in host memory, random weights. InputError for a family not in the table."""
-    try:
-        import accelerate
-    except ModuleNotFoundError:
-        raise InputError("the peer needs accelerate: pip install accelerate") from None
+    """Return the transformers model of that shape in host memory, with random weights.
+
+    Raise InputError for a family that is not in the table.
+    """
+    import accelerate
     import transformers
 
     if profile.name not in FAMILIES:
@@ -97,17 +93,12 @@ def build(profile: ModelProfile) -> Any:
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, torch.nn.Parameter(_filled(parameter, block), requires_grad=False))
+            flat = torch.empty(parameter.numel(), dtype=dtype)
+            for first in range(0, len(flat), BLOCK):
+                flat[first : first + BLOCK] = block[: len(flat) - first]
+            filled = torch.nn.Parameter(flat.view(parameter.shape), requires_grad=False)
+            module.register_parameter(name, filled)
     return model.eval()
-
-
-def _filled(parameter: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """In memory, of the parameter's shape, with the numbers of the block again and again."""
-    flat = torch.empty(parameter.numel(), dtype=parameter.dtype)
-    whole = flat[: len(flat) // len(block) * len(block)].view(-1, len(block))
-    whole.copy_(block.expand_as(whole))
-    flat[whole.numel() :] = block[: len(flat) - whole.numel()]
-    return flat.view(parameter.shape)
 
 
 def accelerate_offload(
@@ -121,7 +112,7 @@ def accelerate_offload(
     """Decode `tokens` tokens after one for warm-up, behind a prompt of `context` tokens, with `accelerate.cpu_offload`.
 
     folder: with `accelerate.disk_offload` to files there instead. within: what it decodes in, such as a limit of
-    memory. InputError where accelerate is missing or memory does not suffice.
+    memory. Raise InputError where memory does not suffice.
     """
     try:
         model = build(profile)
@@ -133,31 +124,25 @@ def accelerate_offload(
         else:
             accelerate.cpu_offload(model, execution_device=device)
         with within or nullcontext():
-            took = decode_ms(model, device, tokens, context)
-        return Decoded("accelerate", accelerate.__version__, profile.name, took, weight_bytes)
+            return Decoded(accelerate.__version__, decode_ms(model, device, tokens, context), weight_bytes)
     except (torch.OutOfMemoryError, MemoryError):
         raise InputError(f"out of memory: accelerate's offload of {profile.name}") from None
 
 
 def decode_ms(model: Any, device: torch.device, tokens: int, context: int) -> tuple[float, ...]:
     """Decode `tokens` tokens after one for warm-up, behind a prompt of `context` tokens; return the ms of each."""
-    vocabulary = model.config.vocab_size
+    synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     took, name = list[float](), kv_cache.name_in(model)
     with torch.inference_mode():
-        prompt = torch.randint(vocabulary, (1, context), generator=torch.Generator().manual_seed(1)).to(device)
-        answer = model(input_ids=prompt, use_cache=True)
+        prompt = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
+        answer = model(input_ids=prompt.to(device), use_cache=True)
         for _ in range(tokens + 1):
             chosen = answer.logits[:, -1:].argmax(-1)
-            _synchronize(device)
+            synchronize()
             began = time.perf_counter()
             answer = model(input_ids=chosen, use_cache=True, **{name: answer[name]})
-            _synchronize(device)
+            synchronize()
             took.append((time.perf_counter() - began) * 1e3)
         if not bool(answer.logits.isfinite().all()):
             raise InputError("the model computed numbers that are not finite: its times are worth nothing")
     return tuple(took[1:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.checks.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay.comparison.lockstep import FixedOrder
+from replay.device_choice import REQUIRE
 from replay.devices.launches import Launches
-from replay.devices.pinning import REQUIRE, pinned
+from replay.devices.pinning import pinned
 from replay.devices.store import HostStore
-from replay.gpu_check.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
 from replay.model.network import Network
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play

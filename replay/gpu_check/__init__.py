@@ -1,1 +1,0 @@
-"""`make gpu-check`: everything that only a GPU can show, in one file."""
