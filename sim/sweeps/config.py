@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-import tomli_w
 from msgspec import Meta
 
 from policies.core.grammar import alternatives, count_alternatives, split_list
@@ -100,6 +99,8 @@ class Sweep:
             f"# {Path.cwd()} at commit {commit()}. The policies, resolved:",
         ]
         text += [f"# {spec.text} = {json.dumps(spec.options(), default=str)}" for spec in self.specs]
+        import tomli_w  # which a machine with a GPU need not have
+
         shown = tomli_w.dumps({name: value for name, value in values.items() if value is not None})
         with replacing(path) as file:
             file.write_text("\n".join(text) + "\n\n" + shown, encoding="utf-8")

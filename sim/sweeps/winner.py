@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from sim.experiment import Experiment
 from sim.results.files import tables_below
 from sim.results.metrics import Row
@@ -65,6 +63,8 @@ def choose(rows: Sequence[Row], sizes: dict[str, int]) -> list[Winner]:
 
 def write(path: Path, experiment: Experiment, judged_by: str, winners: Iterable[Winner]) -> None:
     """Write winner.toml, whole or not at all."""
+    import tomli_w  # which a machine with a GPU need not have
+
     held: dict[str, Any] = {"judged_by": judged_by, "setup": experiment.resolved()}
     if found := [dataclasses.asdict(winner) for winner in winners]:
         held["winner"] = found
