@@ -163,7 +163,7 @@ class Loaded(ABC):
 
 @dataclass(frozen=True)
 class CountedRun(Loaded):
-    """Runs that count without a clock; the profile is None where nothing states the sizes of experts."""
+    """Runs that count without a clock; without a profile where nothing states the sizes of experts."""
 
     def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
         shape, size, cold = (self.trace.layers, self.trace.num_experts), self.expert_bytes or 0, self.experiment.cold

@@ -6,7 +6,6 @@ import sys
 import warnings
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -139,13 +138,6 @@ def test_errors_of_results_in_python_name_no_folder(trace):
         run.compare(sim.simulate(trace.head(1), "lru", "25%", untimed=True))
     with pytest.raises(traces.InputError, match=r"^unknown policy 'eamc'; known: lru$"):
         sim.sweep(trace.head(1), ["lru"], ["25%"], untimed=True).compare("eamc")
-
-
-@pytest.mark.parametrize("option", ["gpu_memory", "host_memory", "link", "disk", "cpu_bandwidth", "gpu", "precision"])
-def test_a_plan_takes_texts(option):
-    asked: dict[str, Any] = {"gpu_memory": "12GiB", "host_memory": "32GiB", option: 12}
-    with pytest.raises(traces.InputError, match=f"--{option.replace('_', '-')} is 12; a text is needed"):
-        sim.plan("qwen3-30b-a3b", **asked)
 
 
 def test_the_virtual_device_measures_what_was_predicted(trace):

@@ -21,7 +21,7 @@ def read_npy(content: bytes | Path) -> NDArray[Any]:
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
     """Return the arrays of a .npz by their names. Raises InputError without the path."""
-    with _reading("is no .npz"), np.load(path) as archive:
+    with _reading("is no .npz"), np.load(path, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files if isinstance(archive[name], np.ndarray)}
 
 

@@ -40,7 +40,7 @@ class Record:
     def open(cls, path: Path, resume: bool, otherwise: str = "run without --resume") -> "Record":
         """Return one with the finished cells of before, or empty; writes nothing.
 
-        Raise InputError for a file that is none.
+        Raise InputError for a damaged one.
         """
         record = cls(path)
         if resume and path.exists():

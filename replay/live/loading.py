@@ -144,7 +144,7 @@ def expert_store(
 
 
 def _own_file(name: str, origin: str) -> Path:
-    """Return the file of a store that nobody named, by what it is made from."""
+    """Return the file of a store without a name of its own, by what it is made from."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(origin.encode()).hexdigest()[:16]
     return caches / "moe-expert-cache" / f"{name.replace('/', '--')}-{digest}.experts"

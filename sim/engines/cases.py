@@ -167,7 +167,7 @@ def case_of(values: dict[str, Any]) -> Case:
 
 
 def run_case(values: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
-    """Run one case. Raise InputError for what is none."""
+    """Run one case. Raise InputError for what no case may be."""
     return run(case_of(values), engine)
 
 

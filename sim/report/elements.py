@@ -33,7 +33,12 @@ class Section:
 
 
 def figure_item(figure: "Figure", caption: str) -> Item:
-    """Return a figure of matplotlib with its caption, its text as text; matplotlib escapes what stands in it."""
+    """Return a figure of matplotlib with its caption."""
+    return Item("figure", caption, svg_of(figure))
+
+
+def svg_of(figure: "Figure") -> Markup:
+    """Return a figure as SVG for a page, its text as text; matplotlib escapes what stands in it."""
     import matplotlib as mpl
     from matplotlib.text import Text
 
@@ -43,4 +48,4 @@ def figure_item(figure: "Figure", caption: str) -> Item:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe"}):
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     svg = written.getvalue()
-    return Item("figure", caption, Markup(svg[svg.index("<svg") :]))
+    return Markup(svg[svg.index("<svg") :])

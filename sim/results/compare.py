@@ -73,7 +73,6 @@ class SweptRun:
     trace: str
     phase: str
     warmup_requests: int
-    timed: bool
     requests: pd.DataFrame  # request, lookups, hit_rate, tpot_mean_ms, ttft_ms
 
     @property
@@ -141,7 +140,6 @@ def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptR
         folder=folder,
         **{name: row[name] for name in names},
         **{name: None if pd.isna(row[name]) else int(row[name]) for name in ("cache_bytes", "expert_bytes")},
-        timed=row["hardware"] is not None,
         requests=requests.reset_index(drop=True),
     )
 
@@ -278,7 +276,6 @@ def _pairable(baseline: SweptRun, cell: SweptRun) -> None:
         ("traces", baseline.trace, cell.trace),
         ("phases", baseline.phase, cell.phase),
         ("numbers of warm-up requests", baseline.warmup_requests, cell.warmup_requests),
-        ("modes", *("times" if each.timed else "counts alone" for each in (baseline, cell))),
     ):
         if one != other:
             raise InputError(f"cannot pair different {what}: {baseline.where} has {one}, {cell.where} has {other}")

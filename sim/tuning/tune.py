@@ -129,18 +129,18 @@ class Result:
     metric: str  # column of results
     trials: list[Trial]
     typed: Judged
-    best: Judged  # the policy as typed where no trial is better on the first half
+    best: Judged  # the policy as stated where no trial is better on the first half
 
     @property
     def gains(self) -> tuple[float, float]:
-        """By how much the best is below the policy as typed, as shares, on either half."""
+        """By how much the best is below the policy as stated, as shares, on either half."""
         halves = (self.typed.first, self.best.first), (self.typed.second, self.best.second)
         first, second = (1 - best / typed if typed else 0.0 for typed, best in halves)
         return first, second
 
     @property
     def improved(self) -> bool:
-        """Whether any trial is better than the policy as typed on the half that it was tried on."""
+        """Whether any trial is better than the policy as stated on the half that it was tried on."""
         return self.best.policy != self.typed.policy
 
     @property

@@ -67,7 +67,7 @@ def played(**columns) -> SweptRun:
     n = len(next(iter(columns.values())))
     table = {"request": [str(i) for i in range(n)], "lookups": 8, "hit_rate": np.nan, "ttft_ms": np.nan}
     requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
-    return SweptRun(Path("x"), "lru", False, 4, None, 16, None, "t", "decode", 0, True, requests)
+    return SweptRun(Path("x"), "lru", False, 4, None, 16, None, "t", "decode", 0, requests)
 
 
 def mean_interval_of_normal(values):
@@ -238,7 +238,6 @@ def test_phases_and_lookups_must_agree():
     one = played(hit_rate=[0.1, 0.2])
     for other in (
         replace(one, phase="both"),
-        replace(one, timed=False),
         replace(one, requests=one.requests.assign(lookups=[8, 9])),
     ):
         with pytest.raises(InputError):

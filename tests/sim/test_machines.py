@@ -108,10 +108,8 @@ def test_poisson_arrivals_have_their_rate_and_their_seed(home: Path) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "max_batch = 0": {"max_batch": 0},
     "need `max_batch`": {"arrivals": "trace"},
     "need each other": {"max_batch": 2, "arrivals": "poisson"},
-    "above 0 and finite": {"max_batch": 2, "arrivals": "poisson", "arrival_rate": 0.0},
     "unknown arrivals": {"max_batch": 2, "arrivals": "closd"},
     "without a clock": {"untimed": True, "max_batch": 2},
     "have `chunk_bytes` or `predictor_us`": {"untimed": True, "chunk_bytes": 4096, "predictor_us": 0.0},

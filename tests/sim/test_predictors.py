@@ -9,7 +9,7 @@ from benchmarks import predictors as benchmark
 from policies.core.presets import PRESETS
 from policies.core.spec import parse
 from sim.experiment import Experiment
-from sim.loaded import TimedRun
+from sim.loaded import TimedRun, load
 from sim.profiles import policy_overhead
 from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.roofline import Roofline
@@ -131,7 +131,7 @@ def test_whatever_watches_events_costs_something_and_what_the_machine_does_anywa
 
 
 def play(folder, policy, **setup):
-    return played(TimedRun.of(Experiment(folder, **setup)), Grid((parse(policy),), {"50%": 24})).rows[0]
+    return played(load(Experiment(folder, **setup)), Grid((parse(policy),), {"50%": 24})).rows[0]
 
 
 def test_a_cell_pays_the_shipped_cost_once_an_event_and_its_row_says_so(folder):

@@ -210,7 +210,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path, refuses: Callable[..
 def test_options_that_cannot_be_used_are_refused_before_anything_is_loaded(
     tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]
 ) -> None:
-    refuses("record", "--out", "/proc/trace", reason="cannot write /proc/trace")
+    refuses("record", "--out", "/proc/trace", reason="cannot write to /proc/trace")
     refuses("record", "--prompts", tmp_path / "none.txt", reason="no prompts at")
     refuses("record", "--out", tmp_path / "t", "--dtype", "bfloat", reason="did you mean bfloat16")
     refuses("record", "--out", tmp_path / "t", "--device", "gpu", reason="device 'gpu'")
