@@ -75,7 +75,6 @@ def generate(
         console.out.file.write(text)
         console.out.file.flush()
 
-    opened.require_apart(on.get("store"), record)
     with opened.live(
         model, on, seeded(parse(opened.policy), seed), partial(progress, quiet=quiet, what="experts")
     ) as live:
