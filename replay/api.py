@@ -6,7 +6,7 @@ Parameters have the names of the command's options, and the same defaults.
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from policies.core.spec import Policy, parse
+from policies.core.spec import Policy
 from replay.choice import Choice, first_part
 from replay.device_choice import DeviceChoice
 from replay.run import replay as run_on_device
@@ -60,9 +60,7 @@ def replay(
     of_device = {each.name: options.pop(each.name) for each in fields(DeviceChoice) if each.name in options}
     target, loaded = DeviceChoice.of({"device": device, **of_device}), load(trace, options)
     assert isinstance(loaded, TimedRun)  # not untimed
-    spec = seeded(parse(policy), loaded.experiment.seed)
-    slots = loaded.slots(cache_text(cache_size))
-    loaded.require(spec, slots)
+    spec, slots = loaded.chosen(seeded(policy, loaded.experiment.seed), cache_text(cache_size))
     if loaded.experiment.requests is None:
         loaded = first_part(loaded, target.device)
     outcome = run_on_device(Choice(loaded, spec, slots, target))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import pandas as pd
 
 from policies.core.grammar import policy_title, split_list
-from policies.core.spec import Policy, parse
+from policies.core.spec import Policy, text_of
 from sim import defaults
 from sim.engines import compiling
 from sim.experiment import OPTIONS, Experiment
@@ -131,7 +131,7 @@ class SweepResult:
         seed: of the bootstrap. Raises InputError if the sweep did not run the baseline.
         """
         runs = self._runs()
-        first = parse(baseline).text
+        first = text_of(baseline)
         pairs = pairs_within(runs, [first, *(text for text in self.policies if text != first)])
         return Comparison([found for pair in pairs for found in differences(*pair, seed=seed)])
 
@@ -212,7 +212,7 @@ def simulate(
     Raises InputError for whatever cannot be run, and for a fault of the policy; TypeError for an unknown option.
     """
     loaded = load(trace, options)
-    spec = seeded(parse(policy), loaded.experiment.seed)
+    spec = seeded(policy, loaded.experiment.seed)
     asked = grid.grid_of(loaded, [spec], [cache_text(cache_size)])
     _prepare(loaded, asked)
     (slots,) = asked.sizes.values()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from policies.core.policy import Int, Shape
-from policies.core.spec import FETCHED, PolicySpec
+from policies.core.spec import FETCHED, Policy, PolicySpec, parse
 from sim.engines import engine, untimed
 from sim.experiment import COMPILED, SIMPY, Experiment
 from sim.loop.log import Ended, RunLog, joined
@@ -117,6 +117,12 @@ class Loaded(ABC):
         """Raise InputError for what the policy lacks: slots for its scope, a file; timed, a column or an engine."""
         policy.divide(self.shape, slots)
         policy.require(self.shape)
+
+    def chosen(self, policy: Policy, cache_size: str) -> tuple[PolicySpec, int]:
+        """Return a policy and a cache size as this trace runs them. Raise InputError where it cannot."""
+        spec, slots = parse(policy), self.slots(cache_size)
+        self.require(spec, slots)
+        return spec, slots
 
     def compiled(self, policy: PolicySpec) -> bool:
         """Return whether the compiled engine runs the policy's cells."""

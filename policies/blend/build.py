@@ -8,7 +8,7 @@ from policies.blend.profile import Profile
 from policies.core.events import RequestEvents
 from policies.core.policy import Requests, Shape
 from policies.core.runner import PolicyRunner
-from policies.core.spec import parse
+from policies.core.spec import make_policy
 
 
 def build(traces: Sequence[tuple[str, Requests]], shape: Shape, start: Path | None = None) -> Profile:
@@ -16,7 +16,7 @@ def build(traces: Sequence[tuple[str, Requests]], shape: Shape, start: Path | No
 
     start: a profile to continue. Raises InputError for one that does not fit.
     """
-    runner = PolicyRunner(parse("eamc-blend", profile=str(start or "")), shape, ())
+    runner = PolicyRunner(make_policy("eamc-blend", profile=str(start or "")), shape, ())
     ordinal = 0
     for _, requests in traces:
         for request in requests:

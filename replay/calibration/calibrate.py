@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from policies.core.spec import PolicySpec, parse
+from policies.core.spec import PolicySpec
 from replay.calibration import toml
 from replay.calibration.host_time import parts_ns
 from replay.calibration.measure import Measurement, combined, middle, one_pass, policy_ns
@@ -146,7 +146,7 @@ def _choice(loaded: TimedRun, target: DeviceChoice) -> Choice:
     if target.host_dedup is None and device != "disk":
         buffers = min(loaded.all_experts, max(2 * profile.top_k, -(-DISTINCT_BYTES[device] // size)))
         target = replace(target, host_dedup=buffers)
-    return Choice(loaded, parse("lru"), slots, target)
+    return Choice(loaded, PolicySpec.of("lru"), slots, target)
 
 
 # Measuring

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.core.spec import parse
+from policies.core.spec import PolicySpec
 from replay.calibration.host_time import FIRST_STEPS, InLoop, parts_ns, same_again
 from replay.calibration.meter import Meter
 from replay.calibration.pace import pausing
@@ -165,7 +165,7 @@ def _half_missing_run(run: Run, top_k: int, context: int, steps: int) -> Run:
     """Return one request of such tokens, for LRU with just the slots that they need."""
     layers, _ = _mixed(run, top_k)
     request = half_missing(run, top_k, layers, context, steps)
-    return replace(run.under(parse("lru")).with_slots(layers * top_k), requests=[request], cold=False)
+    return replace(run.under(PolicySpec.of("lru")).with_slots(layers * top_k), requests=[request], cold=False)
 
 
 def half_missing(run: Run, top_k: int, busy_layers: int, context: int, steps: int) -> RequestSteps:

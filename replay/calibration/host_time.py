@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.core.spec import parse
+from policies.core.spec import PolicySpec
 from replay.calibration.meter import Meter
 from sim.loop.driver import Driver
 from sim.loop.run import Run
@@ -56,7 +56,7 @@ def tokens_in_loop(meter: Meter, run: Run, alone: MeasuredModel, top_k: int, con
         if turns:
             turn = np.repeat(np.arange(steps) % run.shape.experts, layers)
             request = replace(request, experts=request.experts + turn)
-        driver = Driver(replace(run.under(parse("lru")), requests=[request], cold=False), meter.device)
+        driver = Driver(replace(run.under(PolicySpec.of("lru")), requests=[request], cold=False), meter.device)
         log = driver.run(lambda row: None)
         step_ns = meter.mean(log.step_ns[FIRST_STEPS:].tolist())
         counts = meter.device.inside_ns > 0  # else it has a clock of its own

@@ -22,7 +22,6 @@ from traces.errors import InputError
 from traces.output import check_file, replacing
 
 
-@options.expanded
 def calibrate(
     model_profile: Annotated[
         list[str] | None, typer.Option(help="Profile or TOML file of a model to measure; several times for several.")

@@ -35,7 +35,6 @@ from traces.output import claimed
 MODES = "closed-loop,lockstep"
 
 
-@options.expanded
 def compare(
     trace: options.Trace = None,
     policies: options.Policies = defaults.POLICIES,

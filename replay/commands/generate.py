@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from policies.core.spec import parse
 from replay.commands import shown
 from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
@@ -23,7 +22,6 @@ from traces.errors import InputError
 from traces.writer import check_target
 
 
-@options.expanded
 def generate(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
     opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options
@@ -75,9 +73,6 @@ def generate(
         console.out.file.write(text)
         console.out.file.flush()
 
-    with opened.live(
-        model, on, seeded(parse(opened.policy), seed), partial(progress, quiet=quiet, what="experts")
-    ) as live:
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")

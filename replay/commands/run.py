@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from policies.core.spec import parse
 from replay import files
 from replay.choice import Choice, first_part
 from replay.commands import shown
@@ -42,7 +41,6 @@ class CellOptions(options.CellOptions):
     trace: Annotated[str | None, typer.Option(help="Folder or URL of a trace. Default: the shipped trace.")] = None
 
 
-@options.expanded
 def run(
     cell: CellOptions,
     hardware: Annotated[str | None, typer.Option(help=OPTIONS["hardware"].help)] = None,
@@ -136,10 +134,8 @@ def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated) -> Requ
 
 def _choose(request: Request, target: DeviceChoice) -> Choice:
     """Read all files. Raise InputError for whatever cannot be used."""
-    policy = parse(request.policy)
     loaded = TimedRun.of(request.experiment)
-    slots = loaded.slots(request.cache_size)
-    loaded.require(policy, slots)
+    policy, slots = loaded.chosen(request.policy, request.cache_size)
     if request.cache_experts not in (None, experts := loaded.experts_in(slots)):
         raise InputError(
             f"a cache of {request.cache_size} was {request.cache_experts} experts in the sweep and is {experts} with "

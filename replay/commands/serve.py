@@ -16,7 +16,6 @@ from traces.commands import console
 from traces.errors import InputError
 
 
-@options.expanded
 def serve(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
     opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options

@@ -9,7 +9,6 @@ from replay.devices.expert_file import Fill, stride_of, write
 from replay.devices.store import Stamps
 from replay.model.network import expert_dtype_of
 from replay.model.weights import Checkpoint
-from sim.commands import options
 from sim.commands.printed import progress
 from sim.profiles.model_profile import model
 from sim.quantities import show_bytes
@@ -18,7 +17,6 @@ from traces.errors import InputError
 from traces.output import check_file
 
 
-@options.expanded
 def store(
     file: Annotated[Path, typer.Argument(help="File to write.")],
     model_profile: Annotated[str, typer.Option(help="Model profile or TOML file, whose shapes are used.")],

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from policies.core.spec import parse
+from policies.core.spec import PolicySpec
 from replay.calibration.pace import OnStep
 from replay.choice import Choice, Described
 from replay.comparison.cell import MODES, CellOutcome, run_cell
@@ -134,7 +134,7 @@ class Machine:
 
     def __init__(self, choice: Choice, stage: "Stage | None", is_calibrated: bool, slots: int) -> None:
         """`slots`: of the greatest cache; the machine is measured with it, unless a profile describes it."""
-        self._choice = replace(choice, policy=parse("lru"), slots=slots)
+        self._choice = replace(choice, policy=PolicySpec.of("lru"), slots=slots)
         self._stage = stage
         self._is_measured = stage is not None and not is_calibrated
         self._latest: list[Measurement] = []  # two

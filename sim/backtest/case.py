@@ -83,12 +83,12 @@ class Case:
     def policy(self) -> PolicySpec:
         setting, layers = self.row.setting, self.profile.moe_layers
         if setting.all_on:
-            return parse("lru")
+            return PolicySpec.of("lru")
         if self.static:
             n = setting.host_layers if setting.host_layers >= 0 else round(setting.host_share * layers)
             if n > layers:
                 raise InputError(f"setting: host_layers {n} of {layers} layers")
-            return parse(f"lru/layers:n={n}")
+            return PolicySpec.of("lru", placement=f"layers:n={n}")
         return parse("belady" if setting.whole_layers else setting.policy)
 
     @cached_property

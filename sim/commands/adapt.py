@@ -35,7 +35,6 @@ PAPER = {
 """Requests needed, min-mean-max, as MoE-Infinity (arXiv 2401.14361) prints them, by kind of shift and of MODELS."""
 
 
-@options.expanded
 def adapt(
     trace: options.Trace = None,
     policies: options.Policies = defaults.POLICIES,

@@ -21,7 +21,6 @@ from traces.errors import InputError
 from traces.output import claimed
 
 
-@options.expanded
 def analyze(
     trace: options.Trace = None,
     policies: options.Policies = defaults.POLICIES,
@@ -59,7 +58,6 @@ def analyze(
     )
 
 
-@options.expanded
 def compare(
     a: Annotated[str, typer.Argument(help="A sweep's results folder, or one cell of it: results/x:lru@25%.")],
     b: Annotated[str | None, typer.Argument(help="What to compare it with; none with --policies.")] = None,

@@ -13,7 +13,6 @@ from sim.experiment import SIMPY
 from traces.commands import console
 
 
-@options.expanded
 def backtest(
     files: Annotated[list[Path] | None, typer.Argument(help="Files of rows. Default: the shipped ones.")] = None,
     every_row: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,

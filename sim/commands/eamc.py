@@ -11,7 +11,6 @@ from policies.eamc.build import build as learn
 from policies.eamc.collection import scaled
 from policies.eamc.eamc import Predictor
 from policies.eamc.file import Part, SavedEamc
-from sim.commands import options
 from sim.commands.options import Overwrite
 from sim.quantities import show_bytes
 from traces.commands import console
@@ -19,7 +18,6 @@ from traces.output import check_file, replacing
 from traces.trace import Trace
 
 
-@options.expanded
 def build(
     trace: Annotated[str, typer.Argument(help="Folder or URL of a trace; one of EAMs alone will do.")],
     out: Annotated[Path, typer.Option(help="File to write, as in eamc.npz.")],
@@ -43,7 +41,6 @@ def build(
     console.say(f"wrote {out}")
 
 
-@options.expanded
 def show(
     file: Annotated[Path, typer.Argument(help="What moe-sim eamc build wrote.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,

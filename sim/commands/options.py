@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from policies.core.spec import PolicySpec, parse
+from policies.core.spec import PolicySpec
 from sim.defaults import CACHE_SIZE, CACHE_SIZES, POLICIES, POLICY
 from sim.experiment import OPTIONS, SIZES, Experiment, Option, options_of
 from sim.loaded import Loaded
@@ -23,7 +23,6 @@ from sim.sweeps.grid import Grid
 from traces import demo_trace
 from traces.commands import console
 from traces.commands.options import Fields, typed
-from traces.commands.options import expanded as expanded
 from traces.errors import InputError, with_flags
 from traces.location import name_of
 
@@ -98,9 +97,7 @@ class CellOptions:
 
     def chosen(self, loaded: Loaded) -> tuple[PolicySpec, int]:
         """Return the policy and the slots. Raise InputError where the trace cannot be run so."""
-        policy, slots = parse(self.policy or POLICY), loaded.slots(self.size)
-        loaded.require(policy, slots)
-        return policy, slots
+        return loaded.chosen(self.policy or POLICY, self.size)
 
     def announce(
         self, loaded: Loaded, policy: PolicySpec, slots: int, stated: Mapping[str, Any], output: "OutputOptions"

@@ -48,7 +48,6 @@ class PlanOptions:
     ] = None
 
 
-@options.expanded
 def plan(
     model: Annotated[
         str, typer.Option(help="Model (moe-sim models lists them), profile file, or transformers config or its folder.")

@@ -7,7 +7,6 @@ import typer
 
 from policies.blend.build import build as learn
 from policies.core.policy import Shape
-from sim.commands import options
 from sim.commands.options import Overwrite
 from sim.loop.requests import Requests
 from traces.commands import console
@@ -16,7 +15,6 @@ from traces.output import check_file, replacing
 from traces.shards import Shards
 
 
-@options.expanded
 def build(
     traces: Annotated[list[str], typer.Argument(help="Folders or URLs of traces of one model, learned in order.")],
     out: Annotated[Path, typer.Option(help="File to write, as in model.profile.npz.")],

@@ -14,7 +14,6 @@ from traces.errors import InputError
 from traces.output import check_file, replacing
 
 
-@options.expanded
 def report(
     results: Annotated[list[Path], typer.Argument(help="Folders of moe-sim sweep and moe-replay.")],
     out: Annotated[Path, typer.Option(help="File for the page.")] = Path("report.html"),

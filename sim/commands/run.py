@@ -23,7 +23,6 @@ from sim.timeline.window import REQUESTS, TOKENS, Window
 from traces.errors import InputError
 
 
-@options.expanded
 def run(
     cell: options.CellOptions,
     stated: Annotated[options.Stated, options.all_but("untimed")],

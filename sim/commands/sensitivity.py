@@ -17,7 +17,6 @@ from traces.errors import InputError
 from traces.output import claimed
 
 
-@options.expanded
 def sensitivity(
     cell: options.CellOptions,
     stated: Annotated[options.Stated, options.all_but("untimed", "engine")],

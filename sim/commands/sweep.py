@@ -37,7 +37,6 @@ MANY = 10_000
 """Cells that are asked about before they are run."""
 
 
-@options.expanded
 def sweep(
     traces: Annotated[
         list[str] | None, typer.Argument(help="Folders or URLs of traces. Default: the shipped trace.")

@@ -21,7 +21,6 @@ from sim.systems.table1 import Figure, Row
 from traces.errors import InputError
 
 
-@options.expanded
 def systems(
     trace: options.Trace = None,
     systems: Annotated[str | None, typer.Option(help="Systems, as in moe-infinity,vllm. Default: all.")] = None,

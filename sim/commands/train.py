@@ -8,7 +8,6 @@ import numpy as np
 import typer
 
 from policies.prefetch.stride_training import Tokens, Training, recall, recall_of_previous, train
-from sim.commands import options
 from sim.commands.options import Overwrite, Quiet
 from sim.commands.printed import progress
 from traces.commands import console
@@ -17,7 +16,6 @@ from traces.output import check_file, replacing
 from traces.trace import Trace
 
 
-@options.expanded
 def train_stride(
     trace: Annotated[str, typer.Argument(help="Folder or URL of a trace.")],
     out: Annotated[Path, typer.Option(help="File for the predictor.")],

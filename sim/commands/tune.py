@@ -27,7 +27,6 @@ LEADERS = 5
 """Policies that the table shows beside the one as given."""
 
 
-@options.expanded
 def tune(
     cell: options.CellOptions,
     stated: Annotated[

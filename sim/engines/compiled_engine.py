@@ -17,7 +17,7 @@ from policies.core.events import Routing, routing_of, routing_of_batch
 from policies.core.limits import limiter
 from policies.core.policy import NO_INTS, Int, Shape
 from policies.core.runner import PolicyRunner
-from policies.core.spec import parse
+from policies.core.spec import PolicySpec
 from sim.engines import compiled_streams as streams
 from sim.loop import host
 from sim.loop.log import MOST, STALLS, Ended, RequestLog, RunLog, whole
@@ -62,8 +62,8 @@ def prepare(versions: Iterable[bool] = (False,)) -> None:
     none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
     request = RequestSteps(0, np.ones(1, np.uint8), one, one, np.zeros(2, np.int64), none, none)
     for version in versions:
-        policy = "lru/host" if version else "lru"
-        simulate(gpu_run([request], Shape(1, 1), 1, parse(policy), FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
+        policy = PolicySpec.of("lru", placement="host" if version else "fetch")
+        simulate(gpu_run([request], Shape(1, 1), 1, policy, FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
 
 
 class NotServedError(InputError):

@@ -1,6 +1,6 @@
 """What a user should know before the compiled engine is compiled, which happens once, where it is first called.
 
-Numba keeps it on disk, where every process after it finds it. It takes MEASURED.
+Numba keeps it on disk, where every process after it finds it.
 """
 
 from collections.abc import Iterable

@@ -143,6 +143,7 @@ def specs(policies: Sequence[Policy], scope: str | None, seeds: Sequence[int] = 
     return list(named.values())
 
 
-def seeded(policy: PolicySpec, seed: int) -> PolicySpec:
-    """Return the same policy drawing from `seed`; itself if it draws nothing, or names a seed."""
-    return policy.with_options({o.name: seed for o in policy.declared() if o.key == SEED and not o.stated})
+def seeded(policy: Policy, seed: int) -> PolicySpec:
+    """Return the policy drawing from `seed`; as it is if it draws nothing, or names a seed."""
+    spec = parse(policy)
+    return spec.with_options({o.name: seed for o in spec.declared() if o.key == SEED and not o.stated})

@@ -221,11 +221,15 @@ def _policy(system: System, setting: Setting, host_layers: int, slots: int) -> P
         "predictor": setting.predictor,
         "host_layers": host_layers,
     }
-    policy = parse(system.policy.format(**names))
+
+    def made(text: str) -> PolicySpec:
+        return parse(text.format(**names))
+
+    policy = made(system.policy)
     if policy.needs_lookahead and not setting.loaded.trace.has_lookahead:
         if not system.without_lookahead:
             raise CannotRunError("needs a trace with lookahead (moe-trace record --lookahead)")
-        policy = parse(system.without_lookahead.format(**names))
+        policy = made(system.without_lookahead)
     if policy.scope.cls.per_layer and slots < setting.loaded.shape.layers:
         raise CannotRunError(f"needs an expert of each of {setting.loaded.shape.layers} layers in GPU memory")
     return policy
