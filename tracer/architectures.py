@@ -1,15 +1,13 @@
 """The MoE architectures of the installed transformers, and how the routing of each is observed.
 
 Found in its sources, without importing them: an architecture has routed experts if its modeling file defines a
-class *Experts. What differs from the experts interface is told in ADAPTED and REFUSED, in step with `sites`.
+class *Experts. What differs from the experts interface stands in ADAPTED and REFUSED, in step with `sites`.
 """
 
 import re
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
-
-from traces.errors import InputError
 
 ADAPTED = {
     "doge": "product keys: the look-up of its experts' embeddings",
@@ -45,21 +43,10 @@ class Architecture:
 
 
 def architectures() -> list[Architecture]:
-    """All of them, those of transformers by name, then remote code. Raises InputError without transformers."""
-    return [_told(name) for name in sorted({*_with_experts(), *ADAPTED})] + [
-        Architecture(name, how, remote=True) for name, how in REMOTE.items()
-    ]
-
-
-def _told(name: str) -> Architecture:
-    if name in REFUSED:
-        return Architecture(name, REFUSED[name], recorded=False)
-    return Architecture(name, ADAPTED.get(name, INTERFACE))
-
-
-def _with_experts() -> list[str]:
-    found = find_spec("transformers")
-    if found is None or found.origin is None:
-        raise InputError("transformers is not installed: pip install transformers")
-    files = Path(found.origin).parent.glob("models/*/modeling_*.py")
-    return [file.parent.name for file in files if re.search(rb"^class \w+Experts\(", file.read_bytes(), re.M)]
+    """Return all of them, those of transformers by name, then remote code. Raise ImportError without transformers."""
+    files = Path(str(distribution("transformers").locate_file("transformers"))).glob("models/*/modeling_*.py")
+    names = {file.parent.name for file in files if re.search(rb"^class \w+Experts\(", file.read_bytes(), re.M)}
+    return [
+        Architecture(name, REFUSED.get(name) or ADAPTED.get(name, INTERFACE), recorded=name not in REFUSED)
+        for name in sorted({*names, *ADAPTED})
+    ] + [Architecture(name, how, remote=True) for name, how in REMOTE.items()]

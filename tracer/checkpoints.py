@@ -67,12 +67,9 @@ def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bo
     """Read config and tokenizer of `source`, a folder or a hub id. Raise InputError."""
     _quiet_libraries()
     folder = Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise InputError(f"{folder} is no model: it has no config.json")
-    elif source.count("/") > 1 or source.startswith((".", "/", "~")):
+    if not folder.is_dir() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
         raise InputError(f"no model at {source}: there is no such folder")
-    elif not try_to_load_from_cache(source, "config.json"):  # fail at once, where transformers would try for a minute
+    if not folder.is_dir() and not try_to_load_from_cache(source, "config.json"):  # transformers tries for a minute
         with blaming(f"there is no folder {source}, and the hub cannot be asked for it"), suppress(HfHubHTTPError):
             get_hf_file_metadata(hf_hub_url(source, "config.json"))
     with blaming(f"cannot load the model {source}"):

@@ -75,16 +75,13 @@ class LoadedModel:
 
     @property
     def decoder_start(self) -> int:
-        """The token that a decoder behind an encoder starts from. Raise InputError if the checkpoint names none."""
+        """The token that a decoder behind an encoder starts from."""
         named = (
             self.model.generation_config.decoder_start_token_id,
             getattr(self.model.config, "decoder_start_token_id", None),
             self.model.generation_config.bos_token_id,
         )
-        token = next((token for token in named if token is not None), None)
-        if token is None:
-            raise InputError(f"{self.name} does not say what its decoder starts with (decoder_start_token_id)")
-        return int(token)
+        return int(next(token for token in named if token is not None))
 
     def prompt_tokens(self, said: Sequence[str], template: bool) -> list[int]:
         """The tokens of a conversation, user and model in turn, that the model is to continue with.

@@ -5,13 +5,12 @@ that name columns or labels come before both; a CSV with no header has columns 0
 """
 
 import textwrap
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from tracer.datasets import is_mmlu, recognize
-from tracer.tables import ENDINGS, Row, is_table, read_table, stem
+from tracer.tables import Row, is_table, read_table, stem
 from traces.errors import InputError
 from traces.typed import Option, Positive
 
@@ -67,26 +66,26 @@ def read_prompts(path: Path, columns: Columns) -> list[Prompt]:
     stem of their file before them ("snarks/0"). Raise InputError with the file and row that cannot be used.
     """
     if path.is_dir():  # all: whether their ids need the name of the file must not depend on the limit
-        return _read_folder(path, replace(columns, limit=None))[: columns.limit]
-    return _read_file(path, columns)
+        prompts = _read_folder(path, replace(columns, limit=None))[: columns.limit]
+    else:
+        prompts = _read_file(path, columns)
+    if not prompts:
+        raise InputError(f"{path} holds no prompts")
+    return prompts
 
 
 def _read_folder(path: Path, columns: Columns) -> list[Prompt]:
     files = [file for file in sorted(path.iterdir()) if is_table(file)]
-    if not files:
-        raise InputError(f"{path} holds no prompts: none of its files ends in {', '.join(ENDINGS)} or these with .gz")
     rows = [(file, prompt) for file in files for prompt in _read_file(file, columns)]
     if len({prompt.id for _, prompt in rows}) < len(rows):
         rows = [(file, replace(prompt, id=f"{stem(file)}/{prompt.id}")) for file, prompt in rows]
-    prompts = [prompt for _, prompt in rows]
-    _require_unique(path, prompts)  # files whose stems are the same
-    return prompts
+    return [prompt for _, prompt in rows]
 
 
 def _read_file(path: Path, columns: Columns) -> list[Prompt]:
     table = read_table(path, lambda lines: _headless(columns, lines))
     if not table.rows:
-        raise InputError(f"{path} holds no prompts")
+        return []
     known = recognize(table)
     rows = table.rows if known is None else [known.read(row) for row in table.rows]
     defaults = {"dataset": known.name, "task": known.task(stem(path))} if known else {"dataset": stem(path), "task": ""}
@@ -106,7 +105,6 @@ def _read_file(path: Path, columns: Columns) -> list[Prompt]:
                 task=own["task"] if columns.task is None else columns.task,
             )
         )
-    _require_unique(path, prompts)
     return prompts
 
 
@@ -143,35 +141,25 @@ def _conversation(where: str, column: str, value: Any) -> tuple[list[str], list[
     listed = value if isinstance(value, list) and value else [value]
     if all(isinstance(item, dict) for item in listed):
         return _dialogue(f"{where}: column {column!r}", listed)
-    for number, turn in enumerate(listed, start=1):
-        if not isinstance(turn, str) or not turn.strip():
-            which = f" for turn {number}" if len(listed) > 1 else ""
-            raise InputError(f"{where} has no prompt in column {column!r}{which}")
+    if not all(isinstance(turn, str) and turn.strip() for turn in listed):
+        raise InputError(f"{where} has no prompt in column {column!r}")
     return listed, []
 
 
 def _dialogue(where: str, messages: list[Row]) -> tuple[list[str], list[Any]]:
     """Return the same of messages of user and assistant in turn; a system message is put before the first turn."""
-    parts = [_message(message) for message in messages]
-    leading = int(parts[0][0] == "system")
-    if len(parts) == leading:
-        raise InputError(f"{where} has no message of the user")
-    for place, (speaker, text) in enumerate(parts):
-        due = "system" if place < leading else ("user", "assistant")[(place - leading) % 2]
-        if speaker != due:
-            raise InputError(f"{where} has message {place + 1} from {speaker!r}, not from the {due}, whose turn it is")
-        if speaker != "assistant" and not (isinstance(text, str) and (text.strip() or speaker == "system")):
-            raise InputError(f"{where} has no text in message {place + 1}")
-    texts = [text for _, text in parts]
+    named = [str(message.get("role", message.get("from"))) for message in messages]
+    speakers = [SPEAKERS.get(name, name) for name in named]
+    texts: list[Any] = [message.get("content", message.get("value")) for message in messages]
+    leading = int(speakers[0] == "system")
+    in_turn = [("user", "assistant")[place % 2] for place in range(len(speakers) - leading)]
+    if speakers[leading:] != in_turn or not in_turn:
+        raise InputError(f"{where} has messages from {', '.join(speakers)}: user and assistant must take turns")
+    if not all(text.strip() for text in texts[leading::2]):
+        raise InputError(f"{where} has a message of the user without text")
     turns, answers = texts[leading::2], texts[leading + 1 :: 2]
     opening = [text for text in texts[: leading + 1] if text.strip()]
     return ["\n\n".join(opening), *turns[1:]], answers
-
-
-def _message(message: Row) -> tuple[str, Any]:
-    """Return speaker and text of {role, content} or {from, value}."""
-    speaker = str(message.get("role", message.get("from")))
-    return SPEAKERS.get(speaker, speaker), message.get("content", message.get("value"))
 
 
 def _responses(answers: Any, turns: list[str]) -> tuple[str, ...]:
@@ -179,9 +167,3 @@ def _responses(answers: Any, turns: list[str]) -> tuple[str, ...]:
     listed = answers if isinstance(answers, list) else [answers]
     texts = tuple(str(answer) for answer in listed if isinstance(answer, str | int | float) and str(answer).strip())
     return texts if len(texts) == len(listed) == len(turns) else ()
-
-
-def _require_unique(path: Path, prompts: list[Prompt]) -> None:
-    repeated = [prompt_id for prompt_id, times in Counter(prompt.id for prompt in prompts).items() if times > 1]
-    if repeated:
-        raise InputError(f"{path} repeats the id {repeated[0]!r}; name another column with --id-column")

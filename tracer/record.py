@@ -182,10 +182,7 @@ class Recording:
             prompts = [prompt for prompt in batch if turn < len(prompt.turns)]
             for prompt in prompts:
                 texts[prompt.id].append(prompt.turns[turn])
-            try:
-                answers = self._answer(prompts, [texts[prompt.id] for prompt in prompts], turn)
-            except InputError as error:
-                raise InputError(f"{error} (at the prompts from {batch[0].id!r} on)") from error
+            answers = self._answer(prompts, [texts[prompt.id] for prompt in prompts], turn)
             self._on_turn()
             self._warn_of_length(max(len(each.prompt) + len(each.output) for each in answers))
             for prompt, answer in zip(prompts, answers, strict=True):

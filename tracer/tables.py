@@ -18,9 +18,6 @@ from traces.errors import InputError
 
 Row = dict[str, Any]
 
-MOST_UNPACKED, MOST_TIMES = 1 << 30, 100
-"""A compressed table may unpack to so many bytes, or so many times its size."""
-
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 """What the names of files that can be read end in; .gz may follow."""
 
@@ -57,32 +54,22 @@ def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table
     content = path.read_bytes()
     text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     if name.endswith(".jsonl"):
-        return Table(_json_lines(path, text))
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        return Table([facts.parse_json(line, f"{path}: line {number}") for number, line in lines])
     if name.endswith(".json"):
         return _json(path, text)
     if name.endswith(".txt"):
-        lines = io.StringIO(text, newline=None)  # str.splitlines would also cut at U+2028 and form feeds
-        return Table([{"prompt": line.removesuffix("\n")} for line in lines if line.strip()])
+        prompts = io.StringIO(text, newline=None)  # str.splitlines would also cut at U+2028 and form feeds
+        return Table([{"prompt": prompt.removesuffix("\n")} for prompt in prompts if prompt.strip()])
     return Table(_csv(path, text, "\t" if name.endswith(".tsv") else ",", headless))
-
-
-def _json_lines(path: Path, text: str) -> list[Row]:
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    rows = [facts.parse_json(line, f"{path}: line {number}") for number, line in lines]
-    for (number, _), row in zip(lines, rows, strict=True):
-        if not isinstance(row, dict):
-            raise InputError(f"{path}: line {number} is no JSON object")
-    return rows
 
 
 def _json(path: Path, text: str) -> Table:
     """Return the rows of a list of objects, or of an object that holds one such list."""
     content = facts.parse_json(text, str(path))
     named = content.items() if isinstance(content, dict) else [(None, content)]
-    lists = [Table(value, name) for name, value in named if isinstance(value, list)]
-    if len(lists) != 1 or not all(isinstance(row, dict) for row in lists[0].rows):
-        raise InputError(f"{path} holds no list of JSON objects")
-    return lists[0]
+    (table,) = (Table(value, name) for name, value in named if isinstance(value, list))
+    return table
 
 
 def _csv(path: Path, text: str, delimiter: str, headless: Callable[[list[list[str]]], bool]) -> list[Row]:

@@ -71,7 +71,10 @@ class BlendOptions(Options, policy="eamc-blend"):
 def begin(shape: Shape, options: BlendOptions) -> Blend:
     own = nothing_known(shape, options.distance, options.depth, options.later)
     if options.profile:
-        Profile.read(options.profile).fill(learned(own), options.profile)
+        profile = Profile.read(options.profile)
+        profile.require(shape, options.profile)
+        for name, array in learned(own).items():
+            array[...] = profile.learned[name]
     return own
 
 

@@ -31,8 +31,7 @@ PRESETS = (
         "least-stale",
         "SpecMD: what the current pass has not touched goes first.",
         "The paper (arXiv 2602.03921) combines Least-Stale with several prefetchers: add one, as in "
-        "least-stale+markov. No code is public; what of its eviction order is unverified stands in "
-        "policies/retention/least_stale.py.",
+        "least-stale+markov. Unverified: policies/retention/least_stale.py.",
     ),
     Preset(
         "brainstorm",
@@ -57,7 +56,7 @@ PRESETS = (
         "they start; here each proposal replaces the queue (rule 4) and the highest priority starts "
         "first. It weighs a prefetch by 1 - distance / (L + 1), here / L; and in place of leaving out the rows up "
         "to the current layer it makes them uniform on both sides, which adds the same to every similarity. "
-        "Unverified: how it breaks ties, and whether its visits outlive an eviction, as they do not here. Later "
+        "Unverified: its ties, and whether visits outlive an eviction. Later "
         "releases evict the least visited (keep=least-visited), and since 2025 predict and prefetch nothing for "
         "most models.",
     ),
@@ -85,7 +84,7 @@ PRESETS = (
         "what the model says, predicts for the first layer of the coming token with a gate trained for it, and "
         "looks more layers ahead where there is time. Its dynamic programming weighs in how well each layer is "
         "predicted; here it minimises the misses of LRU without prefetch. Without a profile the slots are even. "
-        "What is said of its gates and of its programming is from memory, unverified.",
+        "Unverified.",
     ),
     Preset(
         "promoe",
@@ -101,16 +100,14 @@ PRESETS = (
         "expert-map",
         "FineMoE (fMoE): expert maps by trajectory, for what to keep and what to fetch.",
         "The real system (arXiv 2502.05370) maps the gate's probabilities where a trace has choices, and searches "
-        "by prompt embedding for the first layers, which here have no prediction. Whether its visits outlive an "
-        "eviction is unverified; here they count from the start of the run. See policies/eamc/expert_map.py for the "
-        "rest.",
+        "by prompt embedding for the first layers, which here have no prediction. Its visits count from the start "
+        "of the run here (unverified).",
     ),
     Preset(
         "in-depth",
         "lfu-aged+gate",
         "In-depth analysis: an LFU variant, and speculation by the next layer's gate (needs lookahead).",
-        "Only a summary of the paper (arXiv 2511.05814) was read: that its variant of LFU ages is our guess, since "
-        "an unaged one freezes on a decode's cyclic traffic. Unverified.",
+        "That the paper's variant of LFU (arXiv 2511.05814) ages is unverified.",
     ),
     Preset(
         "hobbit",

@@ -131,7 +131,7 @@ def keeper(policy: str | type[Listener]) -> type[RetentionPolicy]:
     cls = _find(policy, _retention, _prefetch)
     if cls is None:
         known = [*_retention, *(preset.name for preset in PRESETS)]
-        raise _slip(str(policy)) or unknown("policy", str(policy), known)
+        raise unknown("policy", str(policy), known)
     if not issubclass(cls, RetentionPolicy):
         how = f"lru+{policy}" if isinstance(policy, str) else f"PolicySpec.of(evict='lru', prefetch={cls.__name__})"
         called = getattr(policy, "__name__", policy)
@@ -155,7 +155,7 @@ def scope(name: str | type[Scope]) -> type[Scope]:
     if isinstance(name, type):
         return name
     if name not in SCOPES:
-        raise InputError(f"{unknown('scope', name, SCOPES)} (what follows an @ is a scope: a path before it has no @)")
+        raise unknown("scope", name, SCOPES)
     return SCOPES[name]
 
 
@@ -182,13 +182,6 @@ def names_another(cls: type[Any]) -> bool:
 def is_pair(name: str) -> bool:
     """Return whether `name` stands for an eviction policy and a prefetcher."""
     return all(name in table for table in tables())
-
-
-def _slip(policy: str) -> InputError | None:
-    """Return what to say where what follows the last / was meant to be a placement."""
-    name, slash, last = policy.rpartition("/")
-    known = slash and (name in _retention or any(preset.name == name for preset in PRESETS))
-    return unknown("placement", last, PLACEMENTS) if known else None
 
 
 def _find(

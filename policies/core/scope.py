@@ -101,14 +101,14 @@ def optimal(misses: Int, slots: int) -> tuple[int, ...]:
         for own in range(1, min(E, slots) + 1):
             sums = misses[layer, own] + least[layer + 1, : slots + 1 - own]
             np.minimum(least[layer, own:], sums, out=least[layer, own:])
-    found = []
+    division = []
     for layer in range(L):
         choices = range(min(E, slots), 0, -1)
         best = least[layer, slots]
         own = next(n for n in choices if misses[layer, n] + least[layer + 1, slots - n] == best)
-        found.append(own)
+        division.append(own)
         slots -= own
-    return tuple(found)
+    return tuple(division)
 
 
 def lru_curves(accesses: Int, shape: Shape) -> Int:

@@ -6,7 +6,8 @@ keeps the text that it was made from, for results to show; two specs are equal i
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -230,14 +231,14 @@ class PolicySpec:
         else:
             groups = [((half,), typed) for half, typed in zip(HALVES, stated, strict=True)]
             both = self.evict.values.keys() & self.prefetch.values.keys()
-        found = []
+        options = []
         for parts, typed in groups:
             values = {part: getattr(self, part).values for part in parts}
             for key in dict.fromkeys(key for own in values.values() for key in own):
                 takers = tuple(part for part in parts if key in values[part])
                 name = f"{parts[0]}.{key}" if key in both else key
-                found.append(Option(name, key, takers, values[takers[0]][key], key in typed))
-        return found
+                options.append(Option(name, key, takers, values[takers[0]][key], key in typed))
+        return options
 
     @property
     def _as_one(self) -> bool:
@@ -279,15 +280,21 @@ class PolicySpec:
         scope: Scope = self.scope.cls(self.scope.options)
         return scope.divide(shape, slots)
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Put the policy in front of each InputError that is raised inside, unless that names a user's file."""
+        try:
+            yield
+        except guard.PolicyError:
+            raise
+        except InputError as error:
+            raise InputError(f"{self.text}: {error}") from error
+
     def require(self, shape: Shape) -> None:
         """Raise InputError for a file that an option names and that is no good for this model, without an instance."""
-        for half in (self.evict, self.prefetch):
-            try:
+        with self._named():
+            for half in (self.evict, self.prefetch):
                 guard.guarded(half.cls, "require", half.cls.require)(half.options, shape)
-            except guard.PolicyError:
-                raise
-            except InputError as error:
-                raise InputError(f"{self.text}: {error}") from error
 
     def build(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
         """Return fresh instances; halves of one name and the same options share what they have learned.
@@ -295,22 +302,15 @@ class PolicySpec:
         In a scope of layers an eviction policy that is no score is one instance for each, so it shares nothing.
         Raise InputError where one cannot be made, such as without the file that it reads.
         """
-        try:
-            return self._built(shape)
-        except guard.PolicyError:
-            raise
-        except InputError as error:
-            raise InputError(f"{self.text}: {error}") from error
-
-    def _built(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
-        keeper: RetentionPolicy = self.evict.build(shape)
-        if self.scope.cls.per_layer and not isinstance(keeper, ScorePolicy):
-            others = [self.evict.build(shape) for _ in range(1, shape.layers)]
-            return PerLayer(keeper, others), self.prefetch.build(shape)
-        if not self.shares:
-            return keeper, self.prefetch.build(shape)
-        cls = self.prefetch.cls
-        return keeper, guard.built(cls, lambda: cls.beside(keeper), shape)
+        with self._named():
+            keeper: RetentionPolicy = self.evict.build(shape)
+            if self.scope.cls.per_layer and not isinstance(keeper, ScorePolicy):
+                others = [self.evict.build(shape) for _ in range(1, shape.layers)]
+                return PerLayer(keeper, others), self.prefetch.build(shape)
+            if not self.shares:
+                return keeper, self.prefetch.build(shape)
+            cls = self.prefetch.cls
+            return keeper, guard.built(cls, lambda: cls.beside(keeper), shape)
 
 
 Policy = str | type[Listener] | Part | PolicySpec
@@ -376,21 +376,21 @@ def _read(text: str) -> PolicySpec:
     return PolicySpec(evict, _part(fetched[0], registry.fetcher), scope or GLOBAL, placement or FETCHED, typed)
 
 
-def _part(given: Any, find: Callable[[Any], Any]) -> Part:
-    """Return a part from a term, a class or a part; `find` knows names, and refuses a class of the other half."""
-    if isinstance(given, Part):
-        find(given.cls)
-        return given
-    if isinstance(given, type):
-        part = Part.of(find(given))
+def _part(half: Any, find: Callable[[Any], Any]) -> Part:
+    """Return a part from a term, a class or a part; `find` returns the class, and refuses one of the other half."""
+    if isinstance(half, Part):
+        find(half.cls)
+        return half
+    if isinstance(half, type):
+        part = Part.of(find(half))
         if registry.names_another(part.cls):
             raise InputError(f"there is another policy called {part.name}: give the class another name")
         return part
-    given = read_term(given) if isinstance(given, str) else given
-    if not isinstance(given, Term):
-        raise InputError(f"{given!r} is not a policy: use a name such as 'lru', a class, or what make_policy returns")
-    cls = find(given.name)
-    return Part(cls, _options(cls, given.options), given.name, frozenset(key for key, _ in given.options))
+    term = read_term(half) if isinstance(half, str) else half
+    if not isinstance(term, Term):
+        raise InputError(f"{term!r} is not a policy: use a name such as 'lru', a class, or what make_policy returns")
+    cls = find(term.name)
+    return Part(cls, _options(cls, term.options), term.name, frozenset(key for key, _ in term.options))
 
 
 def _read_again(term: Term, stated: frozenset[str]) -> Part:
@@ -414,27 +414,25 @@ def _no_such_option(policy: str, key: str, known: Iterable[str]) -> InputError:
     return unknown(f"option of {policy}", key, known)
 
 
-def _options(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, Any]] = ()) -> Any:
-    """Return the options of a class: its defaults and over them what is `given`, values or their text. InputError."""
-    return guard.guarded(cls, "Options", _chosen)(cls, given)
+def _options(cls: type[Listener | Scope | Placement], values: Iterable[tuple[str, Any]] = ()) -> Any:
+    """Return the options of a class: its defaults and over them `values`, or their text. Raise InputError."""
+    return guard.guarded(cls, "Options", _chosen)(cls, values)
 
 
-def _chosen(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, Any]]) -> Any:
+def _chosen(cls: type[Listener | Scope | Placement], values: Iterable[tuple[str, Any]]) -> Any:
     declared = dataclasses.fields(cls.Options) if dataclasses.is_dataclass(cls.Options) else ()
-    values = defaults = {option.name: option.default for option in declared}
-    if odd := [name for name, default in defaults.items() if not isinstance(default, bool | int | float | str)]:
-        raise InputError(f"option {odd[0]} of {cls.name} needs a default that is a bool, int, float or str")
-    for key, value in given:
+    defaults = {option.name: option.default for option in declared}
+    chosen = {}
+    for key, value in values:
         if key not in defaults:
             raise _no_such_option(cls.name, key, defaults)
         try:
-            values = {**values, key: _like(defaults[key], value)}
+            chosen[key] = _like(defaults[key], value)
         except ValueError:
-            default = defaults[key]
-            wanted = f"option {key} of {cls.name} needs a value of type {type(default).__name__}"
-            size = ", from -2**63 to below 2**63" if type(default) is int else ""
-            raise InputError(f"{wanted}, as in {key}={default}{size}") from None
-    return cls.Options(**values)
+            kind = type(defaults[key]).__name__
+            example = f"{key}={defaults[key]}"
+            raise InputError(f"option {key} of {cls.name} needs a value of type {kind}, as in {example}") from None
+    return cls.Options(**chosen)
 
 
 def _like(default: Any, value: Any) -> Any:

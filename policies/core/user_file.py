@@ -34,26 +34,21 @@ _CONTENTS: dict[type, str] = {}
 
 def load(name: str) -> type[Listener]:
     """Return the class that `path.py:Class` names. Raise InputError for whatever keeps it from being a policy."""
-    path, wanted = file_and_class(name) or (name, "")
+    path, class_name = file_and_class(name) or (name, "")
     file = Path(path)
     if not file.is_file():
         raise InputError(f"{path}: no such file")
     module = _module(str(file.resolve()), file.stat().st_mtime_ns)
-    here = {key: cls for key, cls in vars(module).items() if _is_policy(cls) and cls.__module__ == module.__name__}
-    if not wanted:
-        raise InputError(f"{path} needs the class named as well, as in {path}:{next(iter(here), 'MyPolicy')}")
-    if wanted not in vars(module):
-        raise unknown("class", wanted, here) if here else InputError(f"{path} has no class {wanted}")
-    policy = checked(vars(module)[wanted], name)
+    if class_name not in vars(module):
+        own = (key for key, cls in vars(module).items() if _is_policy(cls) and cls.__module__ == module.__name__)
+        raise unknown(f"class of {path}", class_name, own)
+    policy = checked(vars(module)[class_name], name)
     _CONTENTS[policy] = vars(module)[CONTENT]
     return policy
 
 
 def content(cls: type) -> str | None:
-    """Return the digest of the file that `load` found the class in, and of what it imports; None: of none.
-
-    Of both as they were when they were imported, whatever they hold now.
-    """
+    """Return the digest of the file of a class and of what it imports, as they were then; None: `load` made none."""
     return _CONTENTS.get(cls)
 
 
@@ -85,7 +80,7 @@ def _module(path: str, changed_ns: int) -> ModuleType:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    vars(module)["print"] = _print
+    vars(module)["print"] = lambda *values, **options: print(*values, **{"file": sys.stderr, **options})
     try:
         read = b"".join(each.read_bytes() for each in read_with(path))
         vars(module)[CONTENT] = hashlib.sha256(read).hexdigest()
@@ -96,11 +91,6 @@ def _module(path: str, changed_ns: int) -> ModuleType:
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 1
         raise InputError(f"{path}:{line}: cannot be imported: {type(error).__name__}: {error}") from error
     return module
-
-
-def _print(*values: Any, **options: Any) -> None:
-    """Print on standard error unless `file` is stated: standard output is for results, such as JSON."""
-    print(*values, **{"file": sys.stderr, **options})
 
 
 def read_with(file: str) -> tuple[Path, ...]:

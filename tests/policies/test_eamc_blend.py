@@ -533,9 +533,3 @@ def test_a_trace_without_ids_cannot_be_fitted_on() -> None:
 def test_too_short_a_trace_cannot_be_fitted_on() -> None:
     with pytest.raises(InputError, match="too few decoded tokens"):
         samples(with_ids(synthetic(2, 10, 2, 8, 2, seed=0)))
-
-
-@pytest.mark.parametrize("option", ["distance=-1", "wrong=-0.5", "wrong=nan", "distance=inf"])
-def test_options_out_of_range_are_refused(option: str) -> None:
-    with pytest.raises(InputError, match=f"needs {option.split('=')[0]} of at least 0"):
-        parse(f"eamc-blend:{option}")

@@ -13,7 +13,6 @@ from policies.core.ranking import best
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
 from tests.support.routings import requests_of, routings
-from traces.errors import InputError
 
 # A routing is a list of requests of steps of layers of experts (ids within the layer); a prefill step is a dict
 # per layer, tokens by expert.
@@ -237,25 +236,3 @@ def test_the_best_few_are_sorted_by_score_then_id(scores, most, above):
     n = best(np.array(scores), 100, above, ids, priorities)
     expected = sorted((-s, 100 + i) for i, s in enumerate(scores) if s > above)[:most]
     assert [(-p, i) for p, i in zip(priorities[:n].tolist(), ids[:n].tolist(), strict=True)] == expected
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("all:depth=-1", "needs depth of at least 0"),
-        ("previous:depth=-1", "needs depth of at least 0"),
-        ("markov:n=-1", "markov needs n of at least 0"),
-        ("markov:threshold=nan", "threshold of at least -inf, not nan"),
-        ("popular:n=-1", "popular needs n of at least 0"),
-        ("oracle:budget=-1", "budget of at least 0, not -1"),
-        ("oracle1:budget=nan", "budget of at least 0, not nan"),
-        ("gate:depth=-2", "needs depth of at least 0"),
-        ("stride:n=-1", "stride needs n of at least 0"),
-        ("oracle:horizon=0", "horizon of at least 1"),
-        ("expert-map:capacity=0", "capacity of at least 1 and at most 100,000"),
-        ("expert-map:depth=-1", "needs depth of at least 0"),
-    ],
-)
-def test_an_impossible_option_is_one_line(typed, says):
-    with pytest.raises(InputError, match=says):
-        parse(f"lru+{typed}")

@@ -116,9 +116,7 @@ def test_a_preset_in_a_scope_of_its_own_keeps_it(monkeypatch):
     [
         ("pre-gatd", "did you mean pre-gated"),
         ("pre-gated:horizon=1:horizon=2", "option horizon of pre-gated is given twice"),
-        ("pre-gated:horizn=2", "unknown option of pre-gated 'horizn'; did you mean horizon"),
         ("pre-gated+none", "pre-gated is a preset and stands for fifo+oracle:horizon=1: write that"),
-        ("lru+pre-gated", "unknown prefetcher 'pre-gated'"),
     ],
 )
 def test_a_preset_that_cannot_be_so_is_one_line_that_helps(typed, says):

@@ -176,19 +176,14 @@ def test_a_predictor_keeps_to_the_contract(tmp_path):
     assert played > 1000
 
 
-def test_a_file_keeps_the_predictor_and_whatever_is_none_is_one_line(tmp_path):
+def test_a_file_keeps_the_predictor(tmp_path):
     predictor = made_up(3, 5, stride=1, back=2, seed=0)
     path = saved(predictor, tmp_path)
     read = Predictor.load(path)
     assert (read.stride, read.shape) == (1, Shape(3, 5))
     assert (read.weights == predictor.weights).all()
-    (tmp_path / "text").write_text("hello")
-    with pytest.raises(InputError, match="is no stride predictor of moe-sim train-stride"):
-        Predictor.load(tmp_path / "text")
     with pytest.raises(InputError, match=r"no stride predictor at .*: moe-sim train-stride"):
         Predictor.load(tmp_path / "nowhere.npz")
-    with pytest.raises(InputError, match="is damaged"):
-        Predictor.load(saved(replace(predictor, weights=predictor.weights[:, :, :4]), tmp_path))
 
 
 def test_a_predictor_is_needed_and_has_to_fit(tmp_path):

@@ -164,9 +164,6 @@ class TestLayers:
     def test_one_that_is_not_called_exactly_once_is_named(self, times: int) -> None:
         assert f"layers.1 was called {times} times in one forward pass" in refused(Odd([1, times, 1]))
 
-    def test_a_model_of_which_none_is_called_is_refused(self) -> None:
-        assert "layers.0 was called 0 times in one forward pass" in refused(Odd([0, 0]))
-
     @pytest.mark.parametrize(("later", "name", "times"), [([1, 0], "layers.1", 0), ([2, 1], "layers.0", 2)])
     def test_a_later_pass_that_calls_one_not_exactly_once_is_an_error(
         self, later: list[int], name: str, times: int
@@ -182,7 +179,7 @@ class TestLayers:
         with probed(model):
             model.layers = nn.ModuleList([*model.layers, model.towers[0]])
             model.calls, model.order, model.index = [1] * 3, range(3), [[3, 1]] * 3
-            with pytest.raises(InputError, match=r"towers\.0 routes tokens but did not in the first forward pass"):
+            with pytest.raises(InputError, match="run in an order that changes, or others run"):
                 model(IDS)
 
     def test_different_numbers_of_experts_are_refused(self) -> None:

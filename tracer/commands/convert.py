@@ -64,8 +64,6 @@ def import_(
     Example: moe-trace import answers.jsonl --experts 128 --out traces/recorded/qwen3
     """
     file = file.resolve() if file.name in ("", "..") else file
-    if not file.name:
-        raise InputError(f"{file} is not the name of a dump: give a file, or a folder of files")
     beside = file.with_suffix(".json")
     found = meta is None and beside.is_file() and beside != file
     folder = out or RECORDED / file.stem
