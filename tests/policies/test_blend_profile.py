@@ -58,9 +58,9 @@ def test_a_run_starts_with_what_the_file_holds(trace, tmp_path):
 @pytest.mark.parametrize("shape", [Shape(4, 9), Shape(5, 8)])
 def test_a_profile_of_another_model_is_refused(shape, trace, tmp_path):
     file = written(build([("it", Requests(trace))], SHAPE), tmp_path / "it.npz")
-    with pytest.raises(InputError, match="does not fit this model; it was learned from 4 x 8 experts"):
+    with pytest.raises(InputError, match=r"does not fit this model of .*; it was learned from 4 x 8 experts"):
         parse(f"eamc-blend:profile={file}").build(shape)
-    with pytest.raises(InputError, match="does not fit this model"):
+    with pytest.raises(InputError, match="does not fit this model of"):
         parse(f"eamc-blend:profile={file}").require(shape)
 
 
