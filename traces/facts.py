@@ -14,9 +14,6 @@ from traces.errors import InputError
 LARGEST = 2**63 - 1
 """What a signed 64-bit number holds."""
 
-LONGEST_NAME = 4096
-"""Characters: paths, by which models may go, are no longer."""
-
 
 def parse_json(content: str | bytes, what: str) -> Any:
     """Return the content of a JSON text; the InputError starts with `what`."""
@@ -48,10 +45,3 @@ def text(what: str, value: Any) -> str:
     if isinstance(value, str) and value.encode(errors="ignore").decode() == value:
         return value
     raise InputError(f"{what} is {reprlib.repr(value)}; a text is needed")
-
-
-def short(what: str, value: Any) -> str:
-    """`value` if it is a text that can be printed and drawn as a name."""
-    if len(text(what, value)) <= LONGEST_NAME:
-        return str(value)
-    raise InputError(f"{what} is {reprlib.repr(value)} and has {len(value)} characters, more than {LONGEST_NAME}")

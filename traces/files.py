@@ -7,10 +7,6 @@ from typing import Any
 from traces.errors import InputError
 
 
-def plain(path: Path) -> Path:
-    return path
-
-
 def expanded(path: Path | str) -> Path:
     return Path(path).expanduser()
 

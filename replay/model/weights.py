@@ -20,7 +20,6 @@ from replay.model.network import expert_dtype_of
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.safetensors_files import files_of
 from traces.errors import InputError, located
-from traces.files import plain
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What can be converted, as safetensors names it."""
@@ -148,7 +147,7 @@ class Checkpoint:
 def _open(folder: Path) -> dict[str, Any]:
     """Return every tensor's name and the open file that holds it; nothing is read but headers."""
     with located("--weights"):
-        opened: list[Any] = [safe_open(plain(file), "pt") for file in files_of(folder)]
+        opened: list[Any] = [safe_open(file, "pt") for file in files_of(folder)]
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  no mapping
 
 
