@@ -22,8 +22,7 @@ import sim.commands
 import tracer.commands
 from tests.support.command import run
 from tracer.architectures import architectures
-from traces import Trace, demo_trace
-from traces.writer import write_trace
+from traces import Trace, demo_trace, write_trace
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "traces"

@@ -15,7 +15,7 @@ import policies
 import replay
 import sim
 import traces
-from policies.core.spec import PolicySpec
+from policies.core import PolicySpec
 from sim.experiment import Experiment
 
 NAMES = {
@@ -257,7 +257,7 @@ def test_numbers_that_a_trace_cannot_hold_are_refused(values):
 
 
 def test_a_trace_in_memory_is_the_one_that_was_written(trace, tmp_path):
-    from traces.writer import write_trace
+    from traces import write_trace
 
     write_trace(trace, tmp_path / "t")
     read = traces.Trace.read(tmp_path / "t")

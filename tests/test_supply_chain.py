@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tracer.models import Loading
+from tracer import Loading
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("traces", "policies", "tracer", "sim", "replay", "benchmarks")

@@ -1,1 +1,5 @@
 """How to observe the routing of a live transformers model."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -118,3 +118,8 @@ def absolute(path: str) -> str:
 def name_of(path: str) -> str:
     """Return the name of a trace's folder or URL: its last part."""
     return absolute(path).rstrip("/").rsplit("/", 1)[-1]
+
+
+def demo_trace() -> Path:
+    """Return the folder of the trace that ships with the project: the shipped model over the shipped prompts."""
+    return Path(__file__).parent / "demo"

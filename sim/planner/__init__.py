@@ -1,5 +1,8 @@
 """What a model would do on a machine that was never measured: `moe-sim plan`.
 
 The times are the back-test's (`sim.backtest`): the same rates from data sheets, the same factors, the same engines.
-This package says what fits where, which of these placements is fastest, and how far that can be trusted.
-"""
+This package says what fits where, which of these placements is fastest, and how far that can be trusted."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

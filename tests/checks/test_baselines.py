@@ -5,18 +5,13 @@ import pytest
 import torch
 
 from benchmarks.checks.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
-from policies.core.policy import Shape
-from policies.core.spec import parse
-from replay.comparison.lockstep import FixedOrder
+from policies.core import Shape, parse
+from replay.comparison import FixedOrder
 from replay.device_choice import REQUIRE
-from replay.devices.launches import Launches
-from replay.devices.pinning import pinned
-from replay.devices.store import HostStore
+from replay.devices import HostStore, Launches, pinned
 from replay.model.network import Network
-from sim.engines.simpy_engine import SimpyDevice
-from sim.loop.driver import play
-from sim.loop.requests import Requests
-from sim.loop.run import Run
+from sim.engines import SimpyDevice
+from sim.loop import Requests, Run, play
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu

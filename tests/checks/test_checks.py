@@ -21,23 +21,19 @@ from benchmarks.checks.limits import page_cache_of
 from benchmarks.checks.live import ACCELERATE, ALONE, CACHED, LIVE, REPLAY, TURNS, LiveCheck
 from benchmarks.checks.runner import Check
 from replay.choice import Choice, first_tokens
-from replay.comparison.record import ERROR, Record
-from replay.comparison.sweep import Machine
-from replay.devices.expert_file import write
-from replay.devices.store import Stamps
+from replay.comparison import ERROR, Machine, Record
+from replay.devices import Stamps, write
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop.requests import Requests
+from sim.loop import Requests
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from tests.support.fake_gpu import FakeGpu
 from tests.support.short_calibrations import shorten
 from tests.support.small_check import FULL, MODELS, PLAN, shrink
+from traces import DECODE, InputError, Trace
 from traces.commands import program
-from traces.errors import InputError
-from traces.steps import DECODE
 from traces.synthetic import synthetic
-from traces.trace import Trace
 
 ALONE_PLAN = PLAN._replace(compared=())
 """Its cells alone: neither what others do nor a peer."""

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.checks.peers import FAMILIES, accelerate_offload, build
 from sim.profiles.model_profile import model
-from traces.errors import InputError
+from traces import InputError
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

@@ -16,21 +16,17 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from policies.core.spec import parse
-from policies.eamc.file import SavedEamc
-from replay.devices.expert_file import ExpertFile
-from replay.devices.store import anonymous
-from sim.engines.untimed import count
+from policies.core import parse
+from policies.eamc import SavedEamc
+from replay.devices import ExpertFile, anonymous
+from sim.engines import count
 from sim.profiles.expert_sizes import expert_bytes_by_layer
 from tests.support.same import assert_same
 from tests.support.tiny import PROFILE
-from tracer.torch_dumps import load
+from tracer import load
+from traces import EXTRA, REQUESTS, ROUTING, Trace, write_trace
 from traces.importers import import_dump
-from traces.reader import EXTRA
-from traces.schema import REQUESTS, ROUTING
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import write_trace
 
 CORPUS = Path(__file__).parent / "corpus"
 

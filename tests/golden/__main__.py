@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import pyarrow.parquet as pq
 
-from sim.results.provenance import commit
+from sim.results import commit
 from traces import demo_trace
 
 FOLDER = Path(__file__).parent

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core.events import Merged, RequestEvents
-from policies.core.policy import Options, Shape
-from policies.retention.belady import NEVER, Belady
-from traces.steps import RequestSteps
+from policies.core import Merged, Options, RequestEvents, Shape
+from policies.retention import Belady
+from policies.retention.belady import NEVER
+from traces import RequestSteps
 from traces.synthetic import synthetic
 
 

@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from policies.blend import learning
-from policies.blend.evidence import BLIND
-from policies.blend.learning import CHANCE, CONSTANT, HORIZON, TIME, WEIGHTS
-from policies.core.policy import Shape
+from policies.blend import BLIND, CHANCE, CONSTANT, HORIZON, TIME, WEIGHTS, learning
+from policies.core import Shape
 
 E, K = 16, 4
 EVEN = float(np.log(K / (E - K)))

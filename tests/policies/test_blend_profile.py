@@ -8,11 +8,9 @@ import pytest
 
 from policies.blend.build import build
 from policies.blend.decisions import learned
-from policies.core.policy import Shape
-from policies.core.runner import PolicyRunner
-from policies.core.spec import parse
-from sim.loop.requests import Requests
-from traces.errors import InputError
+from policies.core import PolicyRunner, Shape, parse
+from sim.loop import Requests
+from traces import InputError
 from traces.synthetic import synthetic
 
 SHAPE = Shape(4, 8)

@@ -13,17 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.core import PolicyResidency, RetentionPolicy, ScorePolicy, Shape, alone, parse
 from policies.core.dispatch import number_of, on_lookup
-from policies.core.events import alone
-from policies.core.policy import RetentionPolicy, ScorePolicy, Shape
-from policies.core.residency import PolicyResidency
 from policies.core.residency_compiled import NO_EXPERT
-from policies.core.spec import parse
 from policies.retention.s3fifo import S3FIFO, S3FIFOOptions
-from traces.errors import InputError
-from traces.steps import DECODE
+from traces import DECODE, InputError, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 TOTAL = 10
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from policies.core import compiled as compiling
-from policies.core.compiled import compiled, inlined
+from policies.core import inlined
+from policies.core.compiled import compiled
 from sim.engines import compiled_streams
 
 

@@ -8,16 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.events import alone
-from policies.core.policy import Shape
-from policies.core.spec import parse
-from policies.eamc.build import predictor_of
-from policies.eamc.collection import EamcOptions
-from policies.eamc.eamc import EamcRetention
-from sim.engines.untimed import count
+from policies.core import Shape, alone, parse
+from policies.eamc import EamcOptions, EamcRetention, predictor_of
+from sim.engines import count
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
-from traces.errors import InputError
-from traces.steps import DECODE, PREFILL, RequestSteps
+from traces import DECODE, PREFILL, InputError, RequestSteps
 from traces.synthetic import synthetic
 
 VALUES: dict[str, list[Any]] = {

@@ -8,34 +8,38 @@ import numpy as np
 import pytest
 
 from benchmarks.fit_blend import fit_chance, fit_time, samples
-from policies.blend import tokens
-from policies.blend.decisions import PARAMETERS
-from policies.blend.eamc_blend import BlendOptions, BlendPrefetcher, BlendRetention
-from policies.blend.evidence import (
+from policies.blend import (
     AGAIN_HERE,
-    AGAIN_PASSES,
     AHEAD,
     BLIND,
+    CHANCE,
+    CHANCE_BLIND,
+    CONSTANT,
     HERE,
     KINDS,
+    LAYER,
+    LAYER_BLIND,
     NEXT,
-    POPULAR,
+    PARAMETERS,
     SETTINGS,
+    STEP,
+    TIME,
+    WEIGHTS,
+    tokens,
     weigh_ahead,
 )
+from policies.blend.eamc_blend import BlendOptions, BlendPrefetcher, BlendRetention
+from policies.blend.evidence import AGAIN_PASSES, POPULAR
 from policies.blend.evidence import LAYER as FOLLOWS_AHEAD
-from policies.blend.learning import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHT, WEIGHTS
-from policies.core.events import alone
-from policies.core.policy import NO_INTS, START, Event, Shape
-from policies.core.spec import parse
+from policies.blend.learning import WEIGHT
+from policies.core import NO_INTS, START, Event, Shape, alone, parse
+from sim.engines import count
 from sim.engines.simpy_engine import simulate
-from sim.engines.untimed import count
-from sim.loop.run import gpu_run
+from sim.loop import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces.errors import InputError
-from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps, join
+from traces import DECODE, PREFILL, InputError, Lookahead, RequestSteps, Trace
+from traces.steps import join
 from traces.synthetic import synthetic
-from traces.trace import Trace
 
 L, E, K = 3, 5, 2
 FAST_RATE, SLOW_RATE, FOLLOW_RATE, AHEAD_RATE, PRIOR_TOKENS, EPS, PRIOR_PASSES, EPS_IDS = SETTINGS

@@ -6,17 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
-from policies.eamc.build import build, predictor_of
-from policies.eamc.file import SavedEamc
+from policies.core import Shape, parse
+from policies.eamc import SavedEamc, predictor_of
+from policies.eamc.build import build
 from tests.support.slow_eamc import events
-from traces.errors import InputError
+from traces import AGGREGATE, DECODE, PREFILL, InputError, Trace
 from traces.importers import import_dump
-from traces.schema import AGGREGATE
-from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
-from traces.trace import Trace
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 

@@ -10,22 +10,16 @@ import pytest
 from hypothesis import given, settings
 
 from policies.checker import check_policy
-from policies.core.events import RequestEvents
-from policies.core.policy import Shape
-from policies.core.runner import PolicyRunner
-from policies.core.spec import PolicySpec, parse
+from policies.core import PolicyRunner, PolicySpec, RequestEvents, Shape, parse
 from sim.engines.simpy_engine import simulate
-from sim.loop.run import gpu_run
+from sim.loop import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.strategies import traces
 from tests.support.tiny import SIZES
-from traces.errors import InputError
-from traces.steps import DECODE, PREFILL
+from traces import DECODE, PREFILL, InputError, Trace, write_trace
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import write_trace
 
 
 def proposals(requests, shape, policy="lru+gate"):
@@ -188,8 +182,8 @@ def test_of_a_recorded_model_the_gate_proposes_what_its_next_router_gives_for_th
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from tests.support.architectures import tiny
-    from tracer.prompts import Prompt
-    from tracer.record import Options, record
+    from tracer import Options, Prompt
+    from tracer.record import record
 
     loaded = tiny("mixtral")
     prompts = [Prompt(f"p{i}", "", "", (text,)) for i, text in enumerate(("What is a heron?", "Hi"))]

@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from policies.core.guard import PolicyError
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import PolicyError, Shape, parse
 from policies.core.user_file import read_with
 from sim.engines import untimed
 from sim.engines.simpy_engine import simulate
-from sim.loop.run import gpu_run
+from sim.loop import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
+from traces import write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 SHAPE = Shape(2, 6)
 TRACE = synthetic(3, tokens=6, layers=2, experts=6, top_k=2, seed=3)

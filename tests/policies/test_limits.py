@@ -7,19 +7,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core.catalog import available
-from policies.core.events import alone
-from policies.core.limits import Limiter, Limits, limiter
-from policies.core.policy import START, Prefetcher, Shape
+from policies.core import (
+    START,
+    Limits,
+    Part,
+    PolicyRunner,
+    PolicySpec,
+    Prefetcher,
+    Shape,
+    alone,
+    available,
+    limiter,
+    parse,
+)
+from policies.core.limits import Limiter
 from policies.core.residency_compiled import ABSENT, LOADING, QUEUED, READY
-from policies.core.runner import PolicyRunner
-from policies.core.spec import Part, PolicySpec, parse
 from policies.prefetch.layer_stream import AllOptions
 from policies.prefetch.markov import MarkovOptions
 from sim.engines.simpy_engine import simulate
-from sim.loop.run import gpu_run
+from sim.loop import gpu_run
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
-from traces.steps import DECODE
+from traces import DECODE
 from traces.synthetic import synthetic
 
 NOBODYS = {"none", "eamc", "eamc-blend"}  # nothing to limit; limits of their own

@@ -6,12 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.events import RequestEvents
-from policies.core.policy import ScorePolicy, Shape
-from policies.core.runner import PolicyRunner
-from policies.core.spec import parse
+from policies.core import PolicyRunner, RequestEvents, ScorePolicy, Shape, parse
 from tests.support.routings import requests_of, routings
-from traces.errors import InputError
+from traces import InputError
 
 WEIGHTS = st.sampled_from([0.0, 0.25, 0.5, 1.0])
 

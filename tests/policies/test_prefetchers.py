@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.events import RequestEvents
-from policies.core.policy import ScorePolicy, Shape
-from policies.core.ranking import best
-from policies.core.runner import PolicyRunner
-from policies.core.spec import parse
+from policies.core import PolicyRunner, RequestEvents, ScorePolicy, Shape, best, parse
 from tests.support.routings import requests_of, routings
 
 # A routing is a list of requests of steps of layers of experts (ids within the layer); a prefill step is a dict

@@ -4,20 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from policies.core import registry
-from policies.core.catalog import available
-from policies.core.policy import Shape
-from policies.core.presets import PRESETS, Preset
-from policies.core.spec import parse
-from policies.prefetch.stride_training import Tokens, Training, train
+from policies.core import PRESETS, Shape, available, parse, registry
+from policies.core.presets import Preset
+from policies.prefetch import Tokens, Training, train
+from sim.engines import count
 from sim.engines.simpy_engine import simulate
-from sim.engines.untimed import count
-from sim.loop.requests import Requests
-from sim.loop.run import gpu_run
+from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces.errors import InputError
+from traces import InputError, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 L, E = 3, 8
 TRACE = synthetic(3, tokens=8, layers=L, experts=E, top_k=2, seed=5, prompt_tokens=4)

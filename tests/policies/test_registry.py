@@ -2,13 +2,11 @@ import os
 
 import pytest
 
-from policies.core import registry
-from policies.core.catalog import available
-from policies.core.policy import ScorePolicy, Shape
-from policies.core.spec import parse
-from policies.eamc.eamc import EamcPrefetcher, EamcRetention
-from policies.retention.belady import Belady
-from traces.errors import InputError
+from policies.core import ScorePolicy, Shape, available, parse, registry
+from policies.eamc import EamcRetention
+from policies.eamc.eamc import EamcPrefetcher
+from policies.retention import Belady
+from traces import InputError
 
 
 def test_a_pair_name_stands_for_both_of_its_halves():

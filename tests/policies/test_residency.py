@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.core import BLOCKED, Int, Options, PolicyResidency, RetentionPolicy, ScorePolicy, Shape, parse
 from policies.core import residency_compiled as core
-from policies.core.policy import Int, Options, RetentionPolicy, ScorePolicy, Shape
-from policies.core.residency import PolicyResidency
-from policies.core.residency_compiled import BLOCKED, NO_EXPERT
-from policies.core.spec import parse
-from policies.retention.lru import LRU
+from policies.core.residency_compiled import NO_EXPERT
+from policies.retention import LRU
 
 
 class Lifo(RetentionPolicy):

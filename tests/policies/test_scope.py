@@ -11,35 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core.catalog import available
-from policies.core.grammar import split_list
+from policies.core import BLOCKED, PolicyResidency, Shape, available, lru_misses, parse, split_list
 from policies.core.per_layer import PerLayer
-from policies.core.policy import Shape
-from policies.core.residency import PolicyResidency
-from policies.core.residency_compiled import BLOCKED, NO_EXPERT
+from policies.core.residency_compiled import NO_EXPERT
 from policies.core.scope import even, lru_curves, optimal
-from policies.core.spec import parse
-from policies.core.stack_distances import lru_misses
 from sim.commands import main
+from sim.engines import count
 from sim.engines.simpy_engine import simulate
-from sim.engines.untimed import count
 from sim.experiment import Experiment
 from sim.loaded import load
-from sim.loop.requests import Requests
-from sim.loop.run import gpu_run
+from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps import winner
-from sim.sweeps.config import specs
-from sim.sweeps.grid import grid_of
-from sim.sweeps.report import warnings
+from sim.sweeps import grid_of, specs, warnings, winner
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
 from tests.support.untimed_oracle import SHARED, oracle_misses
-from traces.errors import InputError
+from traces import InputError, RequestSteps, decode_steps, write_trace
 from traces.importers import import_dump
-from traces.steps import RequestSteps, decode_steps
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 THEIRS = {
     "lru": "LRU",
@@ -278,7 +267,7 @@ def home(tmp_path_factory):
 
 
 def test_a_profile_never_costs_misses_on_itself(home):
-    from traces.trace import Trace
+    from traces import Trace
 
     trace = Trace.read(home / "tiny")
     requests = list(Requests(trace))

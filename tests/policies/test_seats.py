@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 
 from policies.blend import tokens
+from policies.core import Event, Listener, Prefetcher, RequestEvents, ScorePolicy, Shape, parse
 from policies.core.dispatch import SERVED
-from policies.core.events import RequestEvents
-from policies.core.policy import Event, Listener, Prefetcher, ScorePolicy, Shape
-from policies.core.spec import parse
-from policies.eamc import expert_map
-from policies.eamc.eamc import EamcRetention
+from policies.eamc import EamcRetention, expert_map
 from policies.eamc.matching import REQUEST
-from policies.prefetch.stride import Predictor
+from policies.prefetch import Predictor
 from traces.synthetic import synthetic
 
 L, E, K = 4, 6, 2

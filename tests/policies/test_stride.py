@@ -13,20 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import checker
-from policies.core.events import RequestEvents
-from policies.core.policy import Shape
-from policies.core.runner import PolicyRunner
-from policies.core.spec import parse
-from policies.prefetch.stride import Predictor
-from policies.prefetch.stride_training import Tokens, Training, probabilities, recall, recall_of_previous, train
+from policies.core import PolicyRunner, RequestEvents, Shape, parse
+from policies.prefetch import Predictor, Tokens, Training, recall, recall_of_previous, train
+from policies.prefetch.stride_training import probabilities
 from policies.random_routing import scripts
 from sim.commands import main
 from tests.support.tiny import SIZES
-from traces.errors import InputError
-from traces.steps import DECODE
+from traces import DECODE, InputError, concatenate, write_trace
 from traces.synthetic import synthetic
-from traces.trace import concatenate
-from traces.writer import write_trace
 
 
 def made_up(L, E, stride, back, seed):

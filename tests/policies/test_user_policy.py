@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 
-from policies.core.grammar import Term, file_and_class, read_term
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import Shape, Term, file_and_class, parse
+from policies.core.grammar import read_term
 from sim.engines.simpy_engine import simulate
-from sim.loop.requests import Requests
-from sim.loop.run import gpu_run
+from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces.errors import InputError
+from traces import InputError, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 WALK_THROUGH = (Path(__file__).parents[2] / "policies" / "YOUR_OWN.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", WALK_THROUGH, re.DOTALL))

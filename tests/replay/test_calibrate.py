@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.spec import parse
+from policies.core import parse
 from replay import commands as cli
-from replay.calibration import calibrate, rates, toml
-from replay.calibration.calibrate import Calibration, choices, profile, steps_ns
-from replay.calibration.measure import Measurement, middle
+from replay.calibration import Calibration, Measurement, calibrate, choices, middle, profile, rates, toml
+from replay.calibration.calibrate import steps_ns
 from replay.device_choice import DeviceChoice
 from sim import commands as sim_cli
 from sim.experiment import Experiment
@@ -25,8 +24,7 @@ from sim.profiles import measured, model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile
 from tests.support.fake_gpu import FakeGpu
-from traces import demo_trace
-from traces.errors import InputError
+from traces import InputError, demo_trace
 
 # The file
 

@@ -14,24 +14,17 @@ import pytest
 import torch
 
 import sim.profiles
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import Shape, parse
 from replay import commands, files
 from replay.calibration import measure
 from replay.choice import first_steps
 from replay.device_choice import DeviceChoice
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop.log import COLUMNS, Share, StepRow
-from sim.loop.requests import Requests
-from sim.results.metrics import REQUESTS, RESULTS
-from sim.sweeps import winner
-from sim.sweeps.grid import Grid, Table, outcome, save, sweep
-from sim.sweeps.store import Store
-from sim.sweeps.winner import Winner
-from traces import demo_trace
-from traces.errors import InputError
-from traces.trace import Trace
+from sim.loop import COLUMNS, Requests, Share, StepRow
+from sim.results import REQUESTS, RESULTS
+from sim.sweeps import Grid, Store, Table, Winner, outcome, save, sweep, winner
+from traces import InputError, Trace, demo_trace
 
 
 @pytest.fixture

@@ -19,34 +19,27 @@ import pandas as pd
 import pytest
 from matplotlib.text import Text
 
-from policies.core.spec import parse
+from policies.core import parse
 from replay import commands as cli
-from replay.calibration.around import DIFFER, NOISE, Around, Factors
-from replay.calibration.measure import Measurement, middle
+from replay.calibration import Around, Measurement, middle
+from replay.calibration.around import DIFFER, NOISE, Factors
 from replay.choice import Choice
-from replay.comparison import plot
+from replay.comparison import CLOSED_LOOP, LOCKSTEP, MODES, Lockstep, LoopRecorder, accuracy, in_words, plot, rankings
 from replay.comparison import sweep as comparison
-from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, run_cell
+from replay.comparison.cell import WithoutPolicy, counted_steps, run_cell
 from replay.comparison.errors import DECIDED
-from replay.comparison.lockstep import Lockstep, LoopRecorder
-from replay.comparison.summary import accuracy, in_words, rankings
 from replay.device_choice import DeviceChoice
-from replay.devices.waiting import Pace
+from replay.devices import Pace
 from replay.prediction import under_contention
-from sim.engines import engine
-from sim.engines.simpy_engine import SimpyDevice
+from sim.engines import SimpyDevice, engine
 from sim.experiment import AUTO, Experiment
 from sim.loaded import TimedRun
-from sim.loop.driver import Driver, play
-from sim.loop.schedule import Step
+from sim.loop import Driver, Step, play
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
 from tests.support.command import Ended, run
 from tests.support.short_calibrations import shorten
-from traces import demo_trace
-from traces.errors import InputError
-from traces.output import MARKER
-from traces.steps import DECODE
+from traces import DECODE, MARKER, InputError, demo_trace
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,28 +11,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
-from replay.calibration.pace import pausing
+from policies.core import Shape, parse
+from replay.calibration import pausing
 from replay.device_choice import DeviceChoice
-from replay.devices import cpu
+from replay.devices import CpuDevice, HostMemory, HostStore, Pace, cpu, open_stage
 from replay.devices import store as store_module
-from replay.devices.cpu import CpuDevice
-from replay.devices.stage import open_stage
-from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
-from replay.devices.waiting import Pace
+from replay.devices.store import STAMP_BYTES
 from replay.model.network import Network, expert_output
-from sim.engines.untimed import count
-from sim.loop.driver import Driver, play
-from sim.loop.log import RunLog
-from sim.loop.requests import Requests
+from sim.engines import count
+from sim.loop import Driver, Requests, RunLog, play
 from sim.profiles.model_profile import ModelProfile, model
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
-from traces.errors import InputError
-from traces.steps import DECODE
+from traces import DECODE, InputError, Trace
 from traces.synthetic import synthetic
-from traces.trace import Trace
 
 
 class WatchedCpu(Watching, CpuDevice):

@@ -8,25 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import Shape, parse
 from replay.device_choice import BEST_EFFORT, REQUIRE, DeviceChoice
-from replay.devices import launches
-from replay.devices.cuda import CudaDevice
-from replay.devices.gpu import Gpu
-from replay.devices.launches import Launches
-from replay.devices.pinning import pinned
-from replay.devices.stage import open_stage
-from replay.devices.store import HostMemory, HostStore
+from replay.devices import CudaDevice, Gpu, HostMemory, HostStore, Launches, launches, open_stage, pinned
 from replay.model.network import Network
-from sim.engines.untimed import count
-from sim.loop.driver import play
-from sim.loop.log import RunLog
-from sim.loop.requests import Requests
+from sim.engines import count
+from sim.loop import Requests, RunLog, play
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L
-from traces.errors import InputError
+from traces import InputError
 from traces.synthetic import synthetic
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from replay.device_choice import DeviceChoice
-from traces.errors import InputError
+from traces import InputError
 
 
 @pytest.mark.parametrize(

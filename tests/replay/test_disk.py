@@ -16,24 +16,33 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import sim.profiles
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import Shape, parse
 from replay.commands import main
 from replay.device_choice import DeviceChoice
-from replay.devices.cpu import CpuDevice
-from replay.devices.expert_file import ExpertFile, read_through, stride_of, write
-from replay.devices.lanes import PAGE, knee, page_up, parts, rates
-from replay.devices.stage import open_stage
-from replay.devices.store import HostStore, Stamps, anonymous
+from replay.devices import (
+    PAGE,
+    CpuDevice,
+    ExpertFile,
+    HostStore,
+    Stamps,
+    anonymous,
+    knee,
+    open_stage,
+    page_up,
+    rates,
+    read_through,
+    stride_of,
+    write,
+)
+from replay.devices.lanes import parts
 from replay.model.network import Network
-from sim.engines.untimed import count
-from sim.loop.driver import play
-from sim.loop.requests import Requests
+from sim.engines import count
+from sim.loop import Requests, play
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile, model
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
-from traces.errors import InputError
+from traces import InputError
 from traces.synthetic import synthetic
 
 BIG = replace(PROFILE, name="big", hidden_size=64, expert_intermediate_size=57)

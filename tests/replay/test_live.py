@@ -17,25 +17,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies.blend.profile import Profile
-from policies.core.spec import parse
-from policies.eamc.file import SavedEamc
+from policies.core import parse
+from policies.eamc import SavedEamc
 from replay.commands import main
 from replay.device_choice import DeviceChoice
-from replay.devices.gpu import Gpu
-from replay.live import opening
+from replay.devices import Gpu
+from replay.live import LiveModel, Shard, open_live, opening
 from replay.live.layout import ShardStore
-from replay.live.model import LiveModel
-from replay.live.opening import open_live
 from replay.live.profile import starting_from
-from replay.live.shards import Shard
-from sim.loop.log import COLUMNS
+from sim.loop import COLUMNS
 from tests.support.command import run
 from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import NEW_TOKENS, logits, prompt, saved, whole_model
 from tracer import demo
 from tracer.commands import main as tracer_main
-from traces.errors import InputError
-from traces.trace import Trace
+from traces import InputError, Trace
 
 ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "gpt_oss")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -17,15 +17,12 @@ from openai import OpenAI
 from transformers import GenerationConfig
 
 from replay.device_choice import DeviceChoice
-from replay.live.model import LiveModel
-from replay.live.opening import open_live
-from replay.live.requests import unused
-from replay.live.server import MOST_SENT, Server
-from replay.live.shards import Shard
+from replay.live import LiveModel, Server, Shard, open_live, unused
+from replay.live.server import MOST_SENT
 from tests.support.live_models import saved, whole_model
 from tests.support.tokenizer import byte_tokenizer
-from tracer.models import LoadedModel
-from traces.errors import InputError
+from tracer import LoadedModel
+from traces import InputError
 
 KEY = "sesame"
 READS = [10**9]

@@ -10,18 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.core import PolicySpec, Residency, Script, Shape, parse
 from policies.core import residency_compiled as core
-from policies.core.policy import Shape
-from policies.core.residency import Residency
-from policies.core.script import Act, Decision, Script
-from policies.core.spec import PolicySpec, parse
-from replay.comparison.lockstep import Lockstep, LoopRecorder
+from policies.core.script import Act, Decision
+from replay.comparison import Lockstep, LoopRecorder
 from replay.warmup import undisturbed
-from sim.engines.simpy_engine import SimpyDevice, simulate
-from sim.loop.driver import play
-from sim.loop.log import RunLog
-from sim.loop.requests import Requests
-from sim.loop.run import Run, gpu_run
+from sim.engines import SimpyDevice
+from sim.engines.simpy_engine import simulate
+from sim.loop import Requests, Run, RunLog, gpu_run, play
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.logs import assert_logs_equal

@@ -13,33 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
-from replay.calibration.contention import (
-    at_most_as_beside,
-    effective,
-    half_missing,
-    half_missing_in_loop,
-    slowed,
-    slowed_by,
-)
+from policies.core import Shape, parse
+from replay.calibration import Meter, effective, measure_model, policy_ns, rising, transfers, under_policy
+from replay.calibration.contention import at_most_as_beside, half_missing, half_missing_in_loop, slowed, slowed_by
 from replay.calibration.host_time import FIRST_STEPS, parts_ns, same_again, tokens_in_loop, with_host
-from replay.calibration.measure import PASSES, combined, measure_model, one_pass, policy_ns, under_policy
-from replay.calibration.meter import Meter, rising
-from replay.calibration.parts import _pumped, decoded_contexts, ladder, top_k, transfers
-from replay.devices.cuda import CudaDevice
-from replay.devices.launches import Launches
-from replay.devices.store import HostStore
-from replay.devices.waiting import Pace
+from replay.calibration.measure import PASSES, combined, one_pass
+from replay.calibration.parts import _pumped, decoded_contexts, ladder, top_k
+from replay.devices import CudaDevice, HostStore, Launches, Pace
 from replay.model.network import Network
+from sim.engines import SimpyDevice
 from sim.engines.engine import simulate
-from sim.engines.simpy_engine import COMPUTE, SimpyDevice
+from sim.engines.simpy_engine import COMPUTE
 from sim.experiment import AUTO
-from sim.loop.device import Completion, Device, Kind, Work
-from sim.loop.driver import play
-from sim.loop.log import RunLog
-from sim.loop.requests import Requests
-from sim.loop.run import Run
+from sim.loop import Completion, Device, Kind, Requests, Run, RunLog, Work, play
 from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link, Timing

@@ -9,7 +9,7 @@ from replay.model.network import BUCKET, Network, expert_output
 from sim import profiles
 from sim.profiles import model_profile
 from sim.profiles.model_profile import ModelProfile
-from traces.errors import InputError
+from traces import InputError
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -2,12 +2,10 @@
 
 import numpy as np
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
-from replay.devices.nvtx import marked
-from sim.engines.simpy_engine import SimpyDevice
-from sim.loop.driver import play
-from sim.loop.requests import Requests
+from policies.core import Shape, parse
+from replay.devices import marked
+from sim.engines import SimpyDevice
+from sim.loop import Requests, play
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.devices import run_of
 from traces.synthetic import synthetic

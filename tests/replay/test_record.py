@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replay.comparison.record import CELLS, TOP, Record
+from replay.comparison import Record
+from replay.comparison.record import CELLS, TOP
 from replay.keys import key_of
-from traces.errors import InputError
+from traces import InputError
 
 CELL = {"policy": "lru", "measured": {"tpot_mean_ms": 1.5}}
 

@@ -9,10 +9,8 @@ from itertools import pairwise
 import pytest
 
 from replay.commands import main
-from sim.loop.driver import play
-from sim.timeline.file import Timeline
-from sim.timeline.observer import TimelineObserver
-from sim.timeline.window import WHOLE
+from sim.loop import play
+from sim.timeline import WHOLE, Timeline, TimelineObserver
 from tests.support.devices import AnyOrder, Watch
 from tests.support.replay_runs import draw
 from tests.support.timelines import Shown, nests, parsed

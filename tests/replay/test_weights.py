@@ -16,7 +16,7 @@ from replay.model.dense import GroupedQueryAttention, LatentAttention, Source
 from replay.model.network import Network, expert_output
 from replay.model.weights import Checkpoint
 from sim.profiles.model_profile import ModelProfile
-from traces.errors import InputError
+from traces import InputError
 
 CPU = torch.device("cpu")
 H, I, E, K, LAYERS, VOCABULARY = 32, 24, 4, 2, 3, 64  # noqa: E741  the field's name

@@ -10,31 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.spec import parse
-from sim.analysis.adaptation import (
-    ACROSS,
-    WITHIN,
-    Adaptation,
-    Measured,
-    Protocol,
-    Shift,
-    adapt,
-    plan,
-    requests_needed,
-    save,
-    summary,
-    to_run,
-)
+from policies.core import parse
+from sim.analysis import Adaptation, Protocol, adapt, to_run
+from sim.analysis.adaptation import ACROSS, WITHIN, Measured, Shift, plan, requests_needed, save, summary
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.profiles.model_profile import model
-from sim.sweeps.grid import Grid
+from sim.sweeps import Grid
 from tests.support.command import moe_sim
-from traces.errors import InputError
-from traces.output import MARKER
+from traces import MARKER, InputError, Trace, write_trace
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import write_trace
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 2, 8, 2, 20
 DEMAND = LAYERS * TOP_K

@@ -10,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from policies.core.spec import parse
-from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, figure, save, sentence, to_play
+from policies.core import parse
+from sim.analysis import analyse, sentence, to_play
+from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, figure, save
 from sim.commands import app
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.profiles.model_profile import model
-from sim.sweeps.grid import Grid
+from sim.sweeps import Grid
 from tests.support.command import moe_sim
-from traces.errors import InputError
-from traces.output import MARKER
+from traces import MARKER, InputError, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 
 @pytest.fixture(scope="module")

@@ -16,20 +16,16 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from sim.backtest import file, report, routing, score
-from sim.backtest.case import Case
-from sim.backtest.file import Machine, Model, Setting
-from sim.backtest.machine import DATA, Rates, rates, table
-from sim.backtest.model import profile_of
+from sim.backtest import Case, Machine, Model, Rates, Setting, file, profile_of, rates, report, routing, score, table
+from sim.backtest.machine import DATA
 from sim.commands import app
 from sim.experiment import SIMPY
 from sim.planner import errors
 from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
-from traces.errors import InputError
+from traces import InputError, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backtest.md"
 

@@ -13,19 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.core.catalog import available
-from policies.core.policy import Int, Shape
-from policies.core.spec import parse
-from policies.prefetch.stride import Predictor
+from policies.core import Int, Shape, available, parse
+from policies.prefetch import Predictor
 from policies.random_routing import Script, scripts
 from sim.engines import simpy_engine
 from sim.engines.engine import simulate
-from sim.loop.log import RunLog, whole
-from sim.loop.observer import LoopObserver
-from sim.loop.run import gpu_run
+from sim.loop import LoopObserver, RunLog, gpu_run, whole
 from sim.profiles.timing import FixedTiming, Link
+from traces import write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 SHAPE = Shape(3, 5)
 TIMING, LINK = FixedTiming(7, 3, 1, 2, 5), Link(2, 1, 2, expert_bytes=10, chunk_bytes=4)

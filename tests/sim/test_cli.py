@@ -12,13 +12,12 @@ import pandas as pd
 import pytest
 
 from sim.commands import main
-from sim.sweeps.store import CELLS, MAKER
+from sim.sweeps import CELLS, MAKER
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
+from traces import LOCK, MARKER, claim, only_writer, write_trace
 from traces.importers import Options, import_dump
-from traces.output import LOCK, MARKER, claim, only_writer
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 COMMAND = [sys.executable, "-c", "from sim.commands import main; main()"]
 

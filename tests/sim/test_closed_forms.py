@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import Shape, parse
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
-from sim.loop.log import STALLS, RunLog
-from sim.loop.run import Tier, Users, gpu_run
+from sim.loop import STALLS, RunLog, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces.steps import DECODE, RequestSteps, decode_steps, prefill_step
+from traces import DECODE, RequestSteps, decode_steps
+from traces.steps import prefill_step
 
 L, E, K = 3, 8, 2
 TIMING = FixedTiming(dense=1_000, expert=300, expert_per_token=20, combine=50, head=700)

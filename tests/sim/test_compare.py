@@ -13,22 +13,11 @@ from typer.testing import CliRunner
 
 from sim.commands import app
 from sim.report import inputs as report_inputs
-from sim.results.compare import (
-    MEASURES,
-    Difference,
-    SweptRun,
-    choose,
-    differences,
-    indistinct,
-    interval,
-    pairs_across,
-    read,
-    split_name,
-)
+from sim.results import Difference, SweptRun, choose, differences, pairs_across, read, split_name
+from sim.results.compare import MEASURES, indistinct, interval
 from tests.support.tiny import SIZES
-from traces.errors import InputError
+from traces import InputError, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 HIT_RATE, TPOT, TTFT = MEASURES
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 import sim
-from policies.core.grammar import alternatives
+from policies.core import alternatives
 from sim.commands.run import run as run_command
 from sim.commands.sweep import sweep as sweep_command
 from sim.experiment import OPTIONS, Experiment
-from sim.sweeps.config import KEYS, Sweep
-from traces.errors import InputError
-from traces.files import read_toml
+from sim.sweeps import Sweep
+from sim.sweeps.config import KEYS
+from traces import InputError, read_toml
 
 GIVEN: dict[str, Any] = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}
 

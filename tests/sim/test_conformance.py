@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from sim.engines.cases import run_case, run_file
-from traces.errors import InputError
+from sim.engines import run_case, run_file
+from traces import InputError
 
 CASE = {
     "L": 2,

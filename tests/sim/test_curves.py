@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.spec import parse
-from policies.core.stack_distances import lru_misses
-from sim.analysis.curves import Accesses, belady_misses, next_uses, reuse
-from sim.engines.untimed import count
+from policies.core import lru_misses, parse
+from sim.analysis import Accesses, belady_misses
+from sim.analysis.curves import next_uses, reuse
+from sim.engines import count
 from tests.support.strategies import traces
 from tests.support.untimed_oracle import EXPECTED, SHARED
+from traces import decode_steps
 from traces.importers import import_dump
-from traces.steps import decode_steps
 from traces.synthetic import synthetic
 
 CURVES = {"lru": lru_misses, "belady": belady_misses}

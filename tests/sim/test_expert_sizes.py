@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from sim.profiles.expert_sizes import expert_bytes_by_layer
 from sim.profiles.safetensors_files import INDEX
-from traces.errors import InputError
+from traces import InputError
 
 Gguf = dict[str, tuple[tuple[int, ...], str]]
 """The tensors of a GGUF file: name -> (shape, outermost first; type)."""

@@ -6,8 +6,7 @@ import pytest
 from sim import profiles
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import derived, known, model, of_trace
-from traces.errors import InputError
-from traces.schema import TraceMeta
+from traces import InputError, TraceMeta
 
 A5000 = Path(profiles.__file__).parent / "hardware" / "a5000.toml"
 

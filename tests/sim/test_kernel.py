@@ -23,16 +23,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import dispatch
-from policies.core.policy import Prefetcher, ScorePolicy, Shape
+from policies.core import Prefetcher, ScorePolicy, Shape, dispatch, parse
 from policies.core.registry import built_in
-from policies.core.spec import parse
 from sim.engines import compiled_engine, engine, simpy_engine
 from sim.experiment import ENGINES, Experiment
 from sim.loaded import TimedRun
-from sim.loop.log import joined, whole
-from sim.loop.run import gpu_run
-from sim.loop.session import decider_of
+from sim.loop import decider_of, gpu_run, joined, whole
 from sim.profiles.timing import DurationTables, FixedTiming, Link
 from tests import reference
 from tests.support.logs import columns
@@ -45,10 +41,8 @@ from tests.support.reference_cases import (
     stored_cases,
 )
 from tests.support.runs import Draw, Drawn, Lopsided, draw_request, draw_run, draw_tiers_run
-from traces import demo_trace
-from traces.errors import InputError
+from traces import InputError, demo_trace, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 CASES = int(os.environ.get("MOE_FUZZ_CASES", "2000"))
 BATCHES = 40

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.analysis.locality import locality, sch, srp
+from traces import Trace
 from traces.importers import import_dump
 from traces.synthetic import synthetic
-from traces.trace import Trace
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 

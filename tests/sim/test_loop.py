@@ -7,17 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policies.core.policy import NO_INTS, Shape
-from policies.core.spec import parse
-from sim.engines import compiled_engine
-from sim.engines.cases import case_request
-from sim.engines.simpy_engine import SimpyDevice, simulate
-from sim.loop.device import Device, Kind
-from sim.loop.driver import play
-from sim.loop.log import RunLog, Share, StepRow, whole
-from sim.loop.requests import Requests
-from sim.loop.run import Run, gpu_run
-from sim.loop.schedule import LiveStep
+from policies.core import NO_INTS, Shape, parse
+from sim.engines import SimpyDevice, case_request, compiled_engine
+from sim.engines.simpy_engine import simulate
+from sim.loop import Device, Kind, LiveStep, Requests, Run, RunLog, Share, StepRow, gpu_run, play, whole
 from sim.loop.session import Session
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model

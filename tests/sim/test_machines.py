@@ -10,21 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.core.spec import parse
+from policies.core import parse
 from replay.choice import Choice
 from replay.device_choice import DeviceChoice
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
-from sim.loop.requests import users
-from sim.sweeps import report
-from sim.sweeps.grid import Grid, played
+from sim.loop import users
+from sim.sweeps import Grid, played, report
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES, TINY
-from traces.errors import InputError
-from traces.shards import Shards
+from traces import InputError, Shards, Trace, write_trace
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import write_trace
 
 L, E, K = 3, 16, 2
 

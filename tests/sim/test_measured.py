@@ -10,16 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.spec import parse
+from policies.core import parse
 from sim import profiles
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
-from sim.sweeps.grid import Grid, key, played
-from sim.sweeps.report import warnings
-from traces import demo_trace
-from traces.errors import InputError
+from sim.sweeps import Grid, key, played, warnings
+from traces import InputError, demo_trace
 from traces.typed import typed
 
 A5000 = Path(profiles.__file__).parent / "hardware" / "a5000.toml"

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import registry
-from policies.core.policy import Int, RetentionPolicy
+from policies.core import Int, RetentionPolicy, registry
 from tests import reference
 from tests.support.reference_cases import (
     STORED_CASES,

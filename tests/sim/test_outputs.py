@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 import tracer.commands
-from sim.sweeps.store import CELLS, MAKER
+from sim.sweeps import CELLS, MAKER
 from tests.support.command import moe_sim, run
 from tests.support.tiny import SIZES
-from traces.output import MARKER, claim, marked, only_writer
+from traces import MARKER, claim, marked, only_writer, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 RESULTS = {
     "sweep": ("--untimed", "--policies", "lru", "--cache-sizes", "24", "--workers", "1"),

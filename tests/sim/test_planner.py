@@ -10,16 +10,15 @@ import pytest
 
 from benchmarks import planner as benchmark
 from sim import profiles
-from sim.backtest import file, score
-from sim.backtest.file import Model
+from sim.backtest import Model, file, score
 from sim.experiment import SIMPY
-from sim.planner import errors
+from sim.planner import Plan, errors, quick
 from sim.planner.placements import TOKENS, Layout, cached, missed_bytes
-from sim.planner.plan import PRECISIONS, Plan, _limit_s, plan, quick
+from sim.planner.plan import PRECISIONS, _limit_s, plan
 from sim.planner.resources import GPU_RESERVED, resources
 from sim.profiles.model_profile import model
 from tests.support.command import moe_sim
-from traces.errors import InputError
+from traces import InputError
 
 DESKTOP: dict[str, Any] = {"gpu_memory": "12GiB", "host_memory": "32GiB", "link": "pcie4x8", "cpu_bandwidth": "50GB/s"}
 LAPTOP = {**DESKTOP, "gpu_memory": "3GiB", "host_memory": "7GiB"}

@@ -6,17 +6,16 @@ from fractions import Fraction
 import pytest
 
 from benchmarks import predictors as benchmark
-from policies.core.presets import PRESETS
-from policies.core.spec import parse
+from policies.core import PRESETS, parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.profiles import policy_overhead
 from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.roofline import Roofline
-from sim.sweeps.grid import Grid, played
+from sim.sweeps import Grid, played
 from tests.support.tiny import SIZES
+from traces import write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 LAYERS, EXPERTS, TOP_K = 3, 16, 2
 SMALL, LARGE = MEASURED[0][:2], MEASURED[1][:2]

@@ -9,7 +9,7 @@ from sim.quantities import (
     parse_whole,
     show_bytes,
 )
-from traces.errors import InputError
+from traces import InputError
 
 
 @pytest.mark.parametrize(

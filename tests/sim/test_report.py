@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from policies.core.spec import parse
+from policies.core import parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.report import bounds, inputs, page, routing
-from sim.results.metrics import summarise
+from sim.results import summarise
 from tests.support.command import moe_sim, run
 from traces import Trace, demo_trace
 from traces.synthetic import synthetic

@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sim.loop.log import RequestLog, RunLog
-from sim.results.files import write_rows
-from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, summarise
-from traces.steps import DECODE, PREFILL
+from sim.loop import RequestLog, RunLog
+from sim.results import REQUESTS, RESULTS, Cell, summarise, write_rows
+from sim.results.metrics import coverage
+from traces import DECODE, PREFILL
 
 MS = 1_000_000
 

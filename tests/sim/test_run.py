@@ -11,18 +11,16 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from policies.core.spec import parse
+from policies.core import parse
 from sim.commands import main
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
-from sim.results.metrics import summarise
+from sim.results import summarise
+from sim.timeline import WHOLE, Window
 from sim.timeline import window as timeline_window
-from sim.timeline.window import WHOLE, Window
 from tests.support.tiny import SIZES
-from traces.errors import InputError
-from traces.steps import DECODE, PREFILL
+from traces import DECODE, PREFILL, InputError, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 
 @pytest.fixture(scope="module")

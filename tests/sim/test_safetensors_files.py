@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from sim.profiles.safetensors_files import INDEX, files_of, header_of, tensors_of
-from traces.errors import InputError
+from traces import InputError
 
 
 def written(path: Path, *entries: dict[str, Any], data: int = 8) -> Path:

@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from policies.core.spec import parse
-from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, figure, plan, point_of, save, sensitivity
+from policies.core import parse
+from sim.analysis import point_of
+from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, figure, plan, save, sensitivity
 from sim.commands import main
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
@@ -19,9 +20,8 @@ from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.roofline import Roofline, disk_link, host_link
 from tests.support.tiny import SIZES
-from traces.output import MARKER
+from traces import MARKER, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 LAYERS, EXPERTS = 3, 4
 TOKEN = LAYERS * EXPERTS

@@ -6,28 +6,33 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.core.policy import ScorePolicy
-from policies.core.spec import PolicySpec, parse
+from policies.core import PolicySpec, ScorePolicy, parse
 from sim.engines import compiling
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
-from sim.loop.requests import Requests, users
-from sim.results import plot
-from sim.results.files import REQUESTS_FILE, RESULTS_FILE
+from sim.loop import Requests, users
+from sim.results import REQUESTS_FILE, RESULTS_FILE, plot
 from sim.results.metrics import Summary
-from sim.sweeps import report, winner
-from sim.sweeps.config import specs
-from sim.sweeps.grid import Grid, Table, by_source, grid_of, key, outcome, played, save, sweep
-from sim.sweeps.store import Store
-from sim.sweeps.winner import Winner
-from sim.sweeps.workers import Local
+from sim.sweeps import (
+    Grid,
+    Local,
+    Store,
+    Table,
+    Winner,
+    grid_of,
+    key,
+    outcome,
+    played,
+    report,
+    save,
+    specs,
+    sweep,
+    winner,
+)
+from sim.sweeps.grid import by_source
 from tests.support.tiny import SIZES
-from traces.errors import InputError
-from traces.output import MARKER
-from traces.shards import Shards
+from traces import MARKER, InputError, Shards, Trace, write_trace
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import write_trace
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 3
 

@@ -9,29 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import Shape, parse
 from sim.commands import main
 from sim.commands.systems import _title
 from sim.engines import engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop.run import gpu_run
+from sim.loop import gpu_run
 from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
-from sim.systems import table1, transforms
-from sim.systems.predict import CannotRunError, Setting, SystemRun
-from sim.systems.system import chosen, systems
+from sim.systems import Setting, chosen, table1, transforms
+from sim.systems.predict import CannotRunError, SystemRun
+from sim.systems.system import systems
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
-from traces.errors import InputError
-from traces.steps import DECODE
+from traces import DECODE, InputError, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 TIMES = FixedTiming(dense=100, expert=7, expert_per_token=3, combine=11, head=13, hop_ns=5, host=40, host_per_token=10)
 LINK = Link(latency_ns=9, ns_per_byte_num=3, ns_per_byte_den=2, expert_bytes=50)

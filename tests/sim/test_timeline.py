@@ -16,20 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import Shape, parse
 from sim.engines import simpy_engine
-from sim.loop.log import STALLS, Ended, RunLog, joined
-from sim.loop.run import Run, gpu_run
+from sim.loop import STALLS, Ended, Run, RunLog, gpu_run, joined
 from sim.profiles.timing import FixedTiming, Link
-from sim.timeline import simulated
-from sim.timeline.file import ComputeTrack, Timeline, writing
-from sim.timeline.window import WHOLE, Window
+from sim.timeline import WHOLE, Timeline, Window, simulated, writing
+from sim.timeline.file import ComputeTrack
 from tests.support.logs import assert_logs_equal
 from tests.support.runs import Drawn, draw_run, draw_tiers_run
 from tests.support.timelines import Shown, Slice, nests, ns, parsed
-from traces.errors import InputError
-from traces.steps import DECODE
+from traces import DECODE, InputError
 from traces.synthetic import synthetic
 
 SEEDS = range(160)

@@ -12,24 +12,19 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import Shape, parse
 from sim.commands import main
 from sim.commands.tune import _table
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.sweeps import config
 from sim.sweeps.grid import play_cell
-from sim.tuning.journal import NAME, Journal
-from sim.tuning.search_space import space_of
-from sim.tuning.tune import Halves, Judged, Result, Search, save, tune
+from sim.tuning import NAME, Halves, Journal, Result, Search, save, space_of
+from sim.tuning.tune import Judged, tune
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces.errors import InputError
-from traces.files import read_toml
-from traces.output import MARKER
+from traces import MARKER, InputError, read_toml, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 pytest.importorskip("optuna")
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.spec import parse
-from sim.engines.untimed import count
+from policies.core import parse
+from sim.engines import count
 from tests.support.untimed_oracle import EXPECTED, SHARED, accesses, oracle_misses
+from traces import DECODE, RequestSteps
 from traces.importers import import_dump
-from traces.steps import DECODE, RequestSteps
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("lru", "LRU"), ("fifo", "FIFO"), ("lfu", "LFU"), ("belady", "Belady")])

@@ -5,15 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core import Shape, parse
+from sim.engines import count
 from sim.engines.simpy_engine import simulate
-from sim.engines.untimed import count
-from sim.loop.run import gpu_run
+from sim.loop import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.untimed_oracle import SHARED, accesses, oracle_misses
+from traces import RequestSteps
 from traces.importers import import_dump
-from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 
 CLASSIC = ["lfu-perfect", "lfu-aged:half_life=20", "lrfu:decay=0.1", "clock", "clock:bits=2", "sieve", "s3fifo", "arc"]

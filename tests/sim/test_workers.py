@@ -11,20 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from policies.core.policy import ScorePolicy
-from policies.core.spec import PolicySpec, parse
-from policies.retention.lru import LRU
+from policies.core import PolicySpec, ScorePolicy, parse
+from policies.retention import LRU
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
-from sim.results.files import REQUESTS_FILE, RESULTS_FILE
-from sim.sweeps import workers
-from sim.sweeps.grid import Grid, Table, outcome, played, save, sweep
-from sim.sweeps.store import Store
-from sim.sweeps.workers import Cluster, Local, Task
+from sim.results import REQUESTS_FILE, RESULTS_FILE
+from sim.sweeps import Cluster, Grid, Local, Store, Table, Task, outcome, played, save, sweep, workers
 from tests.support.tiny import SIZES
-from traces.errors import InputError
+from traces import InputError, write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 GRID = Grid(tuple(map(parse, ("lru", "clock", "eamc", "lru+popular"))), {"25%": 16, "50%": 32})
 REQUESTS = 12

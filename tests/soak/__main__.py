@@ -27,8 +27,8 @@ import pyarrow.parquet as pq
 import tomli_w
 
 from tests.support.tiny import PROFILE, SIZES, E, K, L
+from traces import write_trace
 from traces.synthetic import synthetic
-from traces.writer import write_trace
 
 ROOT = Path(__file__).parents[2]
 

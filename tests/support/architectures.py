@@ -10,8 +10,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
 from tests.support.tokenizer import byte_tokenizer
+from tracer import LoadedModel
 from tracer.architectures import architectures
-from tracer.models import LoadedModel
 
 SMALL: dict[str, Any] = {
     "vocab_size": 257,

@@ -5,10 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
-from policies.core.policy import Requests, Shape
-from policies.core.spec import PolicySpec
-from sim.loop.device import Completion, Device, Kind, Work
-from sim.loop.run import Run, gpu_run
+from policies.core import PolicySpec, Requests, Shape
+from sim.loop import Completion, Device, Kind, Run, Work, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 
 

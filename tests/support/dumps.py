@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from traces.steps import DECODE, PREFILL
+from traces import DECODE, PREFILL, Trace
 from traces.synthetic import synthetic
-from traces.trace import Trace
 
 
 def known(requests: int = 3, tokens: int = 4, prompt: int = 5, layers: int = 3, experts: int = 8) -> Trace:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from replay.devices.gpu import Event, Gpu, Stream, Task
+from replay.devices import Gpu, Stream, Task
+from replay.devices.gpu import Event
 
 
 class FakeEvent:

@@ -13,12 +13,21 @@ from unittest.mock import patch
 
 import numpy as np
 
-from policies.core import registry, runner, spec
-from policies.core.policy import Event, Float, Int, Prefetcher, RetentionPolicy, Shape
-from policies.core.residency import PolicyResidency
-from policies.core.spec import PolicySpec
+from policies.core import (
+    Event,
+    Float,
+    Int,
+    PolicyResidency,
+    PolicySpec,
+    Prefetcher,
+    RetentionPolicy,
+    Shape,
+    registry,
+    runner,
+    spec,
+)
 from sim.engines import cases
-from sim.loop.log import RunLog
+from sim.loop import RunLog
 
 Case = dict[str, Any]
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from policies.core.policy import Event, Float, Int, Prefetcher, Shape
-from policies.core.spec import Part, PolicySpec, parse
-from sim.engines.cases import case_request
-from sim.loop.run import Run, gpu_run
+from policies.core import Event, Float, Int, Part, PolicySpec, Prefetcher, Shape, parse
+from sim.engines import case_request
+from sim.loop import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces.steps import RequestSteps
+from traces import RequestSteps
 
 
 @dataclass(frozen=True)

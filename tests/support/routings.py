@@ -7,8 +7,8 @@ tokens by expert for each layer.
 import numpy as np
 from hypothesis import strategies as st
 
-from policies.core.policy import Shape
-from traces.steps import DECODE, PREFILL, RequestSteps
+from policies.core import Shape
+from traces import DECODE, PREFILL, RequestSteps
 
 
 def requests_of(routing, E):

@@ -10,17 +10,12 @@ from unittest.mock import patch
 
 import numpy as np
 
-from policies.core import dispatch, runner
-from policies.core.policy import Int, Listener, Prefetcher, RetentionPolicy, Shape
+from policies.core import Int, Listener, PolicyResidency, Prefetcher, RetentionPolicy, Shape, dispatch, parse, runner
 from policies.core.registry import is_pair
-from policies.core.residency import PolicyResidency
-from policies.core.spec import parse
-from policies.prefetch.stride import Predictor
-from sim.loop.log import Ended, RunLog
-from sim.loop.run import Run, Tier, Users, gpu_run
+from policies.prefetch import Predictor
+from sim.loop import Ended, Run, RunLog, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces.errors import InputError
-from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps
+from traces import DECODE, PREFILL, InputError, Lookahead, RequestSteps
 
 
 def playable(cls: type[Listener]) -> bool:

@@ -6,9 +6,7 @@ from dataclasses import fields
 import numpy as np
 import pandas as pd
 
-from traces.shards import Shards
-from traces.steps import RequestSteps
-from traces.trace import Trace
+from traces import RequestSteps, Shards, Trace
 
 ARRAYS = ("offsets", "experts", "phase", "position", "step")
 

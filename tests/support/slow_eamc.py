@@ -2,11 +2,9 @@
 
 import numpy as np
 
-from policies.core.events import RequestEvents
-from policies.core.policy import Event, ScorePolicy, Shape
-from policies.core.spec import parse
-from policies.eamc.collection import EamcOptions
-from traces.steps import RequestSteps
+from policies.core import Event, RequestEvents, ScorePolicy, Shape, parse
+from policies.eamc import EamcOptions
+from traces import RequestSteps
 
 
 def cosine(a, b) -> float:

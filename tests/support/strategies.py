@@ -5,9 +5,7 @@ import pandas as pd
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from traces.schema import TraceMeta
-from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
+from traces import DECODE, PREFILL, Trace, TraceMeta
 
 
 @st.composite

@@ -5,8 +5,8 @@ import torch
 
 from tests.support.architectures import tiny
 from tests.support.command import Run, run
+from tracer import LoadedModel
 from tracer.commands import main
-from tracer.models import LoadedModel
 
 ARCHITECTURES = (
     "mixtral",

@@ -14,12 +14,11 @@ from typer.testing import CliRunner
 
 from tests.support.architectures import names, tiny_model
 from tests.support.routing_oracle import IDS, check, merged, observed, run
+from tracer import ExpertsHook, Interface
 from tracer.architectures import ADAPTED, architectures
 from tracer.commands.architectures import architectures as command
-from tracer.hook import ExpertsHook
 from tracer.nllb import NOTE
-from tracer.sites import Interface
-from traces.errors import InputError
+from traces import InputError
 
 RECORDED = sorted(set(names()) - {"diffusion_gemma"})  # by the hook; what does not answer has no recording
 

@@ -26,9 +26,7 @@ from tests.support.same import assert_same
 from tests.support.tokenizer import byte_tokenizer
 from tracer import demo
 from tracer.commands.record import Meter
-from traces import demo_trace
-from traces.reader import EXTRA
-from traces.trace import Trace
+from traces import EXTRA, Trace, demo_trace
 
 COMMAND = [sys.executable, "-c", "from tracer.commands import main; main()"]
 

@@ -10,10 +10,8 @@ import torch
 
 from tests.support.command import Run
 from tests.support.dumps import KNOWN, MAPPING, known, passes, same, stat, vllm_answer, write_lines
-from tracer.torch_dumps import load
-from traces.errors import InputError
-from traces.trace import Trace
-from traces.writer import write_trace
+from tracer import load
+from traces import InputError, Trace, write_trace
 
 
 def tensors(value: Any) -> Any:

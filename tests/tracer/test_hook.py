@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.architectures import COMMON, tiny_model
 from tests.support.routing_oracle import IDS, merged, observed, run
-from tracer.hook import ExpertsHook
-from traces.errors import InputError
+from tracer import ExpertsHook
+from traces import InputError
 
 BATCH = torch.cat([IDS, torch.cat([torch.zeros_like(IDS[:, :4]), IDS[:, :6] + 1], 1)])
 MASK = (torch.arange(10) >= torch.tensor([[0], [4]])).long()

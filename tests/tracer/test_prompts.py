@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tracer import demo
-from tracer.prompts import Columns, Prompt, read_prompts
-from traces.errors import InputError
+from tracer import Columns, Prompt, demo, read_prompts
+from traces import InputError
 
 ROWS = [{"uid": "a", "question": "One?", "category": "x"}, {"uid": "b", "question": "Two?", "category": "y"}]
 READ = [Prompt("a", "file", "x", ("One?",)), Prompt("b", "file", "y", ("Two?",))]

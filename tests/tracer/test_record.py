@@ -16,16 +16,10 @@ from numpy.typing import NDArray
 
 from tests.support.architectures import tiny
 from tests.support.same import assert_same
-from tracer.answers import Answer, Runner, Sampling
-from tracer.hook import ExpertsHook, Pass
-from tracer.models import LoadedModel, Loading, load_model
-from tracer.prompts import Prompt
-from tracer.record import Options, record
-from traces.edit import Source, join
-from traces.errors import InputError
-from traces.reader import EXTRA
-from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
+from tracer import ExpertsHook, LoadedModel, Loading, Options, Pass, Prompt, Runner, Sampling, load_model
+from tracer.answers import Answer
+from tracer.record import record
+from traces import DECODE, EXTRA, PREFILL, InputError, Source, Trace, join
 
 TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice.", "ok then")
 PROMPTS = [Prompt(f"p{i}", "set", f"task{i % 2}", (text,)) for i, text in enumerate(TEXTS)]

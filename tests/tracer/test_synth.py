@@ -10,9 +10,7 @@ from sim.profiles import names
 from sim.profiles.model_profile import model
 from tests.support.command import Run
 from tracer.shapes import PROFILES, shape_of
-from traces import demo_trace, fit
-from traces.errors import InputError
-from traces.trace import Trace
+from traces import InputError, Trace, demo_trace, fit
 
 
 def test_a_synthetic_trace_has_the_shape_of_the_model_and_says_what_it_is(moe_trace: Run, tmp_path: Path) -> None:

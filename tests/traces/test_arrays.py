@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces import arrays
-from traces.errors import InputError
+from traces import InputError, arrays
 
 
 def npy(array: np.ndarray, **options: bool) -> bytes:

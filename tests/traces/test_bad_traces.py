@@ -15,14 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from traces.errors import InputError
-from traces.schema import KEY, REQUESTS, ROUTING, VERSION
-from traces.shards import Shards
-from traces.steps import RequestSteps
-from traces.stream import pieces
+from traces import REQUESTS, ROUTING, InputError, RequestSteps, Shards, Trace, TraceWriter, pieces, write_trace
+from traces.schema import KEY, VERSION
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import UNFINISHED, TraceWriter, write_trace
+from traces.writer import UNFINISHED
 
 GOOD = synthetic(3, 4, 2, 6, 2, seed=0, prompt_tokens=3)
 PART = f"{ROUTING}/part-00000.parquet"

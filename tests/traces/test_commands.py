@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer.testing import CliRunner
 
+from traces import InputError
 from traces.commands import console, program
-from traces.errors import InputError
 
 PROGRAMS = ("sim", "tracer", "replay")
 

@@ -13,17 +13,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from policies.core.spec import parse
-from sim.engines.untimed import count
+from policies.core import parse
+from sim.engines import count
 from tests.support import strategies
 from tests.support.dumps import known, same
-from traces import demo_trace, export
-from traces.errors import InputError
+from traces import AGGREGATE, DECODE, PREFILL, InputError, Trace, demo_trace, export
 from traces.importers import import_dump
-from traces.schema import AGGREGATE
-from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
-from traces.trace import Phases, Trace
+from traces.trace import Phases
 
 WHY = "libcachesim, the independent oracle, is not installed"
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from tracer.torch_dumps import load
-from traces.files import expanded, read_toml
+from tracer import load
+from traces import expanded, read_toml
 
 
 def test_toml_is_read_behind_a_byte_order_mark(tmp_path: Path) -> None:

@@ -8,21 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core.stack_distances import lru_misses
-from sim.analysis.curves import Accesses, belady_misses
+from policies.core import lru_misses
+from sim.analysis import Accesses, belady_misses
 from tests.support.same import assert_same
 from tests.support.strategies import traces
-from traces import demo_trace
-from traces.errors import InputError
+from traces import DECODE, PREFILL, InputError, Trace, TraceMeta, demo_trace, statistics, write_trace
 from traces.fit import LAGS, OverlapTable, fit, measure, popularity
 from traces.importers import import_dump
-from traces.schema import TraceMeta
 from traces.score_model import CLUSTER, KIND, PASSAGE, PASSAGES, REQUEST, RUN, RUN_GOES_ON, Lengths, ScoreModel
-from traces.stats import statistics
-from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import write_trace
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 

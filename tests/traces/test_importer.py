@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from traces.errors import InputError
+from traces import DECODE, PREFILL, InputError, Trace, write_trace
 from traces.importers import Options, import_dump
-from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
-from traces.writer import write_trace
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"real traces are not at {SHARED}")

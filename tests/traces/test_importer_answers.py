@@ -15,12 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.dumps import known, npy, rows, same, sglang_answer, told, vllm_answer, write_lines
-from traces.errors import InputError
+from traces import PREFILL, InputError, Trace, write_trace
 from traces.importers import Options, import_dump
 from traces.importers.layers import first_dense, parse_layer_map
-from traces.steps import PREFILL
-from traces.trace import Trace
-from traces.writer import write_trace
 
 TRACE = known()
 E8 = Options(experts=8)

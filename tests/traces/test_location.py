@@ -18,15 +18,8 @@ from fsspec.registry import _registry
 import tracer.commands
 from tests.support.command import run
 from tests.support.same import assert_same, assert_same_shards
-from traces import demo_trace
-from traces.errors import InputError
-from traces.reader import EXTRA
-from traces.schema import REQUESTS, ROUTING
-from traces.shards import Shards
-from traces.stream import pieces
+from traces import EXTRA, REQUESTS, ROUTING, InputError, Shards, Trace, concatenate, demo_trace, pieces, write_trace
 from traces.synthetic import synthetic
-from traces.trace import Trace, concatenate
-from traces.writer import write_trace
 
 PART = f"{ROUTING}/part-00000.parquet"
 

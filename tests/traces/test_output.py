@@ -8,12 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces.errors import InputError
-from traces.output import LOCK, MARKER, check_file, claim, claimed, marked, only_writer, replacing
-from traces.schema import REQUESTS, ROUTING
+from traces import (
+    LOCK,
+    MARKER,
+    REQUESTS,
+    ROUTING,
+    InputError,
+    Trace,
+    TraceWriter,
+    check_file,
+    claim,
+    claimed,
+    marked,
+    only_writer,
+    replacing,
+    write_trace,
+)
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import TraceWriter, write_trace
 
 MADE = synthetic(3, 4, 2, 6, 2, seed=0, prompt_tokens=3)
 BY = "a test"

@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.same import assert_same
 from tests.support.strategies import traces
-from traces.errors import InputError
-from traces.reader import EXTRA, open_folder
-from traces.schema import GROWING, ROUTING
-from traces.stream import pieces
+from traces import EXTRA, GROWING, ROUTING, InputError, Trace, TraceWriter, open_folder, pieces, write_trace
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import TraceWriter, write_trace
 
 
 @settings(max_examples=60, deadline=None)

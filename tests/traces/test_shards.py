@@ -23,14 +23,21 @@ from hypothesis import strategies as st
 
 from tests.support.same import assert_same_shards, assert_same_steps
 from tests.support.strategies import traces
-from traces import blocks, demo_trace, stream
-from traces.errors import InputError
+from traces import (
+    GROWING,
+    REQUESTS,
+    ROUTING,
+    InputError,
+    Shards,
+    Trace,
+    TraceWriter,
+    blocks,
+    demo_trace,
+    stream,
+    write_trace,
+)
 from traces.reader import Files
-from traces.schema import GROWING, REQUESTS, ROUTING
-from traces.shards import Shards
 from traces.synthetic import synthetic
-from traces.trace import Trace
-from traces.writer import TraceWriter, write_trace
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from traces.stats import statistics, summary
-from traces.steps import DECODE
+from traces import DECODE, statistics, summary
 from traces.synthetic import synthetic
 
 TRACE = synthetic(12, 20, 3, 16, 2, seed=3, prompt_tokens=5)

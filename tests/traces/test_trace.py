@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.strategies import traces
-from traces import demo_trace
-from traces.errors import InputError
-from traces.steps import DECODE, PREFILL
+from traces import DECODE, PREFILL, InputError, Trace, demo_trace
 from traces.synthetic import synthetic
-from traces.trace import Trace
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 from msgspec import Meta
 
-from traces.errors import InputError
+from traces import InputError
 from traces.typed import typed
 
 

@@ -1,0 +1,2 @@
+from .belady import Belady as Belady
+from .lru import LRU as LRU

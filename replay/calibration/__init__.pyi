@@ -1,0 +1,14 @@
+from .around import Around as Around
+from .calibrate import Calibration as Calibration
+from .calibrate import choices as choices
+from .calibrate import profile as profile
+from .contention import effective as effective
+from .measure import Measurement as Measurement
+from .measure import measure_model as measure_model
+from .measure import middle as middle
+from .measure import policy_ns as policy_ns
+from .measure import under_policy as under_policy
+from .meter import Meter as Meter
+from .meter import rising as rising
+from .pace import pausing as pausing
+from .parts import transfers as transfers

@@ -1,0 +1,12 @@
+from .cell import CLOSED_LOOP as CLOSED_LOOP
+from .cell import LOCKSTEP as LOCKSTEP
+from .cell import MODES as MODES
+from .lockstep import FixedOrder as FixedOrder
+from .lockstep import Lockstep as Lockstep
+from .lockstep import LoopRecorder as LoopRecorder
+from .record import ERROR as ERROR
+from .record import Record as Record
+from .summary import accuracy as accuracy
+from .summary import in_words as in_words
+from .summary import rankings as rankings
+from .sweep import Machine as Machine

@@ -1,0 +1,15 @@
+from .compare import Difference as Difference
+from .compare import SweptRun as SweptRun
+from .compare import choose as choose
+from .compare import differences as differences
+from .compare import pairs_across as pairs_across
+from .compare import read as read
+from .compare import split_name as split_name
+from .files import REQUESTS_FILE as REQUESTS_FILE
+from .files import RESULTS_FILE as RESULTS_FILE
+from .files import write_rows as write_rows
+from .metrics import REQUESTS as REQUESTS
+from .metrics import RESULTS as RESULTS
+from .metrics import Cell as Cell
+from .metrics import summarise as summarise
+from .provenance import commit as commit

@@ -1,0 +1,2 @@
+from .predict import Setting as Setting
+from .system import chosen as chosen

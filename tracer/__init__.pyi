@@ -1,0 +1,13 @@
+from .answers import Runner as Runner
+from .answers import Sampling as Sampling
+from .hook import ExpertsHook as ExpertsHook
+from .hook import Pass as Pass
+from .models import LoadedModel as LoadedModel
+from .models import Loading as Loading
+from .models import load_model as load_model
+from .prompts import Columns as Columns
+from .prompts import Prompt as Prompt
+from .prompts import read_prompts as read_prompts
+from .record import Options as Options
+from .sites import Interface as Interface
+from .torch_dumps import load as load
