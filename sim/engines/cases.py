@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from policies.core.policy import Shape
-from policies.core.spec import PolicySpec
+from policies.core.spec import parse
 from sim.engines.engine import check, simulate
 from sim.experiment import AUTO, SIMPY
 from sim.loop.log import RunLog
@@ -180,7 +180,7 @@ def run(case: Case, engine: str = SIMPY) -> dict[str, Any]:
         [case_request(i, steps, case.E, prefills[i]) for i, steps in enumerate(case.requests)],
         Shape(case.L, case.E),
         slots=case.gpu_capacity,
-        policy=PolicySpec.of(case.evict, prefetch, placement=placement),
+        policy=parse(f"{case.evict}+{prefetch}/{placement}"),
         timing=FixedTiming(
             dense=case.dense_ns,
             expert=case.expert_ns,

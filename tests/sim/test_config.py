@@ -14,6 +14,7 @@ from sim.experiment import OPTIONS, Experiment
 from sim.sweeps import Sweep
 from sim.sweeps.config import KEYS
 from traces import InputError, read_toml
+from traces.commands.options import expanded
 
 GIVEN: dict[str, Any] = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}
 
@@ -81,7 +82,7 @@ def test_a_value_that_a_sweep_cannot_have_is_refused_with_its_key(tmp_path, line
 
 def test_a_new_option_is_one_field():
     """Every field is an option of `sweep` and `run`, a key of TOML, a keyword in Python, and in the key as it says."""
-    shown = {command: set(inspect.signature(command).parameters) for command in (sweep_command, run_command)}
+    shown = {command: set(inspect.signature(expanded(command)).parameters) for command in (sweep_command, run_command)}
     keywords = set(inspect.signature(sim.simulate).parameters)
     for name, option in OPTIONS.items():
         assert name in keywords
