@@ -1,11 +1,11 @@
 """The files of a replay: its results, and per_token.csv, to which each step is added as it ends."""
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
 
@@ -58,7 +58,7 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
     Beside it run.json holds the `key` of the run, for `done_before`. The file begins with the rows `done`.
     """
     with ExitStack() as opened:
-        files: list[BinaryIO] = []
+        files: list[io.FileIO] = []  # written at once: nothing is left in a buffer that could not be
 
         def write(row: StepRow) -> None:
             if not files:
@@ -68,9 +68,15 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
                     part.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
                 with replacing(folder / STEPS) as part, part.open("w", newline="", encoding="utf-8") as begun:
                     csv.writer(begun).writerows([HEADER, *map(_line, done)])
-                files.append(opened.enter_context((folder / STEPS).open("ab")))
-            files[0].write(",".join(map(str, _line(row))).encode() + b"\r\n")
-            files[0].flush()
+                files.append(opened.enter_context((folder / STEPS).open("ab", buffering=0)))
+            line, why = ",".join(map(str, _line(row))).encode() + b"\r\n", None
+            try:
+                why = None if files[0].write(line) == len(line) else "no space left on device"
+            except OSError as error:
+                why = str(error.strerror)
+            if why:
+                kept = "what it holds is kept: make room and run again, on any device but virtual with --resume"
+                raise InputError(f"cannot write {folder / STEPS}: {why}; {kept}")
 
         yield write
 

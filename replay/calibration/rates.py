@@ -19,6 +19,7 @@ from replay.device_choice import BEST_EFFORT
 from replay.devices.gpu import Gpu, Stream, Task
 from replay.devices.pinning import pinned
 from replay.devices.store import HostMemory
+from traces.errors import InputError
 
 SERIES, SERIES_S, MOST_CALLS = 5, 0.02, 400
 BUFFER_BYTES = 16 << 20
@@ -57,9 +58,14 @@ def host_gib() -> float:
 
 
 def rates(gpu: Gpu | None) -> Rates:
-    """Measure this machine with that GPU, or as the CPU device uses it, in a few seconds."""
+    """Measure this machine with that GPU, or as the CPU device uses it, in a few seconds.
+
+    Raise InputError where memory is short.
+    """
     try:
         return of_gpu(gpu, gpu.total_bytes() / 2**30, GPU_BUFFERS, 8_192) if gpu else of_cpu()
+    except (torch.OutOfMemoryError, MemoryError):
+        raise InputError("no memory is left to measure the machine with: end what else is running") from None
     finally:
         if gpu:
             gpu.release()

@@ -89,6 +89,8 @@ def compare(
 
 
 def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        raise InputError(f"`modes` is empty: use {MODES}")
     for name in names:
         check_mode(name)
     return tuple(dict.fromkeys(names))

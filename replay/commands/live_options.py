@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from sim.commands import options
 from sim.defaults import CACHE_SIZE, POLICY
 from tracer import demo
 from traces.commands import console
+from traces.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,13 @@ class LiveOptions:
             on_note=console.warn,
         ) as live:
             yield live
+
+    def require_apart(self, store: Path | None, record: Path | None = None) -> None:
+        """Raise InputError where one of the files would take another one's place. record: folder of a trace."""
+        files = {name: file for name, file in {"store": store, "profile": self.profile}.items() if file}
+        places = {name: Path(realpath(file)) for name, file in files.items()}
+        if len(places) > len({*places.values()}):
+            raise InputError(f"`store` and `profile` both name {self.profile}: name a file for each")
+        for name, place in places.items():
+            if record and Path(realpath(record)) in (place, *place.parents):
+                raise InputError(f"`{name}` {files[name]} is in the folder of `record`: name a file elsewhere")

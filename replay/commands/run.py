@@ -120,7 +120,9 @@ def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated) -> Requ
     if cell.policy and cell.cache_size:
         return Request(experiment, cell.policy, cell.cache_size)
     sizes = {one.cache_size: one for one in winners}
-    size = cell.cache_size or (defaults.CACHE_SIZE if defaults.CACHE_SIZE in sizes else next(iter(sizes), "any size"))
+    if not sizes:
+        raise InputError(f"the sweep in {folder} has no winner: name --policy and --cache-size")
+    size = cell.cache_size or (defaults.CACHE_SIZE if defaults.CACHE_SIZE in sizes else next(iter(sizes)))
     if size not in sizes:
         raise InputError(f"the sweep in {folder} did not try a cache of {size}; it tried {', '.join(sizes)}")
     best = sizes[size]

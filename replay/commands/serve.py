@@ -41,6 +41,7 @@ def serve(
     """
     if api_key is None and not _is_loopback(host):
         raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
+    opened.require_apart(on.get("store"))
     with (
         listen(host, port) as socket,
         opened.live(model, on, opened.policy, partial(progress, quiet=quiet, what="experts")) as live,

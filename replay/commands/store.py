@@ -19,7 +19,9 @@ from traces.output import check_file
 
 def store(
     file: Annotated[Path, typer.Argument(help="File to write.")],
-    model_profile: Annotated[str, typer.Option(help="Model profile or TOML file, whose shapes are used.")],
+    model_profile: Annotated[
+        str | None, typer.Option(help="Model profile or TOML file, whose shapes are used.")
+    ] = None,
     weights: Annotated[
         Path | None, typer.Option(help="Folder of a safetensors checkpoint. Default: random weights of the shapes.")
     ] = None,
@@ -41,6 +43,8 @@ def store(
 
     [b]moe-replay store qwen3.experts --model-profile qwen3-30b-a3b --dedup 1024[/b]
     """
+    if model_profile is None:
+        raise InputError("--model-profile says whose experts they are: name one (moe-replay store --help)")
     check_file(file, overwrite)
     profile = model(model_profile)
     expert_dtype_of(profile)  # what replay cannot multiply is not worth writing

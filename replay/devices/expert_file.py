@@ -58,7 +58,7 @@ class ExpertFile:
     """
 
     def __init__(self, path: Path, model: "StoredModel | ModelProfile") -> None:
-        """Raise InputError for a file of another model, or of another version of the format."""
+        """Raise InputError if the file is missing, cut off, or is of another model."""
         self.path = path
         with located(str(path)):
             if not path.is_file():
@@ -67,6 +67,8 @@ class ExpertFile:
             _require(self.facts, model)
         self.expert_bytes, self.distinct = self.facts.expert_bytes, self.facts.distinct
         self.stride = stride_of(self.expert_bytes)
+        if path.stat().st_size != self.begin + self.nbytes:
+            raise InputError(f"{path} is cut off: write it again with moe-replay store")
         self._file, self.past_cache = open_past_cache(path)
         self._stamp = stamp(self._file)
 
@@ -162,8 +164,11 @@ def _header_of(facts: Facts) -> bytes:
 
 def _header(path: Path) -> tuple[Facts, int]:
     """Return the facts that a file states, and where its experts begin."""
-    header, begin = header_of(path)
-    facts = msgspec.convert(header.get("__metadata__"), Facts, strict=False)
+    try:
+        header, begin = header_of(path)
+        facts = msgspec.convert(header.get("__metadata__"), Facts, strict=False)
+    except (InputError, msgspec.ValidationError) as error:
+        raise InputError(f"is no file of experts, as moe-replay store writes one: {error}") from error
     if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct:
         raise InputError("is not a file of experts of this version: write it again with moe-replay store")
     return facts, begin

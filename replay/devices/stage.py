@@ -87,6 +87,9 @@ class Stage:
                 device.close()
         except (torch.OutOfMemoryError, MemoryError):
             raise _out_of_memory(needed, gpu_bytes) from None
+        except torch.AcceleratorError as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"the GPU reports an error, and the run cannot continue: {reason}") from error
 
     @property
     def _why(self) -> str:

@@ -86,7 +86,10 @@ class HostMemory:
     def __init__(self, buffers: int, stride: int, seed: int | None) -> None:
         per_slab = max(1, SLAB_BYTES // stride)
         sizes = [min(per_slab, buffers - first) * stride for first in range(0, buffers, per_slab)]
-        self.slabs = [anonymous(size) for size in sizes]
+        try:
+            self.slabs = [anonymous(size) for size in sizes]
+        except MemoryError as error:
+            raise InputError(f"no host memory for {show_bytes(sum(sizes))} of experts: {error}") from None
         self.nbytes = sum(sizes)
         if seed is not None:
             self._fill(stride, seed)
@@ -111,6 +114,11 @@ class HostStore:
         self.stride = stride_of(expert_bytes)
         buffers = memory.cut(self.stride)
         self.distinct = min(total, len(buffers)) if distinct is None else distinct
+        if not 1 <= self.distinct <= len(buffers):
+            raise InputError(
+                f"a host memory of {show_bytes(memory.nbytes)} does not hold {max(1, self.distinct)} experts of "
+                f"{show_bytes(expert_bytes)}"
+            )
         self.padded = buffers[: self.distinct]
         """Each buffer with what lies between it and the next one: uint8[stride]."""
         self._buffers = [buffer[:expert_bytes] for buffer in self.padded]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from replay.live.layout import ExpertLayer, Row
 from replay.live.recorded import Added, Program, Recording
+from traces.errors import InputError
 
 TRIALS = 3
 """Of one token through one expert, by the module's code and as recorded, before the record alone is trusted."""
@@ -77,7 +78,11 @@ class LayerExperts:
         is_trial = record is not None and not record.is_trusted and self._may_try
         with Recording(inputs) if is_trial else Added() as added:
             self._eager(self._one, inputs[0], torch.zeros_like(token)[:, None], inputs[1])
-        assert added.values is not None
+        if added.values is None:
+            raise InputError(
+                f"{self._layer.name}: {type(self._layer.module).__name__} does not add up what its experts give "
+                "as transformers' experts interface does: it cannot generate from a cache of experts"
+            )
         if record and isinstance(added, Recording):
             record.add(added, inputs)
             self._may_try = False

@@ -87,14 +87,24 @@ def is_interface(module: nn.Module) -> bool:
 
 
 def _layer(name: str, module: nn.Module) -> ExpertLayer:
-    (experts,) = {len(weight) for weight in module.parameters(recurse=False) if weight.dim() == 3}
+    experts = _experts(name, module)
     rows, begin = [], 0
     for label, weight in module.named_parameters(recurse=False):
         if weight.dim() > 1 and len(weight) == experts:
             row = Row(label, tuple(weight.shape[1:]), weight.dtype, begin)
             rows.append(row)
             begin = -(-(begin + row.nbytes) // ALIGNMENT) * ALIGNMENT
+    if not begin:
+        raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
     return ExpertLayer(name, module, experts, tuple(rows))
+
+
+def _experts(name: str, module: nn.Module) -> int:
+    """Return E, the length of the stacked matrices, which must agree."""
+    lengths = {len(weight) for weight in module.parameters(recurse=False) if weight.dim() == 3}
+    if len(lengths) != 1:
+        raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
+    return lengths.pop()
 
 
 class OfExpert(NamedTuple):

@@ -63,12 +63,19 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
     def load(model: Any, state_dict: Any, files: Any, load_config: Any, expected_keys: Any = None) -> Any:
         if load_config.hf_quantizer is not None:
             raise InputError(f"{checkpoint.name} is quantised: its experts are not read so; take them in bf16 or fp32")
+        if not files or not all(str(file).endswith(".safetensors") for file in files):
+            raise InputError(f"{checkpoint.name} is no safetensors checkpoint: its experts cannot be read one by one")
         layers.extend(expert_layers(model))
         with_experts = model.state_dict()
         own, tensors = open_shards(Path(file) for file in files)
         shards.extend(own)
         wanted, others = sources(tensors, model, load_config, layers)
         origins.update(wanted)
+        lacking = {f"{layer.name}.{row.name}" for layer in layers for row in layer.rows} - origins.keys()
+        if lacking:
+            raise InputError(
+                f"{checkpoint.name} lacks {len(lacking)} stacks of experts of its model, such as {min(lacking)}"
+            )
         for layer in layers:
             for row in layer.rows:
                 del layer.module._parameters[row.name]

@@ -146,11 +146,12 @@ def _require(gpu: Gpu | None, needed_bytes: int, what: str) -> None:
 
 def require_causal(policy: PolicySpec) -> None:
     """Raise InputError for a policy that a model which runs now cannot serve."""
-    if policy.oracle or policy.needs_lookahead or policy.placement != FETCHED:
-        raise InputError(
-            f"{policy.text} knows the future, needs the next layer's router or does not fetch every miss: "
-            "a live model cannot serve it"
-        )
+    if policy.oracle:
+        raise InputError(f"{policy.text} knows the future, which a live model does not: choose another policy")
+    if policy.needs_lookahead:
+        raise InputError(f"{policy.text} asks the next layer's router ahead, which a live model does not do so far")
+    if policy.placement != FETCHED:
+        raise InputError(f"{policy.text}: a live model fetches every miss: leave the placement out")
 
 
 def rehearse(model: Opened) -> tuple[list[ExpertLayer], ExpertsHook]:
@@ -163,6 +164,12 @@ def rehearse(model: Opened) -> tuple[list[ExpertLayer], ExpertsHook]:
         transformer.set_experts_implementation(IMPLEMENTATION)
         with ExpertsHook(transformer) as hook:
             hook.probe()
+    for name, module in zip(hook.names, hook.modules, strict=True):
+        if module not in by_module:
+            raise InputError(
+                f"{name} ({type(module).__name__}) does not have the experts interface of transformers 5: "
+                f"{model.loaded.name} cannot generate from a cache of experts"
+            )
     return [by_module[module] for module in hook.modules], hook
 
 

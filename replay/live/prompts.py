@@ -1,5 +1,6 @@
 """What a live model is asked: texts, files of prompts, or token ids for models that have no tokenizer."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,12 @@ class TokenIds:
         self.pad_token_id = getattr(own, "pad_token_id", None)
 
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        return {"input_ids": self.known([int(part) for part in text.split(",")])}
+        parts = [part.strip() for part in text.split(",")]
+        if odd := [part for part in parts if not re.fullmatch(r"\d{1,18}", part)]:
+            raise InputError(
+                f"token ids: {shown(odd[0])} is no id: write numbers with commas between them, as in 5,6,7"
+            )
+        return {"input_ids": self.known([int(part) for part in parts])}
 
     def known(self, ids: list[int]) -> list[int]:
         """Return the ids. Raise InputError for one that the model has not."""
@@ -50,4 +56,6 @@ def prompts_of(texts: Sequence[str], file: Path | None, token_ids: str | None) -
         return read_prompts(file, Columns())
     if token_ids is not None:
         return [Prompt("0", "", "", (token_ids,))]
+    if not all(text.strip() for text in texts):
+        raise InputError("--prompt: a blank text is no prompt")
     return [Prompt(str(number), "", "", (text,)) for number, text in enumerate(texts)]

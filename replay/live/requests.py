@@ -7,9 +7,10 @@ processors of logits apply it. What else a generation config holds is not used, 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tracer.answers import Sampling
+from traces.errors import InputError
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
@@ -81,6 +82,22 @@ class Sampled(BaseModel):
             stated = {name: getattr(source, name, None) for name in Sampled.model_fields}
             values |= {name: value for name, value in stated.items() if value is not None}
         return ServedSampling(**values)
+
+
+class GenerationDefaults(Sampled):
+    """What a server reads of a model's generation config."""
+
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+def require_sampling(config: Any, name: str) -> None:
+    """Raise InputError where the generation config of a model cannot be drawn with."""
+    try:
+        stated = {field: getattr(config, field, None) for field in GenerationDefaults.model_fields}
+        GenerationDefaults.model_validate(stated).sampling(None)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"the generation config of {name}: {first['loc'][0]}: {first['msg']}") from error
 
 
 def unused(config: Any) -> list[str]:

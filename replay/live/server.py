@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from replay.live.metrics import Metrics
 from replay.live.model import LiveModel
 from replay.live.prompts import TokenIds, reading_ids
-from replay.live.requests import ChatRequest, CompletionRequest, Requested
+from replay.live.requests import ChatRequest, CompletionRequest, Requested, require_sampling
 from replay.live.worker import ClosedError, Job, Piece, Worker
 from traces.errors import InputError
 
@@ -84,6 +84,7 @@ class Server:
     def __init__(self, live: LiveModel, api_key: str | None = None, max_context: int | None = None) -> None:
         self._loaded = live.loaded
         self._config = live.loaded.model.generation_config  # while a request runs, the model has another
+        require_sampling(self._config, self._loaded.name)
         self._key = api_key
         longest = live.loaded.context or 1 << 30
         self.context = min(longest, max_context or longest)

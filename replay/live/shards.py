@@ -17,7 +17,7 @@ from torch import Tensor
 from replay.devices.expert_file import open_past_cache, read_at, require_unchanged, stamp
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
-from sim.profiles.safetensors_files import tensors_of
+from sim.profiles.safetensors_files import StoredTensor, tensors_of
 from traces.errors import InputError
 
 DTYPES = {
@@ -137,10 +137,15 @@ def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTens
         for path in files:
             shards.append(Shard(path))
             for stored in tensors_of(path):
-                dtype = DTYPES[stored.dtype]
-                tensors[stored.name] = ShardTensor(stored.name, shards[-1], stored.begin, stored.shape, dtype)
+                tensors[stored.name] = _tensor(shards[-1], stored)
     except BaseException:
         for shard in shards:
             shard.close()
         raise
     return shards, tensors
+
+
+def _tensor(shard: Shard, stored: StoredTensor) -> ShardTensor:
+    if stored.dtype not in DTYPES:
+        raise InputError(f"{shard.path}: {stored.name} is of type {stored.dtype}, which is not read")
+    return ShardTensor(stored.name, shard, stored.begin, stored.shape, DTYPES[stored.dtype])

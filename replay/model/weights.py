@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from replay.model.network import expert_dtype_of
 from sim.profiles.model_profile import ModelProfile
@@ -116,6 +116,8 @@ class Checkpoint:
 
     def _read(self, name: str, shape: tuple[int, ...], row: int | None = None) -> torch.Tensor:
         """Return the tensor, or one row of its first axis."""
+        if name not in self._files:
+            raise self._error(f"there is no tensor {name}")
         tensor = self._files[name].get_slice(name)
         stored, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
         if stored != shape:
@@ -147,7 +149,13 @@ class Checkpoint:
 def _open(folder: Path) -> dict[str, Any]:
     """Return every tensor's name and the open file that holds it; nothing is read but headers."""
     with located("--weights"):
-        opened: list[Any] = [safe_open(file, "pt") for file in files_of(folder)]
+        files = files_of(folder)
+        if not files:
+            raise InputError(f"{folder} holds no .safetensors files")
+        try:
+            opened: list[Any] = [safe_open(file, "pt") for file in files]
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{folder} cannot be read: {error}") from error
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  no mapping
 
 

@@ -21,10 +21,10 @@ from replay.choice import first_steps
 from replay.device_choice import DeviceChoice
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop import COLUMNS, Requests, Share, StepRow
+from sim.loop import COLUMNS, Driver, Requests, Share, StepRow
 from sim.results import REQUESTS, RESULTS
 from sim.sweeps import Grid, Store, Table, Winner, outcome, save, sweep, winner
-from traces import InputError, Trace, demo_trace
+from traces import MARKER, InputError, Trace, demo_trace
 
 
 @pytest.fixture
@@ -180,6 +180,40 @@ def test_cuda_is_refused_where_there_is_none(command) -> None:
     assert DeviceChoice().resolved().device == "cpu"
 
 
+def test_a_model_that_memory_cannot_hold_is_refused(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.devices.store.available_memory_bytes", lambda: 512 << 20)
+    status, _, err = command("--policy", "lru", "--device", "cpu", "--requests", "1", "-q")
+    assert status == 2
+    assert "--host-dedup" in err
+
+
+def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one(
+    command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = ("--policy", "lru", "--device", "virtual", "--requests", "3", "--out", "here")
+    assert command(*arguments)[0] == 0
+    play = Driver.run
+
+    def cut_off(driver, on_step, done):
+        steps = 0
+
+        def interrupting(row: StepRow) -> None:
+            nonlocal steps
+            on_step(row)
+            steps += 1
+            if steps == 5:
+                raise KeyboardInterrupt
+
+        return play(driver, interrupting, done)
+
+    monkeypatch.setattr(Driver, "run", cut_off)
+    status, _, err = command(*arguments)
+    assert status == 130
+    assert "interrupted after 5 of" in err.splitlines()[-1]
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"per_token.csv", "run.json", MARKER}
+    assert len(pd.read_csv(tmp_path / "here/per_token.csv")) == 5
+
+
 STAND_IN = (Path(sim.profiles.__file__).parent / "models" / "demo-stand-in.toml").read_text()
 
 
@@ -259,6 +293,23 @@ def test_a_run_cut_off_behind_its_last_step_plays_its_last_request_again(command
     assert after[: len(first)] == first
     assert len(after) == len(before)
     assert (tmp_path / "here" / "results.parquet").exists()
+
+
+def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk."""
+    program = (
+        "import resource, sys; from pathlib import Path\n"
+        "from replay import files; from sim.loop.log import Share, StepRow; from traces.errors import InputError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))\n"
+        "try:\n"
+        "    with files.step_writer(Path(sys.argv[1]), 'a key') as write:\n"
+        "        for _ in range(99): write(StepRow([1, 1, *[5] * 15], [Share(0, 1, 5)]))\n"
+        "except InputError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert re.match(r"cannot write \S+per_token\.csv: .*; what it holds is kept: ", done.stdout)
+    assert done.stdout.endswith("on any device but virtual with --resume\n")
+    assert len((tmp_path / "per_token.csv").read_text().splitlines()) > 5
 
 
 @pytest.mark.parametrize("options", [("--seed", "0"), ("--no-slots",), ("--resume",), ("--verify",)])

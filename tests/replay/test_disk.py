@@ -1,10 +1,12 @@
 """The disk device: the bytes of a real file, read past the page cache where the file system can, or a clear line."""
 
+import errno
 import os
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import sim.profiles
 from policies.core import Shape, parse
@@ -192,6 +195,24 @@ def test_a_file_is_read_through_to_its_last_byte(tmp_path: Path, monkeypatch: py
     assert read == content
 
 
+def test_an_error_of_the_disk_ends_the_run_in_one_line(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = os.preadv, [20]
+
+    def failing(file: int, buffers: list[memoryview], at: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, buffers, at)
+
+    requests = Requests(synthetic(1, 20, layers=L, experts=E, top_k=K, seed=1))
+    monkeypatch.setattr(os, "preadv", failing)
+    with (
+        pytest.raises(InputError, match="cannot be read: Input/output error"),
+        device(files / "tiny", 4, lanes=2) as opened,
+    ):
+        play(run_of(requests, Shape(L, E), 4, parse("lru"), SIZE), opened)
+
+
 def test_a_file_that_shrinks_is_told_and_one_that_is_replaced_is_read_as_it_was(tmp_path: Path) -> None:
     path = made(tmp_path / "file", BIG)
     with closing(ExpertFile(path, BIG)) as store:
@@ -218,9 +239,23 @@ def test_bytes_that_changed_since_are_noticed_before_they_are_computed(tmp_path:
         play(run_of(requests, Shape(L, E), 4, parse("lru"), SIZE), opened)
 
 
-def test_a_file_that_is_missing_or_of_another_model_is_refused(tmp_path: Path, files: Path) -> None:
-    other = replace(PROFILE, name="other")
-    for path, profile in ((tmp_path / "nowhere", PROFILE), (files / "tiny", BIG), (files / "tiny", other)):
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        made(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_none_or_of_another_model_are_refused(tmp_path: Path, files: Path) -> None:
+    (tmp_path / "text").write_text("hello, this is no file of experts")
+    save_file({"a": torch.zeros(2)}, tmp_path / "weights")
+    (tmp_path / "cut").write_bytes((files / "tiny").read_bytes()[:-1])
+    wrong = [(tmp_path / name, PROFILE) for name in ("text", "weights", "cut", "nowhere")]
+    wrong += [(files / "tiny", BIG), (files / "tiny", replace(PROFILE, name="other"))]
+    for path, profile in wrong:
         with pytest.raises(InputError, match=str(path)):
             ExpertFile(path, profile)
 
@@ -233,6 +268,18 @@ def test_a_stage_reads_the_file_and_takes_no_host_memory_for_experts(files: Path
         assert isinstance(opened, CpuDevice)
         assert opened.pool.shape == (3, stride_of(SIZE))
         assert opened.pool.ctypes.data % PAGE == 0
+
+
+def test_output_that_is_not_finite_is_blamed_on_the_file_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Network, "finite", lambda _: False)
+    path = made(tmp_path / "file")
+    target = DeviceChoice("disk", store=path, lanes=1, threads=1)
+    changed = partial(os.utime, path, ns=(1, 1))
+    for act, told in ((list, f"not finite.*with --verify, experts in {path}"), (changed, f"{path} was changed while")):
+        with pytest.raises(InputError, match=told), open_stage(target, PROFILE, 2, 4) as stage, stage.device(3, [1]):
+            act()
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from errno import EIO
 from functools import partial
 from pathlib import Path
+from threading import Event
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from policies.blend.profile import Profile
 from policies.core import parse
 from policies.eamc import SavedEamc
+from replay import kv_cache
 from replay.commands import main
 from replay.device_choice import DeviceChoice
 from replay.devices import Gpu
@@ -208,6 +211,26 @@ def test_what_no_live_model_does_is_refused(arguments: tuple[str, ...], said: st
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--store", "a", "--profile", "b/../a"), "--store and --profile both name b/../a"),
+        (("--record", "a", "--profile", "a/requests.parquet"), "--profile a/requests.parquet is in the folder"),
+    ],
+)
+def test_a_file_that_would_take_the_place_of_another_one_is_refused(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written last, at the end of all work, is the profile: it replaced files of a trace, or a store."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    done = generate("--prompt", "a", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not list((tmp_path / "a").iterdir())
+
+
 def test_each_turn_of_a_prompt_is_answered_on_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"id": "a", "prompt": ["Once", "And then"]}\n')
     asked = ("--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 4, "--print-token-ids", "--quiet", "--lanes", 1)
@@ -264,6 +287,32 @@ def damaged(folder: Path, change: Any) -> Path:
     change(tensors)
     save_file(tensors, folder / file, {"format": "pt"})
     return folder / file
+
+
+def test_a_missing_or_cut_shard_and_nan_are_refused_when_the_model_is_opened(tmp_path: Path) -> None:
+    def refused(folder: Path, said: str) -> None:
+        with (
+            pytest.raises(InputError, match=said) as told,
+            opened(folder),
+        ):
+            pass
+        assert "\n" not in str(told.value)
+
+    folder = saved(tmp_path / "nan", "mixtral")
+    dense = (
+        folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]["model.norm.weight"]
+    )
+    tensors = load_file(dense)
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, dense, {"format": "pt"})
+    refused(folder, "model.norm.weight holds values that are not finite")
+
+    folder = saved(tmp_path / "cut", "mixtral")
+    file = damaged(folder, lambda tensors: None)
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(folder, "cut off")
+    file.unlink()
+    refused(folder, file.name)
 
 
 @pytest.mark.parametrize("change", ["transposed", "one left out"])
@@ -360,6 +409,61 @@ def test_a_read_that_fails_in_mid_token_fails_that_pass_and_the_next_one_works(
                 assert_equal(wanted, live, prompt(9))
 
 
+def test_a_prefetch_that_fails_between_two_passes_is_reported_and_the_next_pass_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path, "qwen3_moe")
+    wanted = logits(whole_model(folder), prompt(9), 6)
+    read, broken, notes = os.preadv, Event(), list[str]()
+
+    def fails(file: int, blocks: Any, offset: int) -> int:
+        sleep(0.002)  # so that prefetches are still under way behind the last layer
+        if broken.is_set():
+            raise OSError(EIO, "Input/output error")
+        return read(file, blocks, offset)
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with opened(folder, lanes=2, policy="lru+all", cache_size="12", on_note=notes.append) as live:
+        for seed in range(50):
+            name = kv_cache.name_in(live.model)
+            cache = live.model(input_ids=prompt(9, seed=seed))[name]
+            hook = live.model.model.norm.register_forward_hook(lambda *_: broken.set())  # behind the last layer
+            live.model(input_ids=prompt(1, seed=seed), **{name: cache})
+            hook.remove()
+            until = monotonic() + 0.05
+            while not live._loop._failure and monotonic() < until:
+                sleep(0.001)
+            broken.clear()
+            if live._loop._failure:
+                break
+        assert not notes
+        assert_equal(wanted, live, prompt(9))
+    assert len(notes) == 1
+    assert "a transfer between two passes failed" in notes[0]
+    assert "Input/output error" in notes[0]
+
+
+def test_a_pass_that_is_left_in_the_middle_does_not_harm_the_next_one(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "olmoe")
+    wanted = logits(whole_model(folder), prompt(9), 6)
+    notes: list[str] = []
+    reopened = partial(opened, folder, lanes=2, policy="eamc-blend", cache_size="4")
+    with reopened(on_note=notes.append) as live:
+        norm = live.model.model.layers[1].post_attention_layernorm
+
+        def leave(*_: Any) -> None:
+            live._loop._failure = IndexError("as a lane raises that finds half a state")
+            raise KeyboardInterrupt
+
+        for _ in range(2):
+            handle = norm.register_forward_hook(leave)
+            with pytest.raises(KeyboardInterrupt):
+                live.model(input_ids=prompt(9))
+            handle.remove()
+            assert_equal(wanted, live, prompt(9))
+    assert not notes
+
+
 @pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=GPU)], ids=["simulated", "real"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["olmoe", "gpt_oss", "deepseek_v3"])
@@ -394,6 +498,28 @@ def test_the_shipped_model_is_equal_on_a_gpu() -> None:
         with open_live(str(demo.MODEL), DeviceChoice("cuda"), policy=policy, cache_size=size) as live:
             for _ in range(2):
                 assert_equal(wanted, live, ids)
+
+
+def test_a_read_that_never_ends_is_told_and_closing_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read, halted, ended = saved(tmp_path, "olmoe"), os.preadv, Event(), Event()
+
+    def halts(file: int, blocks: Any, offset: int) -> int:
+        if halted.is_set():
+            ended.wait(60)
+        return read(file, blocks, offset)
+
+    monkeypatch.setattr(os, "preadv", halts)
+    try:
+        with opened(folder, cache_size="4") as live:
+            monkeypatch.setattr(live.device, "watchdog_s", 0.1)
+            halted.set()
+            for _ in range(2):
+                with pytest.raises(InputError, match="stuck"):
+                    logits(live.model, prompt(9))
+    finally:
+        ended.set()
 
 
 @pytest.mark.parametrize("where", ["observe", "begin_request"])

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -187,6 +188,14 @@ def test_answers_are_drawn_as_transformers_draws_them_with_that_generation_confi
     assert greedy == expected(folder, "Hello", 20) != wanted
 
 
+def test_a_generation_config_that_cannot_be_drawn_with_is_refused_at_the_start(
+    live: LiveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.loaded.model.generation_config, "repetition_penalty", 0.0)
+    with pytest.raises(InputError, match=f"the generation config of {live.loaded.name}: repetition_penalty"):
+        Server(live)
+
+
 def test_an_answer_is_no_longer_than_the_generation_config_allows(
     client: OpenAI, live: LiveModel, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +270,21 @@ def test_a_disk_that_fails_is_told_to_that_client_alone(client: OpenAI, folder: 
             list(client.completions.create(model=model, prompt="What now", max_tokens=9, stream=stream))
         READS[0] = 10**9
         assert client.completions.create(**asked).choices[0].text == wanted
+
+
+def test_an_answer_from_files_that_were_written_to_meanwhile_ends_with_an_error(
+    client: OpenAI, folder: Path, model: str
+) -> None:
+    written = {file: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
+    for file, when in written.items():
+        os.utime(file, ns=(when, when + 1))
+    try:
+        with pytest.raises(openai.APIError, match=r"\.safetensors was changed while .* start the command again"):
+            client.completions.create(model=model, prompt="Hi", max_tokens=2)
+    finally:
+        for file, when in written.items():
+            os.utime(file, ns=(when, when))
+    client.completions.create(model=model, prompt="Hi", max_tokens=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])

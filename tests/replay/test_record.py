@@ -60,6 +60,16 @@ def test_resuming_keeps_what_is_finished_and_what_failed_is_due_again(tmp_path: 
     assert len(begun(path)) == 0, "without resume nothing is kept"
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "here.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"here\.json is not a record of cells") as caught:
+        Record.open(path, resume=True)
+    assert "\n" not in str(caught.value)
+    assert len(Record.open(path, resume=False)) == 0
+
+
 def test_a_record_of_another_machine_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     begun(path).put("one", CELL)
