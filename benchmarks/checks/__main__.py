@@ -63,12 +63,12 @@ def gpu_check(
     check = Check(GPU, record, _timed(), names, traces, budget_s=minutes * 60, peers=peers, gpu=gpu)
     check.run()
     if commit:
-        record.tell(commit=commit)
+        record.set_facts(commit=commit)
         record.write()
     missing = bounds.unjudged(list(record), [(name, policy) for name in names for policy in POLICIES])
     for what in missing:
         console.warn(f"not judged: {what}")
-    _tell(record)
+    _print_record(record)
     if missing or record.facts["fallbacks"] or not all(row["holds"] for row in record.facts["verdict"]):
         raise typer.Exit(1)
 
@@ -90,7 +90,7 @@ def disk_check(
     names = _models(DISK, only, traces)
     record = _record(out, "disk", resume, overwrite)
     Check(DISK, record, _timed(), names, traces, _existing(folder), tokens).run()
-    _tell(record)
+    _print_record(record)
 
 
 @app.command("live")
@@ -175,7 +175,7 @@ def _timed() -> Callable[[str], None]:
     return lambda text: console.note(f"{time.monotonic() - began:6.1f} s  {text}")
 
 
-def _tell(record: Record) -> None:
+def _print_record(record: Record) -> None:
     """Print cells, bounds, ratios to what others do and what could not be run; exit with 1 where a cell failed."""
     for line in lines(record):
         console.say(line)

@@ -99,7 +99,7 @@ class LiveCheck:
             self._put(profile.name, ACCELERATE, len(peer.tpot_ms), fmean(peer.tpot_ms), version=peer.version, **limited)
         self._demo()
         ratios = self._ratios()
-        self.record.tell(ratios=ratios)
+        self.record.set_facts(ratios=ratios)
         self.record.write()
         return ratios
 

@@ -128,22 +128,22 @@ class Check:
 
     def _finish(self) -> None:
         """Record what all cells together say."""
-        self._tell_profile()
-        cells, tell = list(self.record), self.record.tell
-        tell(copy_gb_per_s=copy_gb_per_s(self.record), accuracy=accuracy(cells), ratios=ratios(cells))
-        tell(rankings=rankings(cells, self._noise()))
+        self._record_profile()
+        cells, set_facts = list(self.record), self.record.set_facts
+        set_facts(copy_gb_per_s=copy_gb_per_s(self.record), accuracy=accuracy(cells), ratios=ratios(cells))
+        set_facts(rankings=rankings(cells, self._noise()))
         if self.gpu:
-            tell(verdict=verdict(self.record.facts, cells))
+            set_facts(verdict=verdict(self.record.facts, cells))
         self.record.write()
 
     def _noise(self) -> float:
-        """Return by how much calibrations differ: policies that are closer need not be told apart."""
+        """Return by how much calibrations differ: policies that are closer count as equal."""
         spreads = [one.noise for passes in self.found.passes.values() for one in passes]
         return max([self.found.disagreement()[0] if self.found.rates else 0.0, *spreads])
 
-    def _tell_profile(self) -> None:
+    def _record_profile(self) -> None:
         if self.found.models and self.found.rates:
-            self.record.tell(hardware=calibrate.profile(self.found))
+            self.record.set_facts(hardware=calibrate.profile(self.found))
             self.record.write()
 
     def _release(self) -> None:
@@ -176,7 +176,7 @@ class Check:
                     if wanted // 2 < least:
                         raise
                     wanted //= 2
-            self.record.tell(host_bytes=memory.nbytes, host_free_bytes=free)
+            self.record.set_facts(host_bytes=memory.nbytes, host_free_bytes=free)
             yield memory
 
     # One cell
@@ -256,12 +256,12 @@ class Check:
             choice = Choice(loaded, parse("lru"), slots, DeviceChoice(self.plan.device, store=store))
             stage = opened.enter_context(choice.stage(memory, self.gpu))
             if not self.record.facts["ceiling_gb_per_s"]:
-                self.record.tell(ceiling_gb_per_s=ceiling_gb_per_s(stage))
+                self.record.set_facts(ceiling_gb_per_s=ceiling_gb_per_s(stage))
             if self.gpu:
                 choice = self._calibrated(choice, stage)
             else:
                 here = {"name": "this machine as measured", "threads": stage.facts["torch_threads"]}
-                self.record.tell(hardware=here, past_cache=stage.facts["past_cache"])
+                self.record.set_facts(hardware=here, past_cache=stage.facts["past_cache"])
             machine = Machine(choice, stage, self.gpu is not None, choice.slots)
             for cell in (*self.plan.cells, *(self.plan.others if profile.name in self.plan.compared else ())):
                 self._cell(cell, choice, stage, machine)
@@ -303,7 +303,7 @@ class Check:
             model = found.model(profile.name)
             transfer = {"expert_bytes": model.expert_bytes, "gb_per_s": model.expert_bytes / model.transfer_ns}
             self.record.facts["transfers"].append({"model": profile.name, **transfer})  # one behind another
-        self._tell_profile()
+        self._record_profile()
         if fallbacks := stage.facts["fallbacks"]:
             self.record.facts["fallbacks"].append(f"{profile.name}: {fallbacks}")
         machine = replace(choice.loaded.hardware, name="calibrated", measured=(found.model(profile.name),))

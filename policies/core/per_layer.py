@@ -12,18 +12,18 @@ from policies.core.policy import Event, Int, RetentionPolicy
 
 
 def _of_all(method: str) -> Callable[..., None]:
-    def tell(self: "PerLayer", *told: Any) -> None:
+    def notify(self: "PerLayer", *arguments: Any) -> None:
         for keeper in self._of:
-            getattr(keeper, method)(*told)
+            getattr(keeper, method)(*arguments)
 
-    return tell
+    return notify
 
 
 def _of_one(method: str) -> Callable[..., None]:
-    def tell(self: "PerLayer", expert: int, *told: int) -> None:
-        getattr(self._of[expert // self.shape.experts], method)(expert, *told)
+    def notify(self: "PerLayer", expert: int, *arguments: int) -> None:
+        getattr(self._of[expert // self.shape.experts], method)(expert, *arguments)
 
-    return tell
+    return notify
 
 
 class PerLayer(RetentionPolicy):

@@ -71,12 +71,12 @@ def calibrate(
             console.fail("moe-replay", f"{noisy}; nothing was written", 1)
         part.write_text(profile(found), encoding="utf-8")
     if not quiet:
-        _tell(found, path)
+        _print_calibration(found, path)
     if apart > AGREES:
         console.fail("moe-replay", f"{noisy}; {path} was written all the same", 1)
 
 
-def _tell(found: Calibration, path: Path) -> None:
+def _print_calibration(found: Calibration, path: Path) -> None:
     for name in found.models:
         model = found.model(name)
         gb_per_s = model.expert_bytes / model.transfer_ns

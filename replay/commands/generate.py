@@ -102,5 +102,7 @@ def generate(
         if not quiet:
             measured = outcome(live, answered)
             for part in (shown.title(measured), shown.table(measured), shown.last_line(measured)):
-                console.tell(part)
-            console.tell(live.memory.sentence(int(answered.trace.position.max()) + 2, live.device.peak_bytes()))
+                console.say_on_stderr(part)
+            console.say_on_stderr(
+                live.memory.sentence(int(answered.trace.position.max()) + 2, live.device.peak_bytes())
+            )

@@ -55,7 +55,7 @@ class Record:
                 raise InputError(f"{path} is not a record of cells ({error}): {otherwise}") from error
         return record
 
-    def tell(self, **facts: Any) -> None:
+    def set_facts(self, **facts: Any) -> None:
         """Set keys at the top. Raise InputError where finished cells were run on another machine."""
         for name in ("device", "machine"):
             before, now = self.facts[name], facts.get(name)
@@ -69,8 +69,10 @@ class Record:
             raise InputError(f"{self.path} is of other code than this: run without --resume")
 
     def begin(self, **facts: Any) -> None:
-        """`tell`, and the commit, this project's code and the date (UTC) of now."""
-        self.tell(**facts, commit=commit(), code=code_digest(), date=datetime.now(UTC).isoformat(timespec="seconds"))
+        """Set facts, and the commit, this project's code and the date (UTC) of now."""
+        self.set_facts(
+            **facts, commit=commit(), code=code_digest(), date=datetime.now(UTC).isoformat(timespec="seconds")
+        )
 
     def __contains__(self, key: str) -> bool:
         return key in self._cells and ERROR not in self._cells[key]

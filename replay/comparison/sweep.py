@@ -89,7 +89,7 @@ class Comparison:
                 record.put(key, {**head, "per_token": tokens, "per_token_sha256": digest, **outcome.figures()})
                 _sum_up(record)
             if stage and (before := record.facts["ceiling_gb_per_s"]):
-                record.tell(ceiling_gb_per_s=max(before, ceiling_gb_per_s(stage)))
+                record.set_facts(ceiling_gb_per_s=max(before, ceiling_gb_per_s(stage)))
                 record.write()
 
     def _key(self, choice: Choice, mode: str) -> str:
@@ -125,7 +125,7 @@ def _sum_up(record: Record) -> None:
     cells = list(record)
     facts = {"copy_gb_per_s": copy_gb_per_s(record), "rankings": rankings(cells), "accuracy": accuracy(cells)}
     if any(record.facts.get(name) != fact for name, fact in facts.items()):
-        record.tell(**facts)
+        record.set_facts(**facts)
         record.write()
 
 

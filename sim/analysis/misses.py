@@ -142,20 +142,20 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
     accesses = Accesses.of(Requests(loaded.trace), loaded.trace.layers, loaded.trace.num_experts)
     known = {"lru": lru_misses(accesses.experts, accesses.total)}
     known["belady"] = belady = belady_misses(accesses.experts, accesses.total)
-    tell = advance or (lambda played: None)
+    report = advance or (lambda requests: None)
 
     def misses(policy: PolicySpec, slots: int) -> int:
         if policy.text in known:
             return int(known[policy.text][slots])
-        found = 0
+        total = 0
 
         def ended(log: RunLog) -> None:
-            nonlocal found
-            found += int(log.misses.sum())
-            tell(1)
+            nonlocal total
+            total += int(log.misses.sum())
+            report(1)
 
         loaded.play(policy, slots, ended)
-        return found
+        return total
 
     first_uses = int(belady[-1])
     return Analysis(

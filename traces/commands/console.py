@@ -40,8 +40,8 @@ def say_json(value: object) -> None:
     print(json.dumps(facts.finite(value), indent=1, allow_nan=False), file=out.file)
 
 
-def tell(part: RenderableType) -> None:
-    """Print the same on standard error, where standard output is a result of its own."""
+def say_on_stderr(part: RenderableType) -> None:
+    """Print a text or a table on standard error, where standard output is a result of its own."""
     _print(part, err, stderr=True)
 
 
