@@ -128,7 +128,7 @@ def _report(comparison: Comparison, record: Record, max_error: float | None, out
     if failed:
         text = f"{len(failed)} of {len(cells)} cells failed, the first: {named(failed[0])}: {failed[0][ERROR]}"
         console.fail("moe-replay", text, 1)
-    off = [cell for cell in finished if max_error is not None and off_by(cell) * 100 > max_error]
+    off = [cell for cell in finished if max_error is not None and not off_by(cell) * 100 <= max_error]
     if off:
         text = f"{len(off)} of {len(cells)} cells exceed --max-error {max_error:g}; {last_line(off)}"
         console.fail("moe-replay", text, 1)

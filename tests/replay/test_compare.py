@@ -492,7 +492,6 @@ def test_finished_cells_are_neither_lost_nor_mixed_with_others_unasked(command, 
     ("arguments", "said"),
     [
         (["--modes", "lock-step"], "did you mean lockstep"),
-        (["--max-error", "nan"], "--max-error nan"),
         (["--device", "cpu", "--hardware", "a5000"], "holds nothing measured with demo-olmoe"),
     ],
 )

@@ -148,7 +148,7 @@ def test_only_recording_needs_torch() -> None:
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, refuses: Callable[..., None]) -> None:
     out = tmp_path / "t"
     (tmp_path / "empty").mkdir()
-    refuses("record", "--model", tmp_path / "empty", "--out", out, reason="has no config.json")
+    refuses("record", "--model", tmp_path / "empty", "--out", out, reason="cannot load the model")
     refuses("record", "--model", tmp_path / "none", "--out", out, reason="no such folder")
     refuses(
         "record", "--model", "nobody/nothing", "--out", out, reason="there is no folder nobody/nothing, and the hub"
