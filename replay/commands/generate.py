@@ -78,20 +78,17 @@ def generate(
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")
-        stream = TextStream(loaded, show)
-        last: list[int] = []
+        stream, last = TextStream(loaded), list[int]()
 
         def ended() -> None:
             nonlocal stream, last
-            stream.end()
-            last = stream.tokens
-            show("\n")
-            stream = TextStream(loaded, show)
+            show(stream.end() + "\n")
+            stream, last = TextStream(loaded), stream.tokens
 
         try:
             with undisturbed():
                 answered = answer(
-                    *(live, loaded, texts, settings, lambda token: stream.add(token), ended),
+                    *(live, loaded, texts, settings, lambda token: show(stream.add(token)), ended),
                     *(record, overwrite, console.warn),
                 )
         finally:

@@ -18,24 +18,26 @@ UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Turns tokens into text as they come: `show` gets what is new, in whole letters."""
+    """Turns tokens into text as they come, in whole letters."""
 
-    def __init__(self, loaded: LoadedModel, show: Callable[[str], None]) -> None:
-        self._loaded, self._show = loaded, show
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
         self.tokens: list[int] = []
-        self._shown = ""
+        self._shown = 0
 
-    def add(self, token: int) -> None:
+    def add(self, token: int) -> str:
+        """Return the text that is new with this token."""
         self.tokens.append(token)
-        self._send(self._loaded.text(self.tokens).rstrip(UNFINISHED))
+        return self._new(self._loaded.text(self.tokens).rstrip(UNFINISHED))
 
-    def end(self) -> None:
-        self._send(self._loaded.text(self.tokens))
+    def end(self) -> str:
+        """Return what is left."""
+        return self._new(self._loaded.text(self.tokens))
 
-    def _send(self, text: str) -> None:
-        if len(text) > len(self._shown):
-            self._show(text[len(self._shown) :])
-            self._shown = text
+    def _new(self, text: str) -> str:
+        new = text[self._shown :]
+        self._shown += len(new)
+        return new
 
 
 @dataclass(frozen=True)

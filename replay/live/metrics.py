@@ -1,9 +1,11 @@
 """What a server has done, in Prometheus' format."""
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from replay.live.worker import Served
-from sim.loop.log import COLUMNS, STALLS
+from replay.live.worker import Job
+from sim.loop.log import COLUMNS, STALLS, StepRow
 from traces.steps import DECODE
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -26,13 +28,13 @@ class Metrics:
         Gauge("moe_slots", "Experts that the cache holds.", registry=own).set(slots)
         Gauge("moe_experts", "Experts of the model.", registry=own).set(experts)
 
-    def served(self, request: Served) -> None:
-        self._requests.labels(request.outcome).inc()
-        self._tokens.labels("prompt").inc(request.prompt_tokens)
-        self._tokens.labels("answer").inc(request.tokens)
-        if request.first_s is not None:
-            self._first.observe(request.first_s)
-        for row in request.rows:
+    def served(self, job: Job, rows: Sequence[StepRow]) -> None:
+        self._requests.labels(job.outcome).inc()
+        self._tokens.labels("prompt").inc(len(job.tokens))
+        self._tokens.labels("answer").inc(job.answered)
+        if job.first_s is not None:
+            self._first.observe(job.first_s)
+        for row in rows:
             step = dict(zip(COLUMNS, row.numbers, strict=True))
             if step["phase"] == DECODE:
                 self._each.observe(step["step_ns"] / 1e9)

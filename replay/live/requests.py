@@ -182,4 +182,4 @@ class ChatRequest(Requested):
 class CompletionRequest(Requested):
     """A text, or token ids, to continue with."""
 
-    prompt: str | list[str] | list[int]
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] | list[int]

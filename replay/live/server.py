@@ -25,8 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from replay.live.metrics import Metrics
 from replay.live.model import LiveModel
 from replay.live.prompts import TokenIds, reading_ids
-from replay.live.requests import ChatRequest, CompletionRequest, Requested, require_sampling
-from replay.live.worker import ClosedError, Job, Piece, Worker
+from replay.live.requests import ChatRequest, CompletionRequest, require_sampling
+from replay.live.worker import ClosedError, Job, Worker
 from traces.errors import InputError
 
 NEW_TOKENS = 256
@@ -53,18 +53,21 @@ class RefusedError(HTTPException):
         self.code = code
 
 
-def _error_body(error: HTTPException) -> dict[str, Any]:
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    return {"error": {"message": error.detail, "type": kind, "param": None, "code": getattr(error, "code", None)}}
+async def _refused(_: Request | None, error: Exception) -> JSONResponse:
+    status = error.status_code if isinstance(error, HTTPException) else 400
+    text = error.detail if isinstance(error, HTTPException) else str(error)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        text = f"{'.'.join(str(part) for part in first['loc'] if part != 'body') or 'body'}: {first['msg']}"
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = {"message": text, "type": kind, "param": None, "code": getattr(error, "code", None)}
+    return JSONResponse({"error": body}, status)
 
 
-class Bounded:
-    """Refuses requests that are larger than MOST_SENT, before they are in memory."""
+def bounded(app: ASGIApp) -> ASGIApp:
+    """Refuse requests that are larger than MOST_SENT, before they are in memory."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def bounded_app(scope: Scope, receive: Receive, send: Send) -> None:
         sent = 0
 
         async def counted() -> Message:
@@ -75,7 +78,9 @@ class Bounded:
                 raise HTTPException(413, f"the request has more than {MOST_SENT} bytes: shorten it")
             return message
 
-        await self._app(scope, counted, send)
+        await app(scope, counted, send)
+
+    return bounded_app
 
 
 class Server:
@@ -104,23 +109,12 @@ class Server:
         return self._config.max_new_tokens or self.context
 
     def _application(self) -> FastAPI:
-        app = FastAPI(title="moe-replay serve", docs_url=None, redoc_url=None, openapi_url=None)
-        app.add_middleware(Bounded)
+        errors: Any = dict.fromkeys((HTTPException, InputError, RequestValidationError), _refused)
+        app = FastAPI(
+            title="moe-replay serve", docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=errors
+        )
+        app.add_middleware(bounded)
         guarded = [Depends(self._allow)]
-
-        @app.exception_handler(HTTPException)
-        async def refused(_: Request, error: HTTPException) -> JSONResponse:
-            return JSONResponse(_error_body(error), error.status_code)
-
-        @app.exception_handler(InputError)
-        async def unfit(_: Request, error: InputError) -> JSONResponse:
-            return JSONResponse(_error_body(RefusedError(400, str(error))), 400)
-
-        @app.exception_handler(RequestValidationError)
-        async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"] if part != "body")
-            return JSONResponse(_error_body(RefusedError(400, f"{where or 'body'}: {first['msg']}")), 400)
 
         @app.get("/health")
         async def health() -> dict[str, str]:
@@ -137,14 +131,12 @@ class Server:
 
         @app.post("/v1/chat/completions", dependencies=guarded)
         async def chat(body: ChatRequest, request: Request) -> Response:
-            tokens = await asyncio.to_thread(self._chat_tokens, body)
             limit = body.max_completion_tokens or body.max_tokens or NEW_TOKENS
-            return await self._answer(body, tokens, limit, Shape(self._loaded.name, True), request)
+            return await self._answer(body, limit, request)
 
         @app.post("/v1/completions", dependencies=guarded)
         async def completions(body: CompletionRequest, request: Request) -> Response:
-            tokens = await asyncio.to_thread(self._prompt_tokens, body)
-            return await self._answer(body, tokens, body.max_tokens or 16, Shape(self._loaded.name, False), request)
+            return await self._answer(body, body.max_tokens or 16, request)
 
         return app
 
@@ -153,56 +145,32 @@ class Server:
         if self._key is not None and not hmac.compare_digest(sent.encode(), self._key.encode()):
             raise RefusedError(401, "the API key is missing or wrong", "invalid_api_key")
 
-    def _chat_tokens(self, body: ChatRequest) -> list[int]:
+    def _tokens(self, body: ChatRequest | CompletionRequest) -> list[int]:
+        prompt = body.prompt if isinstance(body, CompletionRequest) else ""
+        if isinstance(prompt, list):
+            ids = [token for token in prompt if isinstance(token, int)]
+            if len(ids) == len(prompt):
+                return self._ids.known(ids)
+            prompt = str(prompt[0])
         if self._loaded.tokenizer is None:
-            raise RefusedError(400, f"{self._loaded.name} has no tokenizer: ask /v1/completions with token ids")
-        return self._loaded.chat_tokens([message.for_template for message in body.messages])
+            raise RefusedError(400, f"{self._loaded.name} has no tokenizer: send token ids to /v1/completions")
+        if isinstance(body, ChatRequest):
+            return self._loaded.chat_tokens([message.for_template for message in body.messages])
+        return self._loaded.prompt_tokens([prompt], template=False)
 
-    def _prompt_tokens(self, body: CompletionRequest) -> list[int]:
-        prompt = body.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            if self._loaded.tokenizer is None:
-                raise RefusedError(400, f"{self._loaded.name} has no tokenizer: send token ids as the prompt")
-            return self._loaded.prompt_tokens([prompt], template=False)
-        ids = [token for token in prompt if isinstance(token, int)]
-        if len(ids) < len(prompt):
-            raise RefusedError(400, "prompt: one text, or one list of token ids")
-        return self._ids.known(ids)
-
-    async def _answer(
-        self, body: Requested, tokens: list[int], limit: int, shape: "Shape", request: Request
-    ) -> Response:
-        job, pieces = self._submitted(body, tokens, limit, request)
-        try:
-            piece = await _next(pieces, request)
-            if body.stream:
-                usage = bool((body.stream_options or {}).get("include_usage"))
-                return StreamingResponse(_events(job, piece, pieces, shape, usage), media_type="text/event-stream")
-            text = piece.text
-            while not piece.ends:
-                piece = await _next(pieces, request)
-                text += piece.text
-        except BaseException:
-            job.left.set()
-            raise
-        return JSONResponse(shape.whole(text, piece.finish, _usage(job, piece.tokens)))
-
-    def _submitted(
-        self, body: Requested, tokens: list[int], limit: int, request: Request
-    ) -> tuple[Job, "asyncio.Queue[Piece]"]:
-        """Put a job into the queue; return it, and where its pieces come. Raise RefusedError."""
-        if body.model not in (None, self._loaded.name):
-            raise RefusedError(404, f"there is no model {body.model}, only {self._loaded.name}", "model_not_found")
-        if not_served := body.not_served:
-            named = ", ".join(not_served)[:200]
-            raise RefusedError(400, f"not served here: {named}; leave it out", "unsupported_parameter")
-        if not tokens:
-            raise RefusedError(400, "the prompt has no tokens")
-        if len(tokens) >= self.context:
-            text = f"the prompt has {len(tokens)} tokens, and the context {self.context}: shorten it"
-            raise RefusedError(400, text, "context_length_exceeded")
+    async def _answer(self, body: ChatRequest | CompletionRequest, limit: int, request: Request) -> Response:
+        tokens, name = await asyncio.to_thread(self._tokens, body), self._loaded.name
+        too_long = f"the prompt has {len(tokens)} tokens, and the context {self.context}: shorten it"
+        not_served = f"not served here: {', '.join(body.not_served)[:200]}; leave it out"
+        refusals: tuple[tuple[object, int, str, str | None], ...] = (
+            (body.model not in (None, name), 404, f"there is no model {body.model}, only {name}", "model_not_found"),
+            (body.not_served, 400, not_served, "unsupported_parameter"),
+            (not tokens, 400, "the prompt has no tokens", None),
+            (len(tokens) >= self.context, 400, too_long, "context_length_exceeded"),
+        )
+        for applies, status, why, code in refusals:
+            if applies:
+                raise RefusedError(status, why, code)
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
 
         def report(piece: Piece) -> None:  # on the worker's thread
@@ -210,10 +178,42 @@ class Server:
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         limit = min(limit, self.longest_answer, self.context - len(tokens))
-        job = Job(tokens, limit, report, body.sampling(self._config), body.seed, body.stop_strings)
+        job = Job(tokens, limit, body.sampling(self._config), body.seed, body.stop_strings, report)
         if not self.worker.put(job):
             raise RefusedError(429, "too many requests wait already: try again later", "queue_full")
-        return job, pieces
+        shape, texts = Shape(name, isinstance(body, ChatRequest)), _texts(job, pieces, request)
+        if not body.stream:
+            text = "".join([text async for text in texts])
+            return JSONResponse(shape.whole(text, job.outcome, _usage(job)))
+        first = await anext(texts, "")  # what fails before it has a status of its own
+        usage = bool((body.stream_options or {}).get("include_usage"))
+        return StreamingResponse(_events(job, first, texts, shape, usage), media_type="text/event-stream")
+
+
+Piece = str | Exception | None
+"""Text of an answer, its error, or None at its end."""
+
+
+async def _texts(job: Job, pieces: asyncio.Queue[Piece], request: Request) -> AsyncIterator[str]:
+    """Yield an answer's text as it comes; a client that vanishes ends the job. Raise RefusedError where it fails."""
+    try:
+        while True:
+            try:
+                piece = await asyncio.wait_for(pieces.get(), LOOK_S)
+            except TimeoutError:
+                if await request.is_disconnected():
+                    raise RefusedError(499, "the client has gone") from None
+                continue
+            if piece is None:
+                return
+            if isinstance(piece, ClosedError):
+                raise RefusedError(503, str(piece))
+            if isinstance(piece, Exception):
+                why = " ".join(str(piece).split()) or type(piece).__name__
+                raise RefusedError(500, f"the request failed: {why}")
+            yield piece
+    finally:
+        job.left.set()
 
 
 class Shape:
@@ -224,68 +224,43 @@ class Shape:
         self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._is_chat = is_chat
 
-    def whole(self, text: str, finish: str | None, usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, text: str, finish: str, usage: dict[str, int]) -> dict[str, Any]:
         """Return an answer that has ended."""
-        content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return {**self._common, "object": kind, "choices": _choices(finish, content), "usage": usage}
+        return self._sent(kind, finish, text, {"message": {"role": "assistant", "content": text}}) | {"usage": usage}
 
-    def piece(self, text: str, finish: str | None = None, usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """Return a piece of one; at the end without text; behind it, where it was requested, with the usage alone."""
+    def piece(self, text: str, finish: str | None = None) -> dict[str, Any]:
+        """Return a piece of one; at the end without text."""
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        if usage:
-            return {**self._common, "object": kind, "choices": [], "usage": usage}
-        delta = {"delta": {} if finish else {"role": "assistant", "content": text}}
-        return {**self._common, "object": kind, "choices": _choices(finish, delta if self._is_chat else {"text": text})}
+        return self._sent(kind, finish, text, {"delta": {} if finish else {"role": "assistant", "content": text}})
 
-
-def _choices(finish: str | None, content: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"index": 0, "finish_reason": finish, "logprobs": None, **content}]
-
-
-async def _next(pieces: "asyncio.Queue[Piece]", request: Request) -> Piece:
-    """Wait for a piece. Raise RefusedError where the request fails, or the client has gone meanwhile."""
-    while True:
-        try:
-            piece = await asyncio.wait_for(pieces.get(), LOOK_S)
-        except TimeoutError:
-            if await request.is_disconnected():
-                raise RefusedError(499, "the client has gone") from None
-            continue
-        if piece.error:
-            raise _failed(piece.error)
-        return piece
+    def _sent(self, kind: str, finish: str | None, text: str, chat: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": 0, "finish_reason": finish, "logprobs": None, **(chat if self._is_chat else {"text": text})}
+        return {**self._common, "object": kind, "choices": [choice]}
 
 
 async def _events(
-    job: Job, first: Piece, pieces: "asyncio.Queue[Piece]", shape: Shape, usage: bool
-) -> AsyncIterator[str]:
-    """Yield server-sent events; a client that vanishes ends the job."""
-    piece = first
+    job: Job, first: str, texts: AsyncIterator[str], shape: Shape, usage: bool
+) -> AsyncIterator[str | bytes]:
+    """Yield server-sent events."""
+    text = first
     try:
-        while not piece.ends:
-            yield _event(shape.piece(piece.text))
-            piece = await pieces.get()
-        if piece.error:
-            yield _event(_error_body(_failed(piece.error)))
-            return
-        yield _event(shape.piece("", piece.finish))
-        if usage:
-            yield _event(shape.piece("", usage=_usage(job, piece.tokens)))
+        while text:
+            yield _event(shape.piece(text))
+            text = await anext(texts, "")
+        yield _event(shape.piece("", job.outcome))
+        if usage:  # behind the end, alone
+            yield _event({**shape.piece(""), "choices": [], "usage": _usage(job)})
         yield "data: [DONE]\n\n"
+    except RefusedError as error:
+        yield b"data: " + bytes((await _refused(None, error)).body) + b"\n\n"
     finally:
         job.left.set()
 
 
-def _failed(error: Exception) -> RefusedError:
-    if isinstance(error, ClosedError):
-        return RefusedError(503, str(error))
-    return RefusedError(500, f"the request failed: {' '.join(str(error).split()) or type(error).__name__}")
-
-
-def _usage(job: Job, tokens: int) -> dict[str, int]:
-    prompt = len(job.tokens)
-    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+def _usage(job: Job) -> dict[str, int]:
+    prompt, answer = len(job.tokens), job.answered
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 def _event(body: dict[str, Any]) -> str:
