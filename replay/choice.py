@@ -25,7 +25,7 @@ from sim.loop.run import Run
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.results.metrics import Row
 from sim.sweeps import grid
-from traces.errors import InputError
+from traces.errors import refuse
 from traces.shards import Shards
 
 if TYPE_CHECKING:  # needs torch, which the virtual device does not
@@ -53,14 +53,15 @@ class Choice:
 
     def __post_init__(self) -> None:
         simulated = self.loaded.simulated_alone(self.policy)
-        if simulated:
-            raise InputError(f"moe-replay does not run {simulated} on hardware so far: moe-sim simulates it")
-        if self.device == "disk" and self.target.store is None:
-            name = self.loaded.profile.name if self.loaded.profile else "NAME"
-            raise InputError(
+        name = self.loaded.profile.name if self.loaded.profile else "NAME"
+        refuse(
+            (simulated, f"moe-replay does not run {simulated} on hardware so far: moe-sim simulates it"),
+            (
+                self.device == "disk" and self.target.store is None,
                 "`device` disk reads experts from a file: write it with "
-                f"moe-replay store FILE --model-profile {name}, and name it with `store`"
-            )
+                f"moe-replay store FILE --model-profile {name}, and name it with `store`",
+            ),
+        )
 
     @property
     def device(self) -> str:

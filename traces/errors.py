@@ -22,6 +22,13 @@ class InputError(ValueError):
         return str(self)
 
 
+def refuse(*cases: tuple[object, str]) -> None:
+    """Raise InputError with the text of the first case that applies."""
+    for applies, text in cases:
+        if applies:
+            raise InputError(text)
+
+
 @contextmanager
 def located(where: str) -> Iterator[None]:
     """Put `where` in front of each InputError that is raised inside."""

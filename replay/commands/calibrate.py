@@ -18,7 +18,7 @@ from sim.commands import options
 from sim.commands.printed import progress
 from traces import demo_trace
 from traces.commands import console
-from traces.errors import InputError
+from traces.errors import refuse
 from traces.output import check_file, replacing
 
 
@@ -50,10 +50,10 @@ def calibrate(
 
     [b]moe-sim sweep --hardware here.toml ...[/b]
     """
-    if repeat < 2:
-        raise InputError(f"--repeat {repeat}: whether passes agree takes two at least")
-    if on["device"] == "virtual":
-        raise InputError("--device virtual: has nothing to measure; auto, cpu, disk or cuda")
+    refuse(
+        (repeat < 2, f"--repeat {repeat}: whether passes agree takes two at least"),
+        (on["device"] == "virtual", "--device virtual: has nothing to measure; auto, cpu, disk or cuda"),
+    )
     target = DeviceChoice.of(on)
     traces = trace or ([] if model_profile else [str(demo_trace())])
     wanted = [parse(text) for text in dict.fromkeys(split_list(policies))]

@@ -18,7 +18,7 @@ from sim.commands import options
 from sim.defaults import CACHE_SIZE, POLICY
 from tracer import demo
 from traces.commands import console
-from traces.errors import InputError
+from traces.errors import refuse
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,13 @@ class LiveOptions:
         """Raise InputError where one of the files would take another one's place. record: folder of a trace."""
         files = {name: file for name, file in {"store": store, "profile": self.profile}.items() if file}
         places = {name: Path(realpath(file)) for name, file in files.items()}
-        if len(places) > len({*places.values()}):
-            raise InputError(f"`store` and `profile` both name {self.profile}: name a file for each")
+        trace = Path(realpath(record)) if record else None
         for name, place in places.items():
-            if record and Path(realpath(record)) in (place, *place.parents):
-                raise InputError(f"`{name}` {files[name]} is in the folder of `record`: name a file elsewhere")
+            taken = name == "profile" and place == places.get("store")
+            refuse(
+                (taken, f"`store` and `profile` both name {self.profile}: name a file for each"),
+                (
+                    trace in (place, *place.parents),
+                    f"`{name}` {files[name]} is in the folder of `record`: move it",
+                ),
+            )

@@ -27,7 +27,7 @@ from sim.sweeps import winner
 from sim.timeline.file import writing
 from traces.commands import console
 from traces.commands.options import typed
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 from traces.output import claimed
 
 TIMED_BYTES = 1_000_000
@@ -75,14 +75,16 @@ def run(
     output.note(*request.notes, _scope(request, choice, on["device"]), *_unpriced(choice), *_too_small(choice))
     folder = output.folder(choice.loaded.experiment.trace, "-replay")
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
-    if cut_off and choice.device != "virtual" and not (output.resume or output.overwrite):
-        raise InputError(
+    is_real = choice.device != "virtual"
+    refuse(
+        (
+            cut_off and is_real and not (output.resume or output.overwrite),
             f"{folder} holds steps of an interrupted run: continue with --resume, drop them with --overwrite, or name "
-            "another folder with --out"
-        )
-    if output.resume and (timeline or choice.device == "virtual"):
-        why = "a timeline needs the whole run" if timeline else "a run on a logical clock takes seconds"
-        raise InputError(f"--resume: {why}: leave it out")
+            "another folder with --out",
+        ),
+        (output.resume and timeline, "--resume: a timeline needs the whole run: leave it out"),
+        (output.resume and not is_real, "--resume: a run on a logical clock takes seconds: leave it out"),
+    )
     outcome = _replay(choice, folder, timeline, not no_slots, output)
     output.show(lambda: shown.as_json(outcome), lambda: _shown(outcome, folder))
     reached = outcome.row["copy_gb_per_s"]

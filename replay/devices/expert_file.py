@@ -12,7 +12,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -23,7 +23,7 @@ from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.safetensors_files import header_of
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.output import replacing
 
 FORMAT = "moe-expert-cache experts 1"
@@ -51,33 +51,70 @@ class Facts:
     checksums: str  # eight hexadecimal digits an expert
 
 
-class ExpertFile:
-    """An open file of experts (an `ExpertStore`), of which the first one begins at byte `begin`.
+class DirectFile:
+    """An open file; past_cache: whether its bytes come from the disk at every read, past the system's page cache."""
 
-    past_cache: whether its bytes come from the disk at every read.
-    """
+    def __init__(self, path: Path) -> None:
+        self.path, self.past_cache = path, True
+        with suppress(AttributeError, OSError):  # some systems, and some file systems, know it not
+            self._file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        if not hasattr(self, "_file"):
+            self._file = os.open(path, os.O_RDONLY)
+            self.past_cache = _has_no_cache(self._file)
+        self._stamp = self._stamped()
+
+    def read_at(self, target: memoryview, offset: int) -> int:
+        """Read into `target`; return how many bytes. Raise InputError for an error of the disk."""
+        try:
+            return os.preadv(self._file, [target], offset)
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def _stamped(self) -> tuple[int, int]:
+        facts = os.fstat(self._file)
+        return facts.st_size, facts.st_mtime_ns
+
+    def require_unchanged(self) -> None:
+        """Raise InputError if the file was written to since it was opened."""
+        if self._stamped() != self._stamp:
+            raise InputError(
+                f"{self.path} was changed while it was read: what was computed with it may be wrong; start the command "
+                "again"
+            )
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _has_no_cache(file: int) -> bool:
+    """Let an open file be read past the cache as macOS does; return whether that is so."""
+    with suppress(ImportError, AttributeError, OSError):
+        import fcntl
+
+        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
+        return True
+    return False
+
+
+class ExpertFile(DirectFile):
+    """An open file of experts (an `ExpertStore`), of which the first one begins at byte `begin`."""
 
     def __init__(self, path: Path, model: "StoredModel | ModelProfile") -> None:
         """Raise InputError if the file is missing, cut off, or is of another model."""
-        self.path = path
-        with located(str(path)):
-            if not path.is_file():
-                raise InputError("there is no such file; moe-replay store writes one")
-            self.facts, self.begin = _header(path)
-            _require(self.facts, model)
+        try:
+            self.facts, self.begin = _header(path, model)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is no file of experts of {model.name} (moe-replay store): {error}") from error
         self.expert_bytes, self.distinct = self.facts.expert_bytes, self.facts.distinct
         self.stride = stride_of(self.expert_bytes)
-        if path.stat().st_size != self.begin + self.nbytes:
-            raise InputError(f"{path} is cut off: write it again with moe-replay store")
-        self._file, self.past_cache = open_past_cache(path)
-        self._stamp = stamp(self._file)
+        super().__init__(path)
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Read whole pages: those that begin at or behind `first`, and before `last`."""
         begin, end = page_up(first), min(page_up(last), self.stride)
         at, target = self.begin + expert % self.distinct * self.stride, slot.data
         while begin < end:
-            got = read_at(self.path, self._file, target[begin:end], at + begin)
+            got = self.read_at(target[begin:end], at + begin)
             begin += got if begin + got >= end else got // PAGE * PAGE
             if got < PAGE and begin < end:
                 raise InputError(f"{self.path}: expert {expert} is cut off: the file has shrunk while it was read")
@@ -89,13 +126,6 @@ class ExpertFile:
     @property
     def nbytes(self) -> int:
         return self.distinct * self.stride
-
-    def require_unchanged(self) -> None:
-        """Raise InputError if the file was written to since it was opened."""
-        require_unchanged(self.path, self._file, self._stamp)
-
-    def close(self) -> None:
-        os.close(self._file)
 
 
 def stride_of(expert_bytes: int) -> int:
@@ -162,70 +192,26 @@ def _header_of(facts: Facts) -> bytes:
     return struct.pack("<Q", length) + text.ljust(length)
 
 
-def _header(path: Path) -> tuple[Facts, int]:
-    """Return the facts that a file states, and where its experts begin."""
-    try:
-        header, begin = header_of(path)
-        facts = msgspec.convert(header.get("__metadata__"), Facts, strict=False)
-    except (InputError, msgspec.ValidationError) as error:
-        raise InputError(f"is no file of experts, as moe-replay store writes one: {error}") from error
-    if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct:
-        raise InputError("is not a file of experts of this version: write it again with moe-replay store")
-    return facts, begin
-
-
-def _require(facts: Facts, model: "StoredModel | ModelProfile") -> None:
-    """Raise InputError where the file's experts are not the model's."""
+def _header(path: Path, model: "StoredModel | ModelProfile") -> tuple[Facts, int]:
+    """Return the facts that a file states, and where its experts begin. Raise ValueError where they are not so."""
+    header, begin = header_of(path)
+    facts = msgspec.convert(header.get("__metadata__"), Facts, strict=False)
     experts = model.moe_layers * model.experts
+    if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct:
+        raise ValueError("it is of another version")
     if (facts.model, facts.experts, facts.expert_bytes) != (model.name, experts, model.expert_bytes):
-        raise InputError(
-            f"holds {facts.model} ({facts.weights}): {facts.experts} experts of {facts.expert_bytes} bytes; "
+        raise ValueError(
+            f"it holds {facts.model} ({facts.weights}): {facts.experts} experts of {facts.expert_bytes} bytes; "
             f"{model.name} has {experts} of {model.expert_bytes}"
         )
-
-
-def open_past_cache(path: Path) -> tuple[int, bool]:
-    """Return a descriptor, and whether what it reads passes by the page cache."""
-    if hasattr(os, "O_DIRECT"):
-        with suppress(OSError):  # some file systems know it not
-            return os.open(path, os.O_RDONLY | os.O_DIRECT), True
-    file = os.open(path, os.O_RDONLY)
-    with suppress(ImportError, AttributeError, OSError):  # macOS
-        import fcntl
-
-        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
-        return file, True
-    return file, False
-
-
-def read_at(path: Path, file: int, target: memoryview, offset: int) -> int:
-    """Read from the open file into `target`; return how many bytes. Raise InputError for an error of the disk."""
-    try:
-        return os.preadv(file, [target], offset)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def stamp(file: int) -> tuple[int, int]:
-    """Return what differs once an open file was written to: its size, and when that was."""
-    facts = os.fstat(file)
-    return facts.st_size, facts.st_mtime_ns
-
-
-def require_unchanged(path: Path, file: int, before: tuple[int, int]) -> None:
-    """Raise InputError if the open file has another `stamp` than before."""
-    if stamp(file) != before:
-        raise InputError(
-            f"{path} was changed while it was read: what was computed with it may be wrong; start the command again"
-        )
+    if path.stat().st_size != begin + facts.distinct * stride_of(facts.expert_bytes):
+        raise ValueError("it is cut off")
+    return facts, begin
 
 
 def read_through(path: Path) -> None:
     """Read a file whole, as lanes will: what lies below a virtual disk may have kept some of it, or none."""
-    file, _ = open_past_cache(path)
     memory, at, got = anonymous(READ_BYTES), 0, 1
-    try:
-        while got and at < os.fstat(file).st_size:
-            at += (got := read_at(path, file, memory.data, at))
-    finally:
-        os.close(file)
+    with closing(DirectFile(path)) as file:
+        while got and at < path.stat().st_size:
+            at += (got := file.read_at(memory.data, at))

@@ -14,6 +14,7 @@ ALIGNMENT as in the model that transformers loads, and is copied where it lies o
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -72,39 +73,36 @@ class ExpertLayer:
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """Return the modules of a model that have the experts interface of transformers. Raise InputError for none."""
-    layers = [_layer(name, module) for name, module in model.named_modules() if is_interface(module)]
+    decorated = ("is_transposed", "has_bias", "num_experts")  # of a class, by `use_experts_implementation`
+    layers = [
+        _layer(name, module)
+        for name, module in model.named_modules()
+        if all(hasattr(module, attribute) for attribute in decorated)
+    ]
     if not layers:
-        raise InputError(
-            f"{type(model).__name__} does not have the experts interface of transformers 5 (stacked experts behind "
-            "use_experts_implementation): it cannot generate from a cache of experts"
-        )
+        raise without_interface(type(model).__name__)
     return layers
 
 
-def is_interface(module: nn.Module) -> bool:
-    """Return whether a module is of a class that `use_experts_implementation` decorates."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_bias") and hasattr(module, "num_experts")
+def without_interface(name: str) -> InputError:
+    """Return the error for a model, or a module, that is none of transformers' stacked experts."""
+    return InputError(
+        f"{name} does not have the experts interface of transformers 5 (stacked experts behind "
+        "use_experts_implementation): it cannot generate from a cache of experts"
+    )
 
 
 def _layer(name: str, module: nn.Module) -> ExpertLayer:
-    experts = _experts(name, module)
+    lengths = {len(weight) for weight in module.parameters(recurse=False) if weight.dim() == 3}  # which must agree
     rows, begin = [], 0
     for label, weight in module.named_parameters(recurse=False):
-        if weight.dim() > 1 and len(weight) == experts:
+        if weight.dim() > 1 and {len(weight)} == lengths:
             row = Row(label, tuple(weight.shape[1:]), weight.dtype, begin)
             rows.append(row)
             begin = -(-(begin + row.nbytes) // ALIGNMENT) * ALIGNMENT
     if not begin:
         raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
-    return ExpertLayer(name, module, experts, tuple(rows))
-
-
-def _experts(name: str, module: nn.Module) -> int:
-    """Return E, the length of the stacked matrices, which must agree."""
-    lengths = {len(weight) for weight in module.parameters(recurse=False) if weight.dim() == 3}
-    if len(lengths) != 1:
-        raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
-    return lengths.pop()
+    return ExpertLayer(name, module, lengths.pop(), tuple(rows))
 
 
 class OfExpert(NamedTuple):
@@ -176,7 +174,7 @@ class Source:
         converter = deepcopy(self.converter)
         for pattern, tensors in self.tensors.items():
             for tensor in tensors:
-                converter.add_tensor(self.parameter, tensor.name, pattern, _reader(tensor))
+                converter.add_tensor(self.parameter, tensor.name, pattern, partial(tensor.__getitem__, ...))
         made: dict[str, Any] = converter.convert(self.parameter, model=model, config=config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -196,10 +194,6 @@ class Source:
             return None
         size = tensor.nbytes // experts
         return [(tensor.shard, tensor.offset + expert * size, size) for expert in range(experts)]
-
-
-def _reader(tensor: ShardTensor) -> Callable[[], Tensor]:
-    return lambda: tensor[...]
 
 
 def sources(

@@ -22,7 +22,7 @@ from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_l
 from replay.live.shards import Shard, open_shards
 from tracer.checkpoints import Found, blaming, find_model, notes_of, require_weights
 from tracer.models import LoadedModel
-from traces.errors import InputError, located
+from traces.errors import InputError, located, refuse
 from traces.output import check_file, make_folder
 
 IMPLEMENTATION = "moe-expert-cache"
@@ -61,10 +61,12 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
     origins: dict[str, Source] = {}
 
     def load(model: Any, state_dict: Any, files: Any, load_config: Any, expected_keys: Any = None) -> Any:
-        if load_config.hf_quantizer is not None:
-            raise InputError(f"{checkpoint.name} is quantised: its experts are not read so; take them in bf16 or fp32")
-        if not files or not all(str(file).endswith(".safetensors") for file in files):
-            raise InputError(f"{checkpoint.name} is no safetensors checkpoint: its experts cannot be read one by one")
+        is_whole = files and all(str(file).endswith(".safetensors") for file in files)
+        quantised = "is quantised: its experts are not read so; take them in bf16 or fp32"
+        refuse(
+            (load_config.hf_quantizer is not None, f"{checkpoint.name} {quantised}"),
+            (not is_whole, f"{checkpoint.name} is no safetensors checkpoint: its experts cannot be read one by one"),
+        )
         layers.extend(expert_layers(model))
         with_experts = model.state_dict()
         own, tensors = open_shards(Path(file) for file in files)

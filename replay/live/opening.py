@@ -27,7 +27,7 @@ from replay.devices.lanes import knee, rates
 from replay.devices.store import require_host_memory, stride_of
 from replay.live.device import LiveDevice, LiveGpu
 from replay.live.host import host_experts
-from replay.live.layout import ExpertLayer
+from replay.live.layout import ExpertLayer, without_interface
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
 from replay.live.memory import cache_bytes, memory_of
 from replay.live.model import HOOK, LiveModel
@@ -41,7 +41,7 @@ from sim.quantities import parse_cache_size, show_bytes
 from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel
-from traces.errors import InputError, unknown
+from traces.errors import InputError, refuse, unknown
 from traces.synthetic import synthetic
 
 DISK = DeviceChoice("disk")
@@ -84,7 +84,9 @@ def open_live(
         raise unknown("device", target.device, DEVICES)
     spec = starting_from(parse(policy), profile)
     require_causal(spec)
-    gpu = _gpu() if target.device == "cuda" else None
+    if target.device == "cuda":
+        require_cuda("disk")
+    gpu = Gpu() if target.device == "cuda" else None
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _live_experts)
     with ExitStack() as opening:
         without = opening.enter_context(opened(source, dtype, name))
@@ -110,22 +112,16 @@ def open_live(
         if gpu:
             host = opening.enter_context(host_experts(store, layers, gpu, progress))
             device: LiveDevice = LiveGpu(host, slots, gpu)
-            opening.callback(device.close)
         else:
             device = LiveDevice(store, slots)
-            opening.callback(device.close)
+        opening.callback(device.close)
+        if not gpu:
             lanes = target.lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
             device.read_with(lanes)
         unchanged = nothing if gpu else store.require_unchanged  # a GPU's experts have been read
         live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, on_note, unchanged)
         opening.callback(live.close)
         yield live
-
-
-def _gpu() -> Gpu:
-    """Return torch's GPU. Raise InputError where there is none."""
-    require_cuda("disk")
-    return Gpu()
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
@@ -146,12 +142,12 @@ def _require(gpu: Gpu | None, needed_bytes: int, what: str) -> None:
 
 def require_causal(policy: PolicySpec) -> None:
     """Raise InputError for a policy that a model which runs now cannot serve."""
-    if policy.oracle:
-        raise InputError(f"{policy.text} knows the future, which a live model does not: choose another policy")
-    if policy.needs_lookahead:
-        raise InputError(f"{policy.text} asks the next layer's router ahead, which a live model does not do so far")
-    if policy.placement != FETCHED:
-        raise InputError(f"{policy.text}: a live model fetches every miss: leave the placement out")
+    ahead = "asks the next layer's router ahead, which a live model does not do so far"
+    refuse(
+        (policy.oracle, f"{policy.text} knows the future, which a live model does not: choose another policy"),
+        (policy.needs_lookahead, f"{policy.text} {ahead}"),
+        (policy.placement != FETCHED, f"{policy.text}: a live model fetches every miss: leave the placement out"),
+    )
 
 
 def rehearse(model: Opened) -> tuple[list[ExpertLayer], ExpertsHook]:
@@ -166,10 +162,7 @@ def rehearse(model: Opened) -> tuple[list[ExpertLayer], ExpertsHook]:
             hook.probe()
     for name, module in zip(hook.names, hook.modules, strict=True):
         if module not in by_module:
-            raise InputError(
-                f"{name} ({type(module).__name__}) does not have the experts interface of transformers 5: "
-                f"{model.loaded.name} cannot generate from a cache of experts"
-            )
+            raise without_interface(f"{name} ({type(module).__name__}) of {model.loaded.name}")
     return [by_module[module] for module in hook.modules], hook
 
 

@@ -5,20 +5,22 @@ from pathlib import Path
 
 from policies.core.policy import Listener
 from policies.core.spec import Part, PolicySpec
-from traces.errors import InputError
+from traces.errors import refuse
 from traces.output import check_file, replacing
 
 
 def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
     """Return the policy as it starts from what `file` holds, if that is there. Raise InputError for one that cannot."""
     saving = sum(bool(half.cls.starts_from) for half in (policy.evict, policy.prefetch))
-    if file and not saving:
-        raise InputError(f"--profile: {policy.text} does not save what it learns; eamc and eamc-blend do")
-    if file and saving == 2 and not (policy.shares and policy.prefetch.cls.shares_state_with(policy.evict.cls)):
-        raise InputError(f"--profile: both halves of {policy.text} save what they learn, and a profile is of one")
-    if file:
-        check_file(file, overwrite=True)  # better now than when all is learned
-    if not file or not file.exists():
+    if not file:
+        return policy
+    apart = saving == 2 and not (policy.shares and policy.prefetch.cls.shares_state_with(policy.evict.cls))
+    refuse(
+        (not saving, f"--profile: {policy.text} does not save what it learns; eamc and eamc-blend do"),
+        (apart, f"--profile: both halves of {policy.text} save what they learn, and a profile is of one"),
+    )
+    check_file(file, overwrite=True)  # better now than when all is learned
+    if not file.exists():
         return policy
     evict, prefetch = _from(policy.evict, file), _from(policy.prefetch, file)
     return replace(PolicySpec.of(evict, prefetch, policy.scope, policy.placement), typed=policy.typed)

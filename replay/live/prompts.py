@@ -4,12 +4,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from reprlib import repr as shown
 from typing import Any
 
 from tracer.models import LoadedModel
 from tracer.prompts import Columns, Prompt, read_prompts
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 
 
 class TokenIds:
@@ -21,20 +20,17 @@ class TokenIds:
         self.pad_token_id = getattr(own, "pad_token_id", None)
 
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        parts = [part.strip() for part in text.split(",")]
-        if odd := [part for part in parts if not re.fullmatch(r"\d{1,18}", part)]:
-            raise InputError(
-                f"token ids: {shown(odd[0])} is no id: write numbers with commas between them, as in 5,6,7"
-            )
-        return {"input_ids": self.known([int(part) for part in parts])}
+        return {"input_ids": self.known(text.split(","))}
 
-    def known(self, ids: list[int]) -> list[int]:
-        """Return the ids. Raise InputError for one that the model has not."""
-        if odd := [token for token in ids if not 0 <= token < self._vocabulary]:
-            raise InputError(
-                f"token ids: the model has no token {shown(odd[0])}, its vocabulary has {self._vocabulary}"
-            )
-        return ids
+    def known(self, ids: Sequence[int | str]) -> list[int]:
+        """Return ids, which may be text. Raise InputError for one that the model has not."""
+        for token in ids:
+            if not (re.fullmatch(r"\s*\d{1,18}\s*", str(token)) and int(token) < self._vocabulary):
+                raise InputError(
+                    f"token ids: the model has no token {str(token)[:40]}, its vocabulary has {self._vocabulary}; "
+                    "write numbers with commas between them, as in 5,6,7"
+                )
+        return [int(token) for token in ids]
 
     def decode(self, tokens: Sequence[int], **options: Any) -> str:
         """Return the text of ids: numbers where nothing else is known."""
@@ -50,12 +46,11 @@ def reading_ids(loaded: LoadedModel) -> LoadedModel:
 def prompts_of(texts: Sequence[str], file: Path | None, token_ids: str | None) -> list[Prompt]:
     """Return what was asked for; InputError unless it was asked for in one way."""
     sources = [bool(texts), file is not None, token_ids is not None]
-    if sum(sources) != 1:
-        raise InputError("say what the model is to continue with: --prompt TEXT, --prompts FILE or --token-ids 5,6,7")
+    what = "say what the model is to continue with: --prompt TEXT, --prompts FILE or --token-ids 5,6,7"
+    blank = not all(text.strip() for text in texts)
+    refuse((sum(sources) != 1, what), (blank, "--prompt: a blank text is no prompt"))
     if file is not None:
         return read_prompts(file, Columns())
     if token_ids is not None:
         return [Prompt("0", "", "", (token_ids,))]
-    if not all(text.strip() for text in texts):
-        raise InputError("--prompt: a blank text is no prompt")
     return [Prompt(str(number), "", "", (text,)) for number, text in enumerate(texts)]

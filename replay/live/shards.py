@@ -3,7 +3,6 @@
 A file that is cut off, or says what cannot be (`sim.profiles.safetensors_files`), is refused before anything is read.
 """
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -14,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay.devices.expert_file import open_past_cache, read_at, require_unchanged, stamp
+from replay.devices.expert_file import DirectFile
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
-from sim.profiles.safetensors_files import StoredTensor, tensors_of
+from sim.profiles.safetensors_files import tensors_of
 from traces.errors import InputError
 
 DTYPES = {
@@ -41,13 +40,11 @@ BOUNCE_BYTES = 1 << 20
 """Read at once where a place in a file and the place in memory are not equally far behind a page's beginning."""
 
 
-class Shard:
-    """An open file."""
+class Shard(DirectFile):
+    """An open file of a checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file, self.past_cache = open_past_cache(path)
-        self._stamp = stamp(self._file)
+        super().__init__(path)
         self._bounce = local()
 
     def read(self, offset: int, target: Bytes) -> None:
@@ -56,7 +53,7 @@ class Shard:
         while begin < end:
             lead = (offset + begin) % PAGE
             block = self._block(lead + end - begin)
-            got = min(read_at(self.path, self._file, block.data, offset + begin - lead) - lead, end - begin)
+            got = min(self.read_at(block.data, offset + begin - lead) - lead, end - begin)
             if got <= 0:
                 raise self._cut_off(offset + begin)
             np.copyto(target[begin : begin + got], block[lead : lead + got])
@@ -71,7 +68,7 @@ class Shard:
         lead = offset % PAGE
         begin, end, at = place - lead, page_up(place + size), offset - lead
         while begin < place + size:
-            got = read_at(self.path, self._file, memory[begin:end].data, at)
+            got = self.read_at(memory[begin:end].data, at)
             whole = got if begin + got >= place + size else got // PAGE * PAGE  # else at the file's end
             if not whole:
                 raise self._cut_off(at + got)
@@ -79,13 +76,6 @@ class Shard:
 
     def _cut_off(self, offset: int) -> InputError:
         return InputError(f"{self.path} is cut off at byte {offset}")
-
-    def require_unchanged(self) -> None:
-        """Raise InputError if the file was written to since it was opened."""
-        require_unchanged(self.path, self._file, self._stamp)
-
-    def close(self) -> None:
-        os.close(self._file)
 
     def _block(self, size: int) -> Bytes:
         """Return memory of this thread, uint8[whole pages, enough for `size` or BOUNCE_BYTES]."""
@@ -137,15 +127,12 @@ def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTens
         for path in files:
             shards.append(Shard(path))
             for stored in tensors_of(path):
-                tensors[stored.name] = _tensor(shards[-1], stored)
+                if stored.dtype not in DTYPES:
+                    raise InputError(f"{path}: {stored.name} is of type {stored.dtype}, which is not read")
+                place = shards[-1], stored.begin, stored.shape, DTYPES[stored.dtype]
+                tensors[stored.name] = ShardTensor(stored.name, *place)
     except BaseException:
         for shard in shards:
             shard.close()
         raise
     return shards, tensors
-
-
-def _tensor(shard: Shard, stored: StoredTensor) -> ShardTensor:
-    if stored.dtype not in DTYPES:
-        raise InputError(f"{shard.path}: {stored.name} is of type {stored.dtype}, which is not read")
-    return ShardTensor(stored.name, shard, stored.begin, stored.shape, DTYPES[stored.dtype])

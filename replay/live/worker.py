@@ -122,7 +122,7 @@ class Worker:
         rows = self._live.rows[began:]
         self._live.rows.clear()
         self._served(job, rows)
-        job.report(InputError("the request was given up") if job.outcome == "left" else error)
+        job.report(ClosedError() if job.outcome == "left" else error)
 
     def _generate(self, job: Job) -> None:
         stream = TextStream(self._loaded)

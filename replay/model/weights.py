@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from replay.model.network import expert_dtype_of
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.safetensors_files import files_of
-from traces.errors import InputError, located
+from traces.errors import InputError
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What can be converted, as safetensors names it."""
@@ -148,14 +148,10 @@ class Checkpoint:
 
 def _open(folder: Path) -> dict[str, Any]:
     """Return every tensor's name and the open file that holds it; nothing is read but headers."""
-    with located("--weights"):
-        files = files_of(folder)
-        if not files:
-            raise InputError(f"{folder} holds no .safetensors files")
-        try:
-            opened: list[Any] = [safe_open(file, "pt") for file in files]
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{folder} cannot be read: {error}") from error
+    try:
+        opened: list[Any] = [safe_open(file, "pt") for file in files_of(folder)]
+    except (InputError, OSError, SafetensorError) as error:
+        raise InputError(f"--weights {folder} cannot be read: {error}") from error
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  no mapping
 
 
