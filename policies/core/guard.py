@@ -7,17 +7,16 @@ read-only. Nothing else is guarded: it is the user's own program. Built-in polic
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from traceback import walk_tb
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from policies.core.policy import Event, Float, Int, Listener, Prefetcher, Requests, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import Event, Float, Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from traces.errors import InputError
-from traces.steps import RequestSteps
+from traces.steps import Lookahead, RequestSteps
 
 OF_VICTIMS = ("on_hit", "on_insert", "on_evict", "on_need", "victim")
 METHODS = ("foresee", "begin_request", "observe", "end_request", "save", "window", "propose", *OF_VICTIMS)
@@ -107,16 +106,14 @@ def built(cls: type[Listener], make: Callable[[], Any], shape: Shape) -> Any:
 
 def _check(half: Any, cls: type[Listener], shape: Shape) -> None:
     """Raise BrokenRuleError for an instance that engines cannot use, or of which they would never call a method."""
-    if lacks := [name for name in ("shape", "options") if not hasattr(half, name)]:
-        raise BrokenRuleError(f"it has no {lacks[0]}: let its __init__ call super().__init__(shape, options)")
+    if not hasattr(half, "options"):
+        raise BrokenRuleError("it has no options: let its __init__ call super().__init__(shape, options)")
     scored, defined = issubclass(cls, ScorePolicy), {name for each in own_classes(cls) for name in vars(each)}
     base = Prefetcher if issubclass(cls, Prefetcher) else RetentionPolicy
-    for name in METHODS:
-        if name in defined and (not hasattr(base, name) or (scored and name in OF_VICTIMS)):
-            raise BrokenRuleError(
-                f"its {name} is never called of a {ScorePolicy.__name__ if scored else base.__name__}: derive from "
-                f"{'RetentionPolicy, or write the scores in `observe`' if scored else 'the class that has it'}"
-            )
+    for name in defined.intersection(METHODS):
+        if not hasattr(base, name) or (scored and name in OF_VICTIMS):
+            advice = "RetentionPolicy, or write the scores in `observe`" if scored else "the class that has it"
+            raise BrokenRuleError(f"its {name} is never called of a {base.__name__}: derive from {advice}")
     if not cls.oracle and ("foresee" in defined or any(getattr(each, "oracle", False) for each in cls.__mro__)):
         raise BrokenRuleError("its `foresee` sees the whole run ahead: declare `oracle = True` in its class")
     if scored:
@@ -128,7 +125,7 @@ def _check(half: Any, cls: type[Listener], shape: Shape) -> None:
 
 
 def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> None:
-    latest: tuple[Event | None, Event | None] = (None, None)  # as engines make it, and as the policy is passed it
+    latest: tuple[Event | None, Any] = (None, None)  # as engines make it, and as the policy is passed it
     keep = getattr(half, "keep", None) if isinstance(half, ScorePolicy) else None
 
     def require_keep() -> None:
@@ -138,11 +135,11 @@ def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> Non
                 "self.keep[0] *= 0.5 or self.keep[0] = ..."
             )
 
-    def passed(event: Event) -> Event:
+    def passed(event: Event) -> Any:
         nonlocal latest
         if latest[0] is not event:
-            latest = event, read_only_event(event)
-        assert latest[1]
+            views = {id(array): read_only(array) for array in event}  # arrays that are one in the event are one here
+            latest = event, Event._make(views[id(array)] for array in event)
         return latest[1]
 
     def original(value: Any) -> Any:
@@ -156,12 +153,12 @@ def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> Non
 
     def checked(method: str) -> Callable[..., Any]:
         call = getattr(half, method)
-        if method == "foresee":
-            return lambda requests, per_access: call(ReadOnly(requests), per_access)
+        if method == "foresee" and cls.oracle:
+            return lambda requests, per_access: call([read_only(each) for each in requests], per_access)
         if method == "propose":
             return lambda event: _proposal(call(passed(event)), shape.total)
         if method == "victim":
-            return lambda evictable: _victim(call, evictable)
+            return lambda evictable: _victim(call(read_only(evictable)), evictable)
         if method == "observe":
             return scored(lambda event: call(passed(event)))
         return scored(call)
@@ -213,48 +210,17 @@ def _proposal(answer: Any, total: int) -> tuple[Int, Float]:
     return np.array(ids), np.array(priorities)
 
 
-def _victim(call: Callable[[Int], Any], evictable: Int) -> int:
-    answer = call(_read_only(evictable))
+def _victim(answer: Any, evictable: Int) -> int:
     if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or answer not in evictable:
         raise BrokenRuleError(f"it named victim {answer}, which was not offered: answer one of the ids in `evictable`")
     return int(answer)
 
 
-# What a user's policy is passed
-
-
-def _read_only(value: Any) -> Any:
-    """Return a view that cannot be written into; what is no array stays as it is."""
+def read_only(value: Any) -> Any:
+    """Return a view of an array, or of all arrays of a request's steps, that cannot be written into."""
     if isinstance(value, np.ndarray):
         value = value.view()
         value.flags.writeable = False
+    elif isinstance(value, RequestSteps | Lookahead):
+        value = replace(value, **{name: read_only(held) for name, held in vars(value).items()})
     return value
-
-
-def read_only_event(event: Event) -> Event:
-    """Return the event with arrays that cannot be written into; those that are one in the event are one here."""
-    made: dict[int, NDArray[Any]] = {}
-    return Event._make(made.setdefault(id(value), _read_only(value)) for value in event)
-
-
-class ReadOnly(Sequence[RequestSteps]):
-    """The routing of a run, of arrays that cannot be written into."""
-
-    def __init__(self, requests: Requests) -> None:
-        self._requests = requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __getitem__(self, i: Any) -> Any:
-        rows = self._requests[i]
-        return _steps(rows) if isinstance(rows, RequestSteps) else [_steps(each) for each in rows]
-
-
-def _steps(request: RequestSteps) -> RequestSteps:
-    lookahead = request.lookahead and replace(request.lookahead, **_arrays(request.lookahead))
-    return replace(request, **_arrays(request) | {"lookahead": lookahead})
-
-
-def _arrays(holder: Any) -> dict[str, Any]:
-    return {field.name: _read_only(getattr(holder, field.name)) for field in fields(holder)}
