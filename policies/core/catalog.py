@@ -7,8 +7,8 @@ from typing import Any
 
 from policies.core import registry
 from policies.core.policy import Listener
-from policies.core.presets import PRESETS, Preset
-from policies.core.spec import Part, parse
+from policies.core.presets import PRESETS
+from policies.core.spec import Part, make_policy
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,14 @@ def available() -> list[PolicyInfo]:
         ("prefetch", prefetch, prefetch.keys() - both),
     ]
     policies = [_described(table[name], kind) for kind, table, names in kinds for name in sorted(names)]
-    return policies + [_described_preset(preset) for preset in sorted(PRESETS, key=lambda preset: preset.name)]
+    for preset in sorted(PRESETS, key=lambda preset: preset.name):
+        spec = make_policy(preset.name)
+        own = preset.summary, spec.oracle, spec.resolved(), preset.differs, preset.policy
+        policies.append(PolicyInfo(preset.name, "preset", *own))
+    return policies
 
 
 def _described(cls: type[Listener], kind: str) -> PolicyInfo:
     summary = (cls.__doc__ or "").strip().split("\n")[0]
     theory = (sys.modules[cls.__module__].__doc__ or "").strip()
     return PolicyInfo(cls.name, kind, summary, cls.oracle, Part.of(cls).values, theory)
-
-
-def _described_preset(preset: Preset) -> PolicyInfo:
-    spec = parse(preset.name)
-    return PolicyInfo(
-        preset.name, "preset", preset.summary, spec.oracle, spec.resolved(), preset.differs, preset.policy
-    )

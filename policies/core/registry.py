@@ -53,17 +53,16 @@ _prefetch: dict[str, type[Prefetcher]] = {}
 
 R = TypeVar("R", bound=type[RetentionPolicy])
 P = TypeVar("P", bound=type[Prefetcher])
+C = TypeVar("C")
 
 
 def retention(name: str, oracle: bool = False) -> Callable[[R], R]:
     """Register an eviction policy under `name`; `oracle` marks one that sees the future, as its class may."""
-
     return _register(_retention, name, oracle)
 
 
 def prefetcher(name: str, oracle: bool = False) -> Callable[[P], P]:
-    """Register a prefetcher under `name`; `oracle` marks one that sees the future, as its class may."""
-
+    """Register a prefetcher under `name`; `oracle` as there."""
     return _register(_prefetch, name, oracle)
 
 
@@ -100,22 +99,17 @@ class NoPrefetch(Prefetcher):
 
 
 @cache
-def _load_built_in() -> None:
-    for module in BUILT_IN:
-        importlib.import_module(f"policies.{module}")
-
-
-@cache
 def _load() -> None:
     """Import every module that registers policies, once."""
-    _load_built_in()
+    for module in BUILT_IN:
+        importlib.import_module(f"policies.{module}")
     for entry in entry_points(group="moe_expert_cache.policies"):
         entry.load()
 
 
 def built_in() -> list[type[Listener]]:
     """Return the policies of the modules in BUILT_IN, in their order."""
-    _load_built_in()
+    _load()
     places = {f"policies.{module}": place for place, module in enumerate(BUILT_IN)}
     held = [cls for table in (_retention, _prefetch) for cls in table.values() if cls.__module__ in places]
     return sorted(held, key=lambda cls: places[cls.__module__])
@@ -130,8 +124,7 @@ def keeper(policy: str | type[Listener]) -> type[RetentionPolicy]:
     """Return the eviction policy of that name, or in that file; a class stands for itself. Raise InputError."""
     cls = _find(policy, _retention, _prefetch)
     if cls is None:
-        known = [*_retention, *(preset.name for preset in PRESETS)]
-        raise unknown("policy", str(policy), known)
+        raise unknown("policy", str(policy), [*_retention, *(preset.name for preset in PRESETS)])
     if not issubclass(cls, RetentionPolicy):
         how = f"lru+{policy}" if isinstance(policy, str) else f"PolicySpec.of(evict='lru', prefetch={cls.__name__})"
         called = getattr(policy, "__name__", policy)
@@ -152,20 +145,20 @@ def fetcher(policy: str | type[Listener]) -> type[Prefetcher]:
 
 def scope(name: str | type[Scope]) -> type[Scope]:
     """Return the scope of that name; a class stands for itself. Raise InputError."""
-    if isinstance(name, type):
-        return name
-    if name not in SCOPES:
-        raise unknown("scope", name, SCOPES)
-    return SCOPES[name]
+    return _known("scope", name, SCOPES)
 
 
 def placement(name: str | type[Placement]) -> type[Placement]:
     """Return the placement of that name; a class stands for itself. Raise InputError."""
+    return _known("placement", name, PLACEMENTS)
+
+
+def _known(kind: str, name: str | type[C], table: Mapping[str, type[C]]) -> type[C]:
     if isinstance(name, type):
         return name
-    if name not in PLACEMENTS:
-        raise unknown("placement", name, PLACEMENTS)
-    return PLACEMENTS[name]
+    if name not in table:
+        raise unknown(kind, name, table)
+    return table[name]
 
 
 def tables() -> tuple[dict[str, type[RetentionPolicy]], dict[str, type[Prefetcher]]]:

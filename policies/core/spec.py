@@ -6,6 +6,7 @@ keeps the text that it was made from, for results to show; two specs are equal i
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from copy import copy
@@ -321,16 +322,14 @@ GLOBAL = Part(Global, Global.Options(), Global.name)
 FETCHED = Part(Fetch, Fetch.Options(), Fetch.name)
 
 
-def parse(policy: Policy, **options: Any) -> PolicySpec:
-    """Return the policy that a text, an eviction policy's class, or a spec says, with these options changed.
+def parse(policy: Policy) -> PolicySpec:
+    """Return the policy that a text, an eviction policy's class, or a spec says.
 
     InputError for an unknown name (near ones are offered) or option.
     """
     if isinstance(policy, str):
-        spec = _read(policy)
-    else:
-        spec = policy if isinstance(policy, PolicySpec) else PolicySpec.of(policy)
-    return spec.with_options(options) if options else spec
+        return _read(policy)
+    return policy if isinstance(policy, PolicySpec) else PolicySpec.of(policy)
 
 
 def make_policy(policy: Policy, *, prefetch: Half | None = None, **options: Any) -> PolicySpec:
@@ -341,30 +340,27 @@ def make_policy(policy: Policy, *, prefetch: Half | None = None, **options: Any)
 
     Raises InputError for an unknown name or option.
     """
-    spec = parse(policy, **options)
+    spec = parse(policy).with_options(options)
     return spec if prefetch is None else PolicySpec.of(spec.evict, prefetch, spec.scope, spec.placement)
 
 
 def text_of(policy: Policy) -> str:
     """Return what results call a policy; text stays as it is."""
-    return policy if isinstance(policy, str) else parse(policy).text
+    return policy if isinstance(policy, str) else make_policy(policy).text
 
 
 def _read(text: str) -> PolicySpec:
     typed = read(text, PLACEMENTS)
     kept, *fetched = typed.halves
     for term in filter(None, (*typed.halves, typed.scope, typed.placement)):
-        keys = [key for key, _ in term.options]
-        if len(set(keys)) < len(keys):
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise InputError(f"option {twice} of {term.name} is given twice: {text}")
+        for key, times in Counter(key for key, _ in term.options).items():
+            if times > 1:
+                raise InputError(f"option {key} of {term.name} is given twice: {text}")
     scope = _part(typed.scope, registry.scope) if typed.scope else None
     placement = _part(typed.placement, registry.placement) if typed.placement else None
     if preset := registry.preset(kept.name):
         if fetched:
-            raise InputError(
-                f"{kept.name} is a preset and stands for {preset.policy}: write that to change a half of it"
-            )
+            raise InputError(f"{kept.name} is a preset and stands for {preset.policy}: write that to change a half")
         spec = _read(preset.policy)
         named = Expression((Term(kept.name),), typed.scope, typed.placement)
         parts = {"scope": scope or spec.scope, "placement": placement or spec.placement}

@@ -7,23 +7,27 @@ matched, and there it replaces the oldest.
 
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
-from policies.core.spec import HALVES, parse
+from policies.core.spec import HALVES, make_policy
 from policies.eamc.eamc import EamcPrefetcher, EamcRetention, Predictor, observe
 from policies.eamc.matching import REQUEST
 from traces.errors import InputError
-from traces.steps import DECODE, PREFILL, RequestSteps
+from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
 
 def build(trace: Trace, policy: str, capacity: int | None = None) -> Predictor:
-    """The collections of `policy`, as given, after all requests of the trace. InputError if it has none.
+    """Return the collections of `policy`, as given, after all requests of the trace. InputError if it has none.
 
     capacity: of these, where the policy does not state it.
     """
     predictor = predictor_of(policy, Shape(trace.layers, trace.num_experts), capacity)
     if predictor.options.replacement == "least-used" and trace.aggregate is None:
         for i in range(len(trace.requests)):
-            _play(predictor, trace.steps(i))
+            request = trace.steps(i)
+            events = RequestEvents(request, trace.layers)
+            for step in range(len(request.phase)):
+                for layer in range(trace.layers):
+                    observe(predictor.matched, events.event(step, layer))
             predictor.learn()
         return predictor
     by_phase = {phase: trace.eams(phase) for phase in (PREFILL, DECODE)}
@@ -36,7 +40,7 @@ def build(trace: Trace, policy: str, capacity: int | None = None) -> Predictor:
 
 def predictor_of(policy: str, shape: Shape, capacity: int | None = None) -> Predictor:
     """What the eamc in `policy` knows, of whichever half. InputError if there is none in it."""
-    spec = parse(policy)
+    spec = make_policy(policy)
     learning = (half for half in HALVES if issubclass(getattr(spec, half).cls, EamcRetention | EamcPrefetcher))
     name = next(learning, None)
     if name is None:
@@ -48,10 +52,3 @@ def predictor_of(policy: str, shape: Shape, capacity: int | None = None) -> Pred
         spec = spec.with_options({option.name: capacity})
     predictor: Predictor = getattr(spec, name).build(shape).predictor
     return predictor
-
-
-def _play(predictor: Predictor, request: RequestSteps) -> None:
-    events = RequestEvents(request, predictor.shape.layers)
-    for step in range(len(request.phase)):
-        for layer in range(events.layers):
-            observe(predictor.matched, events.event(step, layer))

@@ -142,7 +142,7 @@ def test_an_option_that_is_given_as_it_is_by_default_is_stated(spec):
 
 
 def test_a_class_is_a_policy_wherever_a_name_is():
-    spec = parse(MyPolicy, alpha=0.9)
+    spec = make_policy(MyPolicy, alpha=0.9)
     assert (spec.text, text_of(MyPolicy)) == ("MyPolicy:alpha=0.9", "MyPolicy")
     assert spec.options()["evict"] == {"name": "MyPolicy", "alpha": 0.9, "seed": 0}
     assert spec == parse(Part.of(MyPolicy, alpha=0.9)) == pickle.loads(pickle.dumps(spec))
@@ -155,7 +155,7 @@ def test_a_class_is_a_policy_wherever_a_name_is():
     assert pair.with_options({"alpha": 0.25}).text == "MyPolicy:seed=3:alpha=0.25+MyPrefetch@layer"
     assert PolicySpec.of("lru", MyPrefetch).text == "lru+MyPrefetch"
     assert parse(KEEPERS["lru"]) == parse("lru")
-    assert parse("eamc", capacity=7).text == "eamc:capacity=7"
+    assert make_policy("eamc", capacity=7).text == "eamc:capacity=7"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_class_is_a_policy_wherever_a_name_is():
     [
         (lambda: parse(MyPrefetch), "is a prefetcher: name what to keep as well, as in PolicySpec.of(evict='lru', "),
         (lambda: PolicySpec.of("lru", MyPolicy), "'MyPolicy' decides what to keep, not what to fetch"),
-        (lambda: parse(MyPolicy, alhpa=1), "unknown option of MyPolicy 'alhpa'; did you mean alpha"),
+        (lambda: make_policy(MyPolicy, alhpa=1), "unknown option of MyPolicy 'alhpa'; did you mean alpha"),
     ],
 )
 def test_a_class_that_cannot_be_so_is_one_line_that_helps(make, says):
