@@ -45,7 +45,7 @@ PRESETS = (
         "static",
         "Fiddler: the experts that a profile found popular (needs profile=FOLDER).",
         "The real system (arXiv 2402.07033) preloads by the profile, never evicts, and computes a miss on the CPU "
-        "where that is cheaper than the transfer; here admission is forced, and every miss is moved to the GPU.",
+        "where that is cheaper (/split); here admission is forced, and every miss is moved to the GPU.",
     ),
     Preset(
         "eamc-code",
@@ -73,35 +73,29 @@ PRESETS = (
         "lru+gate@layer",
         "mixtral-offloading: LRU of each layer's own, and the next layer's gate applied early (needs lookahead).",
         "In the real system (arXiv 2312.17238) a swap also copies the victim back to the host; here eviction is "
-        "free (rule 7). It fetches a fixed number of the speculated experts once the layer's own "
-        "are there, and quantises experts and dense layers, which is a matter of the model profile.",
+        "free (rule 7). It fetches a fixed number of the speculated experts once the layer's own are there.",
     ),
     Preset(
         "adapmoe",
         "lru+gate@layer",
         "AdapMoE: slots per layer by dynamic programming (needs profile=FOLDER), next layer's gate (needs lookahead).",
-        "The real system (arXiv 2408.10284) also activates fewer experts for tokens that bear it, which changes "
-        "what the model says, predicts for the first layer of the coming token with a gate trained for it, and "
-        "looks more layers ahead where there is time. Its dynamic programming weighs in how well each layer is "
-        "predicted; here it minimises the misses of LRU without prefetch. Without a profile the slots are even. "
-        "Unverified.",
+        "The real system (arXiv 2408.10284) also activates fewer experts for tokens that bear it, predicts for the "
+        "first layer of the coming token with a gate trained for it, and looks more layers ahead where there is time. "
+        "Its dynamic programming weighs in how well each layer is predicted; here it minimises the misses of LRU "
+        "without prefetch. Without a profile the slots are even. Unverified.",
     ),
     Preset(
         "promoe",
         "lru+stride",
         "ProMoE: a learned predictor some layers ahead (needs model=FILE of moe-sim train-stride).",
-        "The predictors of the real system (arXiv 2410.22134) read hidden states, which a trace does not hold; "
-        "these read past choices. Its transfers are chunked and preempted early, which is --chunk-bytes here, and "
-        "it reorders the experts of a layer so that those at hand are computed first, as every policy does here. "
-        "What it keeps is LRU here; unverified.",
+        "The predictors of the real system (arXiv 2410.22134) read hidden states (moe-sim policies stride). Its "
+        "transfers are chunked and preempted early, which is --chunk-bytes here. That it keeps by LRU is unverified.",
     ),
     Preset(
         "finemoe",
         "expert-map",
         "FineMoE (fMoE): expert maps by trajectory, for what to keep and what to fetch.",
-        "The real system (arXiv 2502.05370) maps the gate's probabilities where a trace has choices, and searches "
-        "by prompt embedding for the first layers, which here have no prediction. Its visits count from the start "
-        "of the run here (unverified).",
+        "moe-sim policies expert-map has it (arXiv 2502.05370). That visits count from a run's start is unverified.",
     ),
     Preset(
         "in-depth",
@@ -115,8 +109,7 @@ PRESETS = (
         "HOBBIT: recency, frequency and layer distance weighed, next layer's gate (needs lookahead).",
         "The real system (arXiv 2411.01433) keeps low-bit copies and computes with one where an unimportant expert "
         "misses, counts high-precision uses as a fourth criterion, and adapts how many layers it looks ahead; here "
-        "all experts are of one precision and the gate looks one layer ahead. The formula and its weights are "
-        "unverified.",
+        "all experts are of one precision and the gate looks one layer ahead. The weights are unverified.",
     ),
     Preset(
         "flashmoe",
