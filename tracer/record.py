@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import torch
 from msgspec import Meta
 from numpy.typing import NDArray
@@ -30,8 +29,7 @@ from tracer.prompts import Prompt
 from traces.check import first_fault
 from traces.errors import InputError, unknown
 from traces.schema import TraceMeta
-from traces.steps import DECODE, PREFILL
-from traces.trace import Trace, concatenate
+from traces.trace import Trace, concatenate, in_turn, listed
 from traces.typed import Natural, Option, Positive
 from traces.writer import TraceWriter
 
@@ -222,23 +220,29 @@ class Recording:
             raise InputError(f"{meta.model} cannot be recorded: {meta.layer_names[layer]} routed a token to {reason}")
         prompt = np.array([len(answer.prompt) for answer in answers])
         decoded = np.array([len(answer.output) - 1 for answer in answers])
-        position = _counted(prompt + decoded)
+        columns = in_turn(prompt + decoded, prompt)  # but that answers of a batch run at once
+        after = columns["position"].astype(np.int64) - np.repeat(prompt, prompt + decoded) + 1
+        columns["step"] = (first_step + np.maximum(after, 0)).astype(np.uint32)
         embedding = [self._loaded.embed(answer.prompt) for answer in answers] if options.embedding else None
         tokens = [token for answer in answers for token in (*answer.prompt, *answer.output[:-1])]
         return Trace(
             name="recorded",
             meta=meta,
-            requests=_requests(prompts, turn, prompt, decoded + 1, options.mode),
-            offsets=np.concatenate([[0], np.cumsum(prompt + decoded)]).astype(np.int64),
+            requests=listed(
+                [_request_id(one, turn) for one in prompts],
+                [one.dataset for one in prompts],
+                [one.task for one in prompts],
+                prompt.tolist(),
+                decoded + 1,
+                options.mode,
+            ),
             experts=_encoded(experts, meta),
-            phase=np.repeat(np.tile([PREFILL, DECODE], len(answers)), np.c_[prompt, decoded].ravel()).astype(np.uint8),
-            position=position.astype(np.uint32),
-            step=(first_step + np.maximum(position - np.repeat(prompt, prompt + decoded) + 1, 0)).astype(np.uint32),
             weights=_rows(answers, "weights") if options.weights else None,
             token_id=np.array(tokens, np.int32) if not options.no_tokens else None,
             lookahead=_encoded(_rows(answers, "lookahead"), meta) if options.lookahead else None,
             gate_probs=_rows(answers, "gate_probs") if options.gate_probs else None,
             embedding=np.stack(embedding) if embedding else None,
+            **columns,
         )
 
 
@@ -249,27 +253,6 @@ def _rows(answers: Iterable[Answer], what: str) -> NDArray[Any]:
 
 def _encoded(ids: NDArray[np.int32], meta: TraceMeta) -> NDArray[Any]:
     return np.where(ids < 0, meta.sentinel, ids).astype(meta.id_type)
-
-
-def _counted(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, ... for each of several lengths, one after the other."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-
-def _requests(
-    prompts: Sequence[Prompt], turn: int, prompt_tokens: NDArray[np.int64], output: NDArray[np.int64], mode: str
-) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "id": [_request_id(prompt, turn) for prompt in prompts],
-            "dataset": [prompt.dataset for prompt in prompts],
-            "task": [prompt.task for prompt in prompts],
-            "prompt_tokens": pd.array(prompt_tokens.tolist(), dtype="Int64"),
-            "output_tokens": output.astype(np.int64),
-            "arrival_ns": pd.array([pd.NA] * len(prompts), dtype="Int64"),
-            "mode": mode,
-        }
-    )
 
 
 def _request_id(prompt: Prompt, turn: int) -> str:

@@ -3,12 +3,13 @@
 Profiles are read as data: the tracer does not import `sim`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from traces.errors import InputError, located, unknown
-from traces.facts import text, whole
+from traces.errors import InputError, unknown
 from traces.files import expanded, read_toml
+from traces.importers.source import Size, convert
 
 PROFILES = Path(__file__).parents[1] / "sim" / "profiles" / "models"
 
@@ -21,6 +22,17 @@ class Shape(NamedTuple):
     top_k: int
 
 
+@dataclass(frozen=True)
+class Profile:
+    """What is read of a model profile."""
+
+    moe_layers: Size
+    experts: Size
+    top_k: Size
+    encoder_moe_layers: int = 0
+    hub_ids: tuple[str, ...] = ()
+
+
 def shape_of(model: str) -> tuple[str, Shape]:
     """Return the hub id, or else the name, and the shape of a model: of a shipped profile, or of a TOML file's path.
 
@@ -31,10 +43,7 @@ def shape_of(model: str) -> tuple[str, Shape]:
         path = expanded(model)
         if path.suffix != ".toml" or not path.is_file():
             raise unknown("model profile", model, [each.stem for each in PROFILES.glob("*.toml")])
-    held = read_toml(path)
-    with located(str(path)):
-        shape = Shape(*(whole(key, held.get(key)) for key in ("moe_layers", "experts", "top_k")))
-        if held.get("encoder_moe_layers"):
-            raise InputError("is of an encoder-decoder, of which no synthetic trace can be made")
-        hub_ids = held.get("hub_ids")
-        return text("hub_ids", hub_ids[0]) if isinstance(hub_ids, list) and hub_ids else path.stem, shape
+    held = convert(read_toml(path), Profile, str(path))
+    if held.encoder_moe_layers:
+        raise InputError(f"{path} is of an encoder-decoder, of which no synthetic trace can be made")
+    return (*held.hub_ids, path.stem)[0], Shape(held.moe_layers, held.experts, held.top_k)

@@ -13,15 +13,15 @@ from traces.errors import InputError
 from traces.facts import parse_json
 
 
-def read_npy(content: bytes | Path) -> NDArray[Any]:
-    """Return the array of a .npy, read from its bytes or its path. Raises InputError without the path."""
-    with _reading("is no .npy"), io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as opened:
+def read_npy(file: Path | io.BytesIO, where: str = "") -> NDArray[Any]:
+    """Return the array of a .npy. Raise InputError, beginning with `where`, else the path."""
+    with _reading(f"{where or file} is no .npy"), open(file, "rb") if isinstance(file, Path) else file as opened:
         return np.asarray(np.lib.format.read_array(opened, allow_pickle=False))
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a .npz by their names. Raises InputError without the path."""
-    with _reading("is no .npz"), np.load(path, allow_pickle=False) as archive:
+    """Return the arrays of a .npz by their names. Raise InputError, beginning with the path."""
+    with _reading(f"{path} is no .npz"), np.load(path, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files if isinstance(archive[name], np.ndarray)}
 
 
@@ -35,7 +35,7 @@ def read_described(
     """
     try:
         held = read_npz(Path(path))
-        about = parse_json(text(held.pop("about")), "what it says of itself")
+        about = parse_json(str(held.pop("about")), "what it says of itself")
         if about.get("format") != form:
             raise InputError(f"it is not of this version ({form})")
     except OSError as error:
@@ -43,10 +43,6 @@ def read_described(
     except (InputError, KeyError, AttributeError) as error:
         raise InputError(f"{path} holds no {what}, or half of one ({error}): {advice}") from error
     return about, held
-
-
-def text(array: NDArray[Any]) -> str:
-    return str(array)
 
 
 @contextmanager

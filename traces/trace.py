@@ -301,9 +301,15 @@ class Trace(AnyTrace):
 
 
 def listed(
-    ids: list[str], dataset: str, task: str | list[str], prompt_tokens: Any, output_tokens: Any, mode: str
+    ids: list[str],
+    dataset: str | list[str],
+    task: str | list[str],
+    prompt_tokens: Any,
+    output_tokens: Any,
+    mode: str,
+    arrival_ns: Any = None,
 ) -> pd.DataFrame:
-    """Return `AnyTrace.requests` of requests that arrive whenever a run lets them. prompt_tokens: None if unknown."""
+    """Return `AnyTrace.requests`. prompt_tokens, arrival_ns: None where unknown."""
     return pd.DataFrame(
         {
             "id": ids,
@@ -311,7 +317,7 @@ def listed(
             "task": task,
             "prompt_tokens": pd.array(prompt_tokens, dtype="Int64"),
             "output_tokens": output_tokens,
-            "arrival_ns": pd.array([pd.NA] * len(ids), dtype="Int64"),
+            "arrival_ns": pd.array(arrival_ns or [None] * len(ids), dtype="Int64"),
             "mode": mode,
         }
     )

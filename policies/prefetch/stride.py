@@ -27,7 +27,7 @@ from policies.prefetch import previous
 from policies.prefetch.previous import Latest, no_choices
 from policies.prefetch.previous import observe as remember
 from traces import arrays
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.steps import DECODE
 
 KIND = "moe-expert-cache stride predictor 1"
@@ -52,9 +52,8 @@ class Predictor:
     @staticmethod
     def load(path: Path) -> "Predictor":
         """Read what `save` wrote. Raise InputError for any other file."""
-        with located(str(path)):
-            held = arrays.read_npz(path) if path.is_file() else {}
-        if "kind" not in held or arrays.text(held["kind"]) != KIND:
+        held = arrays.read_npz(path) if path.is_file() else {}
+        if str(held.get("kind")) != KIND:
             raise InputError(f"no stride predictor at {path}: moe-sim train-stride TRACE --out {path}")
         return Predictor(int(held["stride"]), held["weights"], held["bias"])
 

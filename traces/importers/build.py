@@ -19,7 +19,7 @@ from traces.importers.source import Request, Source
 from traces.index import Index
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL
-from traces.trace import Trace, in_turn
+from traces.trace import Trace, in_turn, listed
 
 BF16_BYTES = 2
 IMPORT = "import"
@@ -152,19 +152,19 @@ def _meta(source: Source, L: int, k: int, E: int, layers: tuple[int, ...] | None
 
 
 def _frame(
-    listed: list[Request], offsets: NDArray[np.int64], phase: NDArray[np.uint8], mode: str = IMPORT
+    requests: list[Request], offsets: NDArray[np.int64], phase: NDArray[np.uint8], mode: str = IMPORT
 ) -> pd.DataFrame:
     """Return a row for each request; what the dump does not count follows from its rows."""
-    decoded = np.diff(np.concatenate([[0], np.cumsum(phase == DECODE)])[offsets])
-    rows = [
-        (
-            *(one.id, one.dataset, one.task),
-            p or one.prompt_tokens,
-            0 if mode == AGGREGATE else one.output_tokens if one.output_tokens is not None else d + 1 if d else 0,
-            *(one.arrival_ns, mode),
-        )
-        for one, p, d in zip(listed, (np.diff(offsets) - decoded).tolist(), decoded.tolist(), strict=True)
+    decoded = np.diff(np.concatenate([[0], np.cumsum(phase == DECODE)])[offsets]).tolist()
+    prefilled = [rows - d for rows, d in zip(np.diff(offsets).tolist(), decoded, strict=True)]
+    outputs = [
+        0 if mode == AGGREGATE else one.output_tokens if one.output_tokens is not None else d + 1 if d else 0
+        for one, d in zip(requests, decoded, strict=True)
     ]
-    names = ("id", "dataset", "task", "prompt_tokens", "output_tokens", "arrival_ns", "mode")
-    types = ("str", "str", "str", "Int64", "Int64", "Int64", "str")
-    return pd.DataFrame(rows, columns=list(names), dtype=object).astype(dict(zip(names, types, strict=True)))
+    return listed(
+        *([str(getattr(one, name)) for one in requests] for name in ("id", "dataset", "task")),
+        [p or one.prompt_tokens for one, p in zip(requests, prefilled, strict=True)],
+        outputs,
+        mode,
+        [one.arrival_ns for one in requests],
+    )

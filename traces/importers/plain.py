@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces import arrays
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.importers.dump import Dump, integers
 from traces.importers.source import Request, Source
 
@@ -22,9 +22,7 @@ _PER_TOKEN = {"phase": np.uint8, "position": np.uint32, "step": np.uint32, "toke
 
 
 def read_npz(source: Source) -> Dump:
-    path = source.path
-    with located(str(path)):
-        values = arrays.read_npz(path)
+    path, values = source.path, arrays.read_npz(source.path)
     if not {"experts", "offsets"} <= values.keys():
         raise InputError(
             f"{path} has no array 'experts' or 'offsets'; it must hold experts[tokens, layers, k] and offsets"
@@ -37,8 +35,8 @@ def read_npy(source: Source) -> Dump:
     path, beside, stated = source.path, offsets_beside(source.path), source.facts.offsets
     if stated is None and not beside.is_file():
         raise InputError(f"no offsets for {path}: there is no {beside}, and no `offsets` in the JSON")
-    offsets = load_npy(beside) if stated is None else np.array(stated)
-    return _dump(source, {"experts": load_npy(path), "offsets": offsets})
+    offsets = arrays.read_npy(beside) if stated is None else np.array(stated)
+    return _dump(source, {"experts": arrays.read_npy(path), "offsets": offsets})
 
 
 def offsets_beside(path: Path) -> Path:
@@ -47,16 +45,10 @@ def offsets_beside(path: Path) -> Path:
 
 def token_ids(path: Path, tokens: int) -> NDArray[np.int32]:
     """Return the ids of the tokens of a dump, which lie in a file of their own. Raises InputError."""
-    with located(str(path)):
-        held = {"token_ids": arrays.read_npy(path)} if path.suffix == ".npy" else arrays.read_npz(path)
-        if "token_ids" not in held:
-            raise InputError("it has no array 'token_ids'")
+    held = {"token_ids": arrays.read_npy(path)} if path.suffix == ".npy" else arrays.read_npz(path)
+    if "token_ids" not in held:
+        raise InputError(f"{path} has no array 'token_ids'")
     return _column(path, "token_id", held["token_ids"], tokens)
-
-
-def load_npy(path: Path) -> NDArray[Any]:
-    with located(str(path)):
-        return arrays.read_npy(path)
 
 
 def _dump(source: Source, values: dict[str, NDArray[Any]]) -> Dump:

@@ -9,6 +9,7 @@ or, in 0.21, int16 apart for the prompt, `prompt_routed_experts` of the answer, 
 """
 
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,10 +17,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from traces.arrays import read_npy
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.importers.answers import Answer, TokenIds, Usage, answers, taken_in, unbase64
 from traces.importers.dump import Dump, Sequence, each_file, integers, join
-from traces.importers.plain import load_npy
 from traces.importers.source import Source, convert
 
 Nested = list[list[list[Annotated[int, Meta(ge=-1, lt=2**31)]]]]
@@ -49,7 +49,7 @@ def read(source: Source) -> Dump:
     """Read a .npy of one request, a folder of them, or answers. Raises InputError."""
     if source.path.suffix not in (".json", ".jsonl"):
         files = each_file(source.path, ".npy")
-        return join(source, [Sequence(str(file), file.stem, integers(load_npy(file), str(file))) for file in files])
+        return join(source, [Sequence(str(file), file.stem, integers(read_npy(file), str(file))) for file in files])
     sequences, dropped = [], 0
     for answer in answers(source.path):
         for sequence, last_rows in _choices(answer):
@@ -100,9 +100,7 @@ def _experts(place: str, value: str | Nested | None) -> NDArray[np.integer]:
             "or dropped it (0.21 does so when it preempts a request)"
         )
     if isinstance(value, str):
-        content = unbase64(place, value)
-        with located(f"{place}: routed_experts"):
-            return integers(read_npy(content), place)
+        return integers(read_npy(BytesIO(unbase64(place, value)), f"{place}: routed_experts"), place)
     if not value:  # of a generated token that was the only one, and the last
         return np.zeros((0, 0, 0), np.int16)
     try:
