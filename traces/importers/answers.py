@@ -4,10 +4,8 @@ Lines of OpenAI's batch format, {"custom_id", "response": {"body"}}, are unwrapp
 base64 text, or as nested lists.
 """
 
-import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +38,14 @@ class Answer:
 
 def answers(path: Path) -> Iterator[Answer]:
     """Yield the answers in a file, one at a time. Raises InputError."""
-    serial = count()
-    for place, value in _values(path):
-        for body in value if isinstance(value, list) else [value]:
-            number = next(serial)
-            yield _answer(f"{place} answer {number}" if isinstance(value, list) else place, body, number, path)
-
-
-def _values(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".json":
-        yield str(path), read_json(path)
+        value = read_json(path)
+        for number, body in enumerate(value if isinstance(value, list) else [value]):
+            yield _answer(f"{path} answer {number}", body, number, path)
         return
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"{path} line {number}", parse_json(line, f"{path} line {number}")
+        for number, line in enumerate(filter(bytes.strip, lines)):
+            yield _answer(f"{path} answer {number}", parse_json(line, f"{path} answer {number}"), number, path)
 
 
 def _answer(place: str, body: Any, number: int, path: Path) -> Answer:
@@ -87,10 +78,3 @@ def taken_in(
         at = max(0, begin - left_out)
         known[at : at + len(shown)] = shown
     return known
-
-
-def unbase64(place: str, value: str) -> bytes:
-    try:
-        return base64.b64decode(value, validate=True)
-    except ValueError as error:
-        raise InputError(f"{place}: routed_experts is no base64: {error}") from None

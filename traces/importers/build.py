@@ -162,7 +162,9 @@ def _frame(
         for one, d in zip(requests, decoded, strict=True)
     ]
     return listed(
-        *([str(getattr(one, name)) for one in requests] for name in ("id", "dataset", "task")),
+        [str(one.id) for one in requests],
+        [str(one.dataset) for one in requests],
+        [str(one.task) for one in requests],
         [p or one.prompt_tokens for one, p in zip(requests, prefilled, strict=True)],
         outputs,
         mode,

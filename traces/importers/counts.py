@@ -26,9 +26,9 @@ def read_stat(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Count
     for path, content in files:
         counts = content["logical_count"]
         counts = integers(counts[None] if np.ndim(counts) == 2 else counts, str(path), "logical_count")
+        if (counts < 0).any():
+            raise InputError(f"{path}: logical_count has negative numbers")
         counted.append(counts.astype(np.int64).sum(axis=0))
-        if counted[-1].shape != counted[0].shape or (counts < 0).any():
-            raise InputError(f"{path}: logical_count has negative numbers, or another shape than in {files[0][0]}")
     return Counts(np.stack(counted), source.requests([Request(id=path.stem) for path, _ in files]))
 
 
@@ -41,8 +41,6 @@ def read_csv(source: Source) -> Counts:
     if E is None:
         E = int(experts.max()) + 1
         source.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
-    if experts.max() >= E:
-        raise InputError(f"{source.path}: {experts.max()} is no id of {E} experts")
     counts = np.zeros((len(files), int(layers.max()) + 1, E), np.int64)
     for i, table in enumerate(tables):
         counts[i, table.index.get_level_values(0), table.index.get_level_values(1)] = table.to_numpy()
@@ -52,26 +50,15 @@ def read_csv(source: Source) -> Counts:
 
 def _read(path: Path) -> "pd.Series[int]":
     """Return counts by (layer, expert)."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            first = [name.strip() for name in file.readline().split(",")]
-        header = not first[0].isdigit()
-        names = first if header else list(COLUMNS[: len(first)])
-        if len(names) != len(first) or not set(COLUMNS[:2]) <= set(names) <= set(COLUMNS):
-            raise InputError(f"{path} line 1: {','.join(first)!r}; layer,expert or layer,expert,count")
-        with pd.read_csv(
-            path, header=None, names=names, skiprows=int(header), dtype=np.uint32, chunksize=CHUNK
-        ) as read:
-            parts = [_counted(chunk) for chunk in read]
-        if not sum(map(len, parts)):
-            raise ValueError("it holds no line")
-        return pd.concat(parts).groupby(level=["layer", "expert"]).sum()
-    except InputError:
-        raise
-    except (ValueError, OverflowError) as error:
-        raise InputError(f"{path} is no CSV of layer,expert or layer,expert,count: {error}") from None
-
-
-def _counted(lines: pd.DataFrame) -> "pd.Series[int]":
-    by = lines.astype(np.int64).groupby(["layer", "expert"])
-    return by["count"].sum() if "count" in lines else by.size()
+    with path.open(encoding="utf-8") as file:
+        first = [name.strip() for name in file.readline().split(",")]
+    header = not first[0].isdigit()
+    names = first if header else list(COLUMNS[: len(first)])
+    if len(names) != len(first) or not set(COLUMNS[:2]) <= set(names) <= set(COLUMNS):
+        raise InputError(f"{path} line 1: {','.join(first)!r}; layer,expert or layer,expert,count")
+    parts = []
+    with pd.read_csv(path, header=None, names=names, skiprows=int(header), dtype=np.uint32, chunksize=CHUNK) as read:
+        for lines in read:
+            by = lines.astype(np.int64).groupby(["layer", "expert"])
+            parts.append(by["count"].sum() if "count" in lines else by.size())
+    return pd.concat(parts).groupby(level=["layer", "expert"]).sum()

@@ -63,8 +63,6 @@ def integers(array: Any, place: str, what: str = "experts", ndim: int = 3) -> ND
 
 def join(source: Source, sequences: list[Sequence]) -> Dump:
     """Return sequences as one dump, prompt and generated tokens told apart. Raises InputError for wrong lengths."""
-    if not sequences:
-        raise InputError(f"{source.path} holds no request")
     requests = source.requests(
         [Request(one.id, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens) for one in sequences]
     )
@@ -112,8 +110,5 @@ def _check_length(one: Sequence, request: Request) -> None:
 
 
 def each_file(path: Path, suffix: str) -> list[Path]:
-    """Return `path`, or the files with `suffix` in the folder `path`, by name. Raises InputError if there are none."""
-    files = sorted(file for file in path.iterdir() if file.suffix == suffix) if path.is_dir() else [path]
-    if not files:
-        raise InputError(f"{path} holds no {suffix} file")
-    return files
+    """Return `path`, or the files with `suffix` in the folder `path`, by name."""
+    return sorted(path.glob(f"*{suffix}")) if path.is_dir() else [path]

@@ -2,7 +2,6 @@
 such a layer is never taken as routed, and never dropped unless the user names those that count.
 """
 
-import json
 import re
 from itertools import pairwise
 
@@ -23,16 +22,12 @@ def parse_layer_map(spec: str, layers: int) -> tuple[int, ...]:
     Raises InputError.
     """
     numbers: list[int] = []
-    try:
-        for part in map(str, json.loads(spec)) if spec.lstrip().startswith("[") else spec.split(","):
-            if not (match := _PART.fullmatch(part.strip())):
-                raise ValueError
-            one, first, last, begin = match.groups()
-            numbers += range(int(one or first or begin or 0), int(one or last or layers - 1) + 1)
-    except ValueError:
-        raise InputError(f"--layer-map {spec!r} is no list of layers, such as 1-26, 3: or 0,2,4-8") from None
-    if not numbers or numbers[-1] >= layers or any(b <= a for a, b in pairwise(numbers)):
-        raise InputError(f"--layer-map {spec!r} must name layers from 0 to {layers - 1}, ascending")
+    parts = [_PART.fullmatch(part.strip()) for part in spec.strip().removeprefix("[").removesuffix("]").split(",")]
+    for match in filter(None, parts):
+        one, first, last, begin = match.groups()
+        numbers += range(int(one or first or begin or 0), int(one or last or layers - 1) + 1)
+    if None in parts or not numbers or numbers[-1] >= layers or any(b <= a for a, b in pairwise(numbers)):
+        raise InputError(f"--layer-map {spec!r} must name layers from 0 to {layers - 1}, as in 1-26, 3: or 0,2,4-8")
     return tuple(numbers)
 
 

@@ -22,21 +22,14 @@ _PER_TOKEN = {"phase": np.uint8, "position": np.uint32, "step": np.uint32, "toke
 
 
 def read_npz(source: Source) -> Dump:
-    path, values = source.path, arrays.read_npz(source.path)
-    if not {"experts", "offsets"} <= values.keys():
-        raise InputError(
-            f"{path} has no array 'experts' or 'offsets'; it must hold experts[tokens, layers, k] and offsets"
-        )
-    return _dump(source, values)
+    return _dump(source, arrays.read_npz(source.path))
 
 
 def read_npy(source: Source) -> Dump:
     """Read a .npy of the experts; the offsets are X.offsets.npy beside X.npy, or in the JSON. Raises InputError."""
-    path, beside, stated = source.path, offsets_beside(source.path), source.facts.offsets
-    if stated is None and not beside.is_file():
-        raise InputError(f"no offsets for {path}: there is no {beside}, and no `offsets` in the JSON")
-    offsets = arrays.read_npy(beside) if stated is None else np.array(stated)
-    return _dump(source, {"experts": arrays.read_npy(path), "offsets": offsets})
+    stated = source.facts.offsets
+    offsets = arrays.read_npy(offsets_beside(source.path)) if stated is None else np.array(stated)
+    return _dump(source, {"experts": arrays.read_npy(source.path), "offsets": offsets})
 
 
 def offsets_beside(path: Path) -> Path:
@@ -45,17 +38,13 @@ def offsets_beside(path: Path) -> Path:
 
 def token_ids(path: Path, tokens: int) -> NDArray[np.int32]:
     """Return the ids of the tokens of a dump, which lie in a file of their own. Raises InputError."""
-    held = {"token_ids": arrays.read_npy(path)} if path.suffix == ".npy" else arrays.read_npz(path)
-    if "token_ids" not in held:
-        raise InputError(f"{path} has no array 'token_ids'")
-    return _column(path, "token_id", held["token_ids"], tokens)
+    held = arrays.read_npy(path) if path.suffix == ".npy" else arrays.read_npz(path)["token_ids"]
+    return _column(path, "token_id", held, tokens)
 
 
 def _dump(source: Source, values: dict[str, NDArray[Any]]) -> Dump:
     path = source.path
     experts, weights = integers(values["experts"], str(path)), values.get("weights")
-    if not experts.size:
-        raise InputError(f"{path}: experts is empty {experts.shape}")
     if weights is not None and (weights.shape != experts.shape or weights.dtype.kind != "f"):
         raise InputError(f"{path}: weights is {weights.dtype} {weights.shape}; floats {experts.shape} are needed")
     offsets = integers(values["offsets"], str(path), "offsets", ndim=1).astype(np.int64)

@@ -2,8 +2,8 @@
 
 A file holds `records`, a dict for each forward pass, and `last_physical_to_logical_map` [layers, physical experts]
 (python/sglang/srt/eplb/expert_distribution.py, _DetailSinglePassGatherer and _DetailAccumulator). It does not name
-requests (`rids` is planned in its source, and used where it is there): they are rebuilt from positions, and what fits
-several requests is refused. A request that SGLang retracts and prefills again looks like another one.
+requests: they are rebuilt from positions, and what fits several requests is refused. A request that SGLang retracts and
+prefills again looks like another one.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,6 @@ class Pass:
     topk_ids_of_layer: Any  # int32 [layers, tokens, 8] physical ids, dense layers too, padded with -1
     input_ids: list[Count] | None = None  # [tokens]
     extend_seq_lens: list[Size] | None = None  # tokens of each request in a prefill
-    rids: list[Any] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -66,8 +65,7 @@ class Rebuilt:
     """
 
     alone: bool  # requests were sent one at a time
-    names: list[str] = field(default_factory=list)
-    numbers: dict[str, int] = field(default_factory=dict)  # of named requests
+    count: int = 0  # requests so far
     next: dict[int, int] = field(default_factory=dict)  # of those that may continue, in the order of the batch
     chunked: int | None = None  # whose prompt the pass before may have left unfinished
     chunks: int = 0
@@ -83,40 +81,23 @@ class Rebuilt:
             start = positions[0]
             if positions != list(range(start, start + length)):
                 raise InputError(f"{batch.place}: the positions of request {i} are not consecutive")
-            name = str(batch.rids[i]) if batch.rids else None
-            request = None if name is None else self.numbers.get(name)
-            if request is not None and self.next.get(request) != start:
-                raise InputError(f"{batch.place}: the request {name!r} continues at position {start}, out of turn")
-            if name is None and start and before is not None and self.next.get(before) == start:
+            if start and before is not None and self.next.get(before) == start:
                 request, before = before, None
-            if request is None:
-                if self.alone:
-                    self.next.clear()
-                request = len(self.names)
-                self.names.append(str(request) if name is None else name)
-                self.numbers[self.names[-1]] = request
-                self.cached += start
-                prefills.append((request, start))
-            else:
                 self.chunks += 1
                 prefills.append((request, 0))
+            else:
+                if self.alone:
+                    self.next.clear()
+                request = self.count
+                self.count += 1
+                self.cached += start
+                prefills.append((request, start))
             self.next[request] = start + length
             self.chunked = request
         return prefills
 
     def decode(self, batch: Pass) -> list[int]:
         """Return the request of each token in the pass; requests that are not in it are finished."""
-        named = [self.numbers.get(str(name), -1) for name in batch.rids or ()]
-        requests = named or self._by_position(batch)
-        following = {}
-        for request, position in zip(requests, batch.positions, strict=True):
-            if self.next.get(request) != position:
-                raise InputError(f"{batch.place}: a request continues at position {position}, out of turn")
-            following[request] = position + 1
-        self.chunked, self.next = None, following
-        return requests
-
-    def _by_position(self, batch: Pass) -> list[int]:
         waiting: dict[int, list[int]] = {}
         for request, position in self.next.items():
             waiting.setdefault(position, []).append(request)
@@ -129,7 +110,10 @@ class Rebuilt:
                     f"{batch.place}: {count} tokens at position {position} may be of {fitting} requests: {advice}"
                 )
             self.shared += count if count > 1 else 0
-        return [waiting[position].pop(0) for position in batch.positions]
+        requests = [waiting[position].pop(0) for position in batch.positions]
+        self.chunked = None
+        self.next = {request: place + 1 for request, place in zip(requests, batch.positions, strict=True)}
+        return requests
 
 
 Piece = tuple[int, int, int, int, NDArray[np.integer], NDArray[np.int64]]
@@ -138,13 +122,9 @@ Piece = tuple[int, int, int, int, NDArray[np.integer], NDArray[np.int64]]
 
 def read(source: Source) -> Dump | Counts:
     """Read a .pt, or a folder of one for each rank: passes (mode per_token) or counts (stat). Raises InputError."""
-    if source.load_pt is None:
-        raise InputError(f"{source.path} is a torch file, which only `moe-trace import` can read")
+    assert source.load_pt
     files = [(path, source.load_pt(path)) for path in each_file(source.path, ".pt")]
-    for key, reader in (("records", read_passes), ("logical_count", read_stat)):
-        if all(isinstance(content, dict) and key in content for _, content in files):
-            return reader(source, files)
-    raise InputError(f"{source.path} is no dump of SGLang's recorder: it has neither `records` nor `logical_count`")
+    return read_passes(source, files) if "records" in files[0][1] else read_stat(source, files)
 
 
 def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dump:
@@ -179,9 +159,7 @@ def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dum
         ):
             if amount:
                 source.notes.append(f"{path}: {amount} {text}")
-        names += rebuilt.names if len(files) == 1 else [f"{path.stem}-{name}" for name in rebuilt.names]
-    if not pieces:
-        raise InputError(f"{source.path} holds no forward pass of tokens")
+        names += [str(n) if len(files) == 1 else f"{path.stem}-{n}" for n in range(rebuilt.count)]
     return _dump(source, pieces, names, E)
 
 

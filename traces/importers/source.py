@@ -123,8 +123,6 @@ class Source:
         stated = [Request()] * number if isinstance(listed, int) else listed
         if all(one.id is not None for one in [*dumped, *stated]):
             by_id = {str(one.id): one for one in stated}
-            if missing := [one.id for one in dumped if str(one.id) not in by_id]:
-                raise InputError(f"{self.facts_path} does not list the request {missing[0]!r}")
             stated = [by_id[str(one.id)] for one in dumped]
         return [self._request(*each) for each in zip(map(str, range(number)), dumped, stated, strict=True)]
 

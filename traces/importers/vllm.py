@@ -8,6 +8,7 @@ or, in 0.21, int16 apart for the prompt, `prompt_routed_experts` of the answer, 
 `routed_experts` of the choice, as nested lists (docs/training/routed_experts_replay.md).
 """
 
+from base64 import b64decode
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from traces.arrays import read_npy
 from traces.errors import InputError
-from traces.importers.answers import Answer, TokenIds, Usage, answers, taken_in, unbase64
+from traces.importers.answers import Answer, TokenIds, Usage, answers, taken_in
 from traces.importers.dump import Dump, Sequence, each_file, integers, join
 from traces.importers.source import Source, convert
 
@@ -100,10 +101,6 @@ def _experts(place: str, value: str | Nested | None) -> NDArray[np.integer]:
             "or dropped it (0.21 does so when it preempts a request)"
         )
     if isinstance(value, str):
-        return integers(read_npy(BytesIO(unbase64(place, value)), f"{place}: routed_experts"), place)
-    if not value:  # of a generated token that was the only one, and the last
-        return np.zeros((0, 0, 0), np.int16)
-    try:
-        return np.array(value, np.int64)
-    except ValueError:
-        raise InputError(f"{place}: routed_experts has rows of different lengths") from None
+        return integers(read_npy(BytesIO(b64decode(value, validate=True)), f"{place}: routed_experts"), place)
+    # empty: of a generated token that was the only one, and the last
+    return np.array(value, np.int64) if value else np.zeros((0, 0, 0), np.int16)
