@@ -37,10 +37,6 @@ class Architecture:
     recorded: bool = True
     remote: bool = False
 
-    def line(self, width: int = 0) -> str:
-        """The name, filled up to `width`, and how it is observed."""
-        return f"{self.name:<{width}}  {'' if self.recorded else 'refused: '}{self.how}"
-
 
 def architectures() -> list[Architecture]:
     """Return all of them, those of transformers by name, then remote code. Raise ImportError without transformers."""

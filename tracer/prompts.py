@@ -139,11 +139,12 @@ def _find_columns(path: Path, columns: Columns, rows: list[Row]) -> dict[str, st
 def _conversation(where: str, column: str, value: Any) -> tuple[list[str], list[Any]]:
     """Return the user's turns, and the answers between: of a text, a list of texts, or one of messages."""
     listed = value if isinstance(value, list) and value else [value]
+    answers: list[Any] = []
     if all(isinstance(item, dict) for item in listed):
-        return _dialogue(f"{where}: column {column!r}", listed)
+        listed, answers = _dialogue(f"{where}: column {column!r}", listed)
     if not all(isinstance(turn, str) and turn.strip() for turn in listed):
         raise InputError(f"{where} has no prompt in column {column!r}")
-    return listed, []
+    return listed, answers
 
 
 def _dialogue(where: str, messages: list[Row]) -> tuple[list[str], list[Any]]:
@@ -155,11 +156,10 @@ def _dialogue(where: str, messages: list[Row]) -> tuple[list[str], list[Any]]:
     in_turn = [("user", "assistant")[place % 2] for place in range(len(speakers) - leading)]
     if speakers[leading:] != in_turn or not in_turn:
         raise InputError(f"{where} has messages from {', '.join(speakers)}: user and assistant must take turns")
-    if not all(text.strip() for text in texts[leading::2]):
-        raise InputError(f"{where} has a message of the user without text")
     turns, answers = texts[leading::2], texts[leading + 1 :: 2]
-    opening = [text for text in texts[: leading + 1] if text.strip()]
-    return ["\n\n".join(opening), *turns[1:]], answers
+    if leading and turns[0].strip() and texts[0].strip():
+        turns[0] = f"{texts[0]}\n\n{turns[0]}"
+    return turns, answers
 
 
 def _responses(answers: Any, turns: list[str]) -> tuple[str, ...]:

@@ -42,7 +42,6 @@ class Site(ABC):
 
     @property
     def experts(self) -> int:
-        """E."""
         module: Any = self.module
         return int(module.num_experts)
 
@@ -118,8 +117,6 @@ class OneHot(Site):
     alone = True
 
     def attach(self, report: Report) -> Iterator[Any]:
-        """Hook the call of the experts."""
-
         def before(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
             chosen, index = args[1].flatten(0, 1).max(-1)
             report(torch.where(chosen > 0, index, -1)[:, None], args[2] * chosen[:, None])
@@ -133,8 +130,6 @@ class CombineWeights(Site):
     alone = True
 
     def attach(self, report: Report) -> Iterator[Any]:
-        """Hook the call of the experts."""
-
         def before(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
             weights, index = args[2].topk(2, dim=-1)
             report(torch.where(weights > 0, index, -1), weights)
@@ -163,7 +158,6 @@ class SortedGate(Site):
 
     @property
     def weights(self) -> list[Tensor]:
-        """The two projections of each expert."""
         module: Any = self.module
         return [module.input_linear.weight, module.output_linear.weight]
 
@@ -203,7 +197,6 @@ class ProductKeys(Site):
 
     @property
     def weights(self) -> list[Tensor]:
-        """The two vectors of each expert."""
         module: Any = self.module
         return [module.down_embed.weight, module.up_embed.weight]
 

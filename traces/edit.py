@@ -45,14 +45,12 @@ class Source:
         rng, keep = np.random.default_rng(seed), np.zeros(len(self.keep), bool)
         labels = self.labels[by] if by else pd.Series("", index=self.labels.index)
         drawn = self.keep & (labels != "").to_numpy() if by else self.keep
-        if by and not drawn.any():
-            raise InputError(f"{self.folder.path} holds no request with a {by}")
-        for label, rows in labels[drawn].groupby(labels[drawn], sort=True).indices.items():
-            here = np.flatnonzero(drawn)[rows]
-            if len(here) < n:
+        groups = labels[drawn].groupby(labels[drawn], sort=True).indices
+        for label, rows in groups.items() or [("", [])]:
+            if len(rows) < n:
                 of = f" of {by} {label!r}" if by else ""
-                raise InputError(f"{self.folder.path} holds {len(here)} requests{of}; {n} cannot be drawn from them")
-            keep[rng.choice(here, n, replace=False)] = True
+                raise InputError(f"{self.folder.path} holds {len(rows)} requests{of}; {n} cannot be drawn from them")
+            keep[rng.choice(np.flatnonzero(drawn)[rows], n, replace=False)] = True
         return replace(self, keep=keep)
 
 
@@ -74,7 +72,10 @@ def join(
         raise InputError(f"none of the requests of {paths} is chosen: nothing was written")
     meta = _common([source.folder for source in sources])
     names = [_ids(source, prefix) for source in sources]
-    _require_unique(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]), prefix)
+    kept = pd.Series(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]))
+    if (repeated := kept.duplicated()).any():
+        advice = "give each trace once, in folders of different names" if prefix else "--prefix-ids tells traces apart"
+        raise InputError(f"the request id {kept[repeated].iloc[0]!r} would occur twice; {advice}")
     columns = [name for name in EXTRA if all(_has(source.folder, name) for source in sources)]
     with TraceWriter(out, meta, overwrite, whole=True) as writer:
         next_step = 0
@@ -86,11 +87,8 @@ def join(
                 piece = piece.select(np.flatnonzero(source.keep[here]))
                 first = here.stop
                 if len(piece.requests):
-                    last = base + int(piece.step.max(initial=0))
-                    if last > np.iinfo(np.uint32).max:
-                        raise InputError(f"{source.folder.path}: in {out} a step had the number {last}, above 2^32")
                     writer.add(replace(piece, meta=meta, step=piece.step + np.uint32(base)))
-                    next_step = max(next_step, last + 1)
+                    next_step = max(next_step, base + int(piece.step.max(initial=0)) + 1)
                     on_done(len(piece.requests))
 
 
@@ -120,15 +118,6 @@ def _common(folders: Sequence[Folder]) -> TraceMeta:
 def _ids(source: Source, prefix: bool) -> NDArray[Any]:
     ids = source.labels["id"].to_numpy(object)
     return np.array([f"{source.folder.location.name}/{one}" for one in ids], object) if prefix else ids
-
-
-def _require_unique(ids: NDArray[Any], prefixed: bool) -> None:
-    repeated = pd.Series(ids)[pd.Series(ids).duplicated()]
-    if len(repeated):
-        advice = "give each trace once, in folders of different names"
-        if not prefixed:
-            advice = "--prefix-ids puts the trace's name before ids"
-        raise InputError(f"the request id {repeated.iloc[0]!r} would occur twice; {advice}")
 
 
 def _has(folder: Folder, name: str) -> bool:

@@ -5,7 +5,6 @@ find the same class by the same name. Results depend on its content (`content`).
 """
 
 import hashlib
-import importlib.util
 import site
 import sys
 import sysconfig
@@ -13,10 +12,9 @@ import traceback
 import zlib
 from contextlib import suppress
 from functools import cache
-from importlib.machinery import SourceFileLoader
 from modulefinder import ModuleFinder
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from policies.core.grammar import file_and_class
@@ -64,27 +62,20 @@ def _is_policy(cls: object) -> bool:
     return isinstance(cls, type) and issubclass(cls, RetentionPolicy | Prefetcher)
 
 
-class _Loader(SourceFileLoader):
-    """Compiles the file as it is now: bytecode on disk may be of an earlier edit of the same second and length."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 @cache
 def _module(path: str, changed_ns: int) -> ModuleType:
-    """Import the file at `path`, once for each of its versions."""
+    """Import the file at `path`, once for each of its versions.
+
+    It is compiled as it is now: bytecode on disk may be of an earlier edit of the same second and length.
+    """
     name = f"{MODULE}{zlib.crc32(path.encode()):08x}_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, path))
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    vars(module)["print"] = lambda *values, **options: print(*values, **{"file": sys.stderr, **options})
+    sys.modules[name] = module = ModuleType(name)
+    own = vars(module)
+    own["__file__"] = path
+    own["print"] = lambda *values, **options: print(*values, **{"file": sys.stderr, **options})
     try:
-        read = b"".join(each.read_bytes() for each in read_with(path))
-        vars(module)[CONTENT] = hashlib.sha256(read).hexdigest()
-        spec.loader.exec_module(module)
+        own[CONTENT] = hashlib.sha256(b"".join(each.read_bytes() for each in read_with(path))).hexdigest()
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), own)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]

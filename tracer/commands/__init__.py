@@ -47,5 +47,4 @@ app = program.group(
 
 
 def main() -> None:
-    """Run `moe-trace`."""
     program.main(app, "moe-trace")

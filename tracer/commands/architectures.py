@@ -20,4 +20,4 @@ def architectures(as_json: Annotated[bool, typer.Option("--json", help="Print JS
         return
     width = max(len(one.name) for one in found)
     for one in found:
-        console.say(one.line(width))
+        console.say(f"{one.name:<{width}}  {'' if one.recorded else 'refused: '}{one.how}")

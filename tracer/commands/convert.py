@@ -26,35 +26,8 @@ def import_(
         Path | None,
         typer.Option(help="JSON with model, experts, phase, requests, ...", show_default="X.json if there"),
     ] = None,
-    phase: Annotated[
-        str | None,
-        typer.Option(help="decode or prefill, where the dump does not say.", show_default="first word of the JSON's"),
-    ] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="Experts of a layer, where nothing else says it.")] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers that a dump of flat ids counts, dense ones too.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Experts of a token, where a dump does not say it.")
-    ] = None,
-    layer_map: Annotated[
-        str | None,
-        typer.Option(
-            "--layer-map",
-            help="Which of the dump's layers are MoE layers: 1-26, 3:, or 0,2,4-8.",
-            show_default="all; refused where one looks dense",
-        ),
-    ] = None,
-    start: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Leading tokens that the server left out (routed_experts_start_len).", show_default="0"
-        ),
-    ] = None,
-    token_ids: Annotated[
-        Path | None,
-        typer.Option("--token-ids", help="Ids of all tokens, where they lie apart: .npz with token_ids, or .npy."),
-    ] = None,
+    *,
+    options: Options,
     out: Out = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -68,7 +41,6 @@ def import_(
     found = meta is None and beside.is_file() and beside != file
     folder = out or RECORDED / file.stem
     check_target(folder, overwrite)
-    options = Options(phase, experts, layers, top_k, layer_map, start, token_ids)
     made, assumed = import_dump(file, beside if found else meta, options, format, load)
     if found and not quiet:
         console.note(f"no --meta given: taking {beside}")

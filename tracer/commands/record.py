@@ -33,26 +33,22 @@ class Meter:
         self._advance = advance
 
     def interrupt(self, *_: object) -> None:
-        """Handle Ctrl-C or SIGTERM."""
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
 
     def stepped(self, rows: int) -> None:
-        """Count the tokens of a forward pass."""
         if self.interrupted:
             raise KeyboardInterrupt
         self._tokens += rows
         self._advance(0, f"requests recorded, {self._tokens} tokens generated")
 
     def finished(self, requests: int) -> None:
-        """Count so many more requests."""
         self.done += requests
         self._advance(requests)
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Handle the signals inside."""
         handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

@@ -33,12 +33,10 @@ def warn_if_unfinished(folder: Folder) -> None:
 
 
 def report(path: Path, quiet: bool) -> None:
-    """Print where the result lies, and what to do next."""
     if not quiet:
         console.say(f"{path}: {size(open_folder(path))}")
         suggest(f"moe-trace info {path}")
 
 
 def suggest(command: str) -> None:
-    """Print what to do next."""
     console.say(f"next: {command}")

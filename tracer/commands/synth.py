@@ -1,13 +1,13 @@
 """`moe-trace synth`: make a synthetic trace that behaves as a real one, of any model's shape."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
+from msgspec import Meta
 from rich.table import Table
 
 from tracer.commands.inspect import LENGTH_ROWS, ROWS, cells
@@ -20,10 +20,31 @@ from traces.location import Location
 from traces.schema import TraceMeta
 from traces.stats import statistics
 from traces.trace import Trace
+from traces.typed import Option, Positive
 from traces.writer import check_target, write_trace
 
 MOST_TOKENS = 10**9
 MOST = 1 << 16
+
+
+Size = Annotated[int, Meta(ge=1, le=MOST)]
+Tokens = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to differ from the trace that is fitted to."""
+
+    layers: Annotated[Size | None, Option("MoE layers. Default: LIKE's.")] = None
+    experts: Annotated[Size | None, Option("Experts of a layer. Default: LIKE's.")] = None
+    top_k: Annotated[Size | None, Option("Experts of a token in a layer. Default: LIKE's.")] = None
+    requests: Annotated[Positive | None, Option("Requests. Default: as many as LIKE has.")] = None
+    prompt_tokens: Annotated[
+        Tokens | None, Option("Prompt tokens of each request. Default: drawn from LIKE's requests.")
+    ] = None
+    decode_tokens: Annotated[
+        Tokens | None, Option("Decoded tokens of each request. Default: drawn from LIKE's requests.")
+    ] = None
 
 
 def synth(
@@ -34,24 +55,8 @@ def synth(
             help="Model whose shape the trace gets: a name of `moe-sim models`, or FILE.toml. Default: LIKE's."
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=MOST, help="MoE layers. Default: LIKE's.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, max=MOST, help="Experts of a layer. Default: LIKE's.")] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Experts of a token in a layer. Default: LIKE's.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Requests. Default: as many as LIKE has.")] = None,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=MOST_TOKENS, help="Prompt tokens of each request. Default: drawn from LIKE's requests."
-        ),
-    ] = None,
-    decode_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=MOST_TOKENS, help="Decoded tokens of each request. Default: drawn from LIKE's requests."
-        ),
-    ] = None,
+    *,
+    wanted: Wanted,
     seed: Annotated[int, typer.Option(min=0, help="Seed; the same seed gives the same trace.")] = 0,
     out: Out = None,
     overwrite: Overwrite = False,
@@ -64,7 +69,7 @@ def synth(
 
     Example: moe-trace synth --like traces/recorded/demo --model mixtral-8x7b --out traces/recorded/mixtral-synth
     """
-    given = (layers, experts, top_k)
+    given = (wanted.layers, wanted.experts, wanted.top_k)
     if model is not None and any(size is not None for size in given):
         raise InputError("--model names the shape of the model: leave --layers, --experts and --top-k out")
     named = shape_of(model) if model is not None else None
@@ -75,10 +80,10 @@ def synth(
     settings: dict[str, Any] = {
         "like": real.name,
         "like_model": real.meta.model,
-        "requests": requests or len(whole.requests),
+        "requests": wanted.requests or len(whole.requests),
         "seed": seed,
-        "prompt_tokens": prompt_tokens,
-        "decode_tokens": decode_tokens,
+        "prompt_tokens": wanted.prompt_tokens,
+        "decode_tokens": wanted.decode_tokens,
     }
     tools = {"moe-expert-cache": version("moe-expert-cache")}
     if named is None and shape == own:
@@ -100,7 +105,7 @@ def synth(
             "of which the statistics called real are"
         )
     fitted = fit(real)
-    lengths = fitted.lengths.of_length(prompt_tokens, decode_tokens)
+    lengths = fitted.lengths.of_length(wanted.prompt_tokens, wanted.decode_tokens)
     if not len(lengths.cluster):
         raise InputError("no token is left: raise --prompt-tokens or --decode-tokens")
     tokens = settings["requests"] * float((lengths.prefill_rows + lengths.decode_rows).mean())
@@ -111,17 +116,14 @@ def synth(
         )
     made = replace(fitted, lengths=lengths).scaled(*shape).generate(meta, settings["requests"], seed)
     write_trace(made, target, overwrite)
-    statistics = {"real": _statistics(_by_cluster(real, fitted.lengths.cluster)), "synthetic": _statistics(made)}
+    clusters = [f"cluster-{number}" for number in fitted.lengths.cluster]  # as tasks, as the synthetic trace has them
+    real = replace(real, requests=real.requests.assign(task=clusters))
+    statistics = {"real": _statistics(real), "synthetic": _statistics(made)}
     if as_json:
         console.say_json({"out": str(target), **statistics})
         return
     _print(statistics)
     report(target, quiet)
-
-
-def _by_cluster(trace: Trace, cluster: NDArray[np.int64]) -> Trace:
-    """Return the trace with its clusters as tasks, as the synthetic trace has them."""
-    return replace(trace, requests=trace.requests.assign(task=[f"cluster-{number}" for number in cluster]))
 
 
 def _statistics(trace: Trace) -> dict[str, Any]:

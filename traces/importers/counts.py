@@ -61,4 +61,5 @@ def _read(path: Path) -> "pd.Series[int]":
         for lines in read:
             by = lines.astype(np.int64).groupby(["layer", "expert"])
             parts.append(by["count"].sum() if "count" in lines else by.size())
-    return pd.concat(parts).groupby(level=["layer", "expert"]).sum()
+    counts: pd.Series[int] = pd.concat(parts).groupby(level=["layer", "expert"]).sum()
+    return counts

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from traces.errors import InputError
 from traces.facts import parse_json
+from traces.typed import Natural, Option, Positive
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Size = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -27,13 +28,25 @@ T = TypeVar("T")
 class Options:
     """What the user states about a dump on the command line. None: nothing."""
 
-    phase: str | None = None  # "prefill" or "decode", where the dump does not say
-    experts: int | None = None  # E
-    layers: int | None = None  # that the dump counts, dense ones too
-    top_k: int | None = None  # k
-    layer_map: str | None = None  # which of the dump's layers are MoE layers: "1-26", "3:", "[0, 2]"
-    start: int | None = None  # leading tokens that the server was told to leave out
-    token_ids: Path | None = None  # a .npz with `token_ids`, or a .npy, [tokens], where they lie apart
+    phase: Annotated[
+        str | None, Option("decode or prefill, where the dump does not say.", shown="first word of the JSON's")
+    ] = None
+    experts: Annotated[Positive | None, Option("Experts of a layer, where nothing else says it.")] = None
+    layers: Annotated[Positive | None, Option("Layers that a dump of flat ids counts, dense ones too.")] = None
+    top_k: Annotated[Positive | None, Option("Experts of a token, where a dump does not say it.")] = None
+    layer_map: Annotated[
+        str | None,
+        Option(
+            "Which of the dump's layers are MoE layers: 1-26, 3:, or 0,2,4-8.",
+            shown="all; refused where one looks dense",
+        ),
+    ] = None
+    start: Annotated[
+        Natural | None, Option("Leading tokens that the server left out (routed_experts_start_len).", shown="0")
+    ] = None
+    token_ids: Annotated[
+        Path | None, Option("Ids of all tokens, where they lie apart: .npz with token_ids, or .npy.")
+    ] = None
 
 
 @dataclass(frozen=True)
