@@ -14,7 +14,6 @@ from replay.prediction import PREDICTED, Prediction, predict
 from replay.warmup import undisturbed
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
-from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import PREDICTOR, RunLog, StepRow
 from sim.loop.run import Run
@@ -47,9 +46,10 @@ def replay(
 
     done: rows of the first requests, from a run cut off; what follows is run.
 
-    timeline: shows the run and what was predicted of it; `slots`: with a track for each slot.
+    timeline: shows the same part of the run and of what was predicted, a short run whole; `slots`: with a track each.
     """
     loaded, run = choice.loaded, choice.run
+    names, window = loaded.trace.requests["id"].astype(str).tolist(), timeline_window.unasked(run.requests)
     cell = loaded.cell(choice.policy, choice.slots)
     with choice.opened() as (opened, facts), undisturbed(None if choice.device == "virtual" else run):
         device = opened
@@ -67,8 +67,10 @@ def replay(
             from replay.devices.nvtx import marked
 
             device = marked(device)
-        observer = _observer(choice, run, timeline, slots) if timeline else None
-        driver = _driver(run, device, done, observer)
+        observer = TimelineObserver(timeline, run, "measured", names, window, slots) if timeline else None
+        driver = Driver(run, SimpyDevice(run.timing, run.gpu.link) if done else device, observer=observer)
+        if done:
+            driver.resume(done, device)
         with engine.counting(run):
             log = driver.run(pausing(opened, paces, on_step or (lambda row: None)), done)
         if observer:
@@ -87,22 +89,13 @@ def replay(
         row["host_us_per_layer"] = bookkeeping_us(driver, log, len(done))
         row["resumed_steps"] = len(done)
     if timeline:
-        _show_prediction(choice, run, timeline, slots)
+        simulated.play(run, lambda log: None, timeline, names, replace(window, stops=True), slots)
     predictions = predict(choice, cell, calibrations)
     first = predictions[0]
     row["predicted_for"] = first.machine
     row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
     row["predicted_tpot_low_ms"], row["predicted_tpot_high_ms"] = first.interval_ms or (None, None)
     return Outcome(row, log, by_request, predictions)
-
-
-def _driver(run: Run, device: Device, done: Sequence[StepRow], observer: TimelineObserver | None) -> Driver:
-    """Return the driver of a run, which continues behind the requests of `done`."""
-    if not done:
-        return Driver(run, device, observer=observer)
-    driver = Driver(run, SimpyDevice(run.timing, run.gpu.link))
-    driver.resume(done, device)
-    return driver
 
 
 def bookkeeping_us(driver: Driver, log: RunLog, resumed: int = 0) -> float | None:
@@ -115,19 +108,6 @@ def bookkeeping_us(driver: Driver, log: RunLog, resumed: int = 0) -> float | Non
         return None
     policy_ns = int(log.stall_ns[resumed:, PREDICTOR].sum())
     return (driver.outside_ns - policy_ns) / 1_000 / (steps * driver.layers)
-
-
-def _observer(choice: Choice, run: Run, timeline: Timeline, slots: bool) -> TimelineObserver:
-    """Show a short run whole, of a longer one the beginning, as `moe-sim run` does."""
-    names = choice.loaded.trace.requests["id"].astype(str).tolist()
-    return TimelineObserver(timeline, run, "measured", names, timeline_window.unasked(run.requests), slots)
-
-
-def _show_prediction(choice: Choice, run: Run, timeline: Timeline, slots: bool) -> None:
-    """Show the same part of the simulated run, on the machine as measured, else as its profile says."""
-    window = replace(timeline_window.unasked(run.requests), stops=True)
-    names = choice.loaded.trace.requests["id"].astype(str).tolist()
-    simulated.play(run, lambda log: None, timeline, names, window, slots)
 
 
 def copy_gb_per_s(log: RunLog, run: Run) -> float | None:

@@ -103,17 +103,10 @@ class Busy:
         return min(max(0, self.link - self.exposed), self.compute)
 
 
-def _busy(log: RunLog, steps: Any) -> Busy:
-    """Return the sums of these steps of a log."""
-    exposed = log.stall_ns[steps][:, EXPOSED].sum()
-    return Busy(int(log.compute_busy_ns[steps].sum()), int(log.link_busy_ns[steps].sum()), int(exposed))
-
-
-def _mean_busy(log: RunLog) -> Busy:
-    """Return the means of its tokens, but for the first."""
-    steps = slice(FIRST_STEPS, None)
+def _busy(log: RunLog, steps: Any = slice(FIRST_STEPS, None), of: Callable[[Any], float] = np.mean) -> Busy:
+    """Return the means, or the sums, of these steps of a log; of all tokens but the first."""
     each = (log.compute_busy_ns[steps], log.link_busy_ns[steps], log.stall_ns[steps][:, EXPOSED].sum(axis=1))
-    return Busy(*(round(ns.mean()) for ns in each))
+    return Busy(*(round(of(ns)) for ns in each))
 
 
 def half_missing_in_loop(
@@ -128,7 +121,7 @@ def half_missing_in_loop(
         return None
     about_ns = parts_ns(alone, run.shape.layers, layers * top_k, context) + layers * half * alone.transfer_ns
     mixed = _half_missing_run(run, top_k, context, FIRST_STEPS + LOOP.steps(about_ns, meter.passes))
-    return _mean_busy(Driver(mixed, meter.device).run(pausing(meter.device, paces, lambda row: None)))
+    return _busy(Driver(mixed, meter.device).run(pausing(meter.device, paces, lambda row: None)))
 
 
 def at_most_as_beside(mixed: Busy, model: MeasuredModel, run: Run, top_k: int) -> MeasuredModel:
@@ -145,7 +138,7 @@ def slowed_by(mixed: Busy, model: MeasuredModel, run: Run, top_k: int, context: 
     """Return the model with its slow-down: what link and compute are busy beyond what is simulated without."""
     layers, _ = _mixed(run, top_k)
     tokens, link = _half_missing_run(run, top_k, context, SIMULATED), model.link(run.gpu.link.chunk_bytes)
-    alone = _mean_busy(simulate(tokens.on(model.timing(), link, None)))
+    alone = _busy(simulate(tokens.on(model.timing(), link, None)))
     together, computes = mixed.together, layers * top_k
     experts, launched = computes * model.expert[0][1], computes * model.timing().expert_ns(1)
     more = mixed.compute - alone.compute
@@ -195,7 +188,7 @@ def effective(model: MeasuredModel, simulated: Callable[[MeasuredModel], RunLog]
 def _slower(model: MeasuredModel, simulated: MeasuredModel, log: RunLog) -> MeasuredModel:
     """Return `model`, slowed by what overlapped in the log of a run on `simulated`."""
     decoded = log.phase == DECODE
-    busy = _busy(log, decoded)
+    busy = _busy(log, decoded, np.sum)
     lookups = sum(int(each[decoded].sum()) for each in (log.hits, log.late, log.misses))
     experts = min(lookups * simulated.timing().expert_ns(1), busy.compute)
     of_experts = min(1.0, busy.together / experts) if experts else 0.0

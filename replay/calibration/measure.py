@@ -43,20 +43,13 @@ SLOWEST = 0.01
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What is timed in one pass."""
+class Pass:
+    """What is timed in one pass over a model."""
 
     alone: MeasuredModel  # without host, without slow-down unless both are timed together
     hit: Token  # in the real loop, as the next ones
     missing: Token
     mixed: Busy | None  # None on a GPU, and where there are too few slots or experts
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One pass over a model."""
-
-    figures: Figures
     noise: float  # by what share single repeats differ from the figures, in the mean
     pace: Pace | None = None  # of the device meanwhile, in the mean
 
@@ -93,18 +86,18 @@ def one_pass(device: Device, run: Run, most_tokens: int, name: str, passes: int 
     hit, missing = tokens_in_loop(meter, run, alone, together, context)
     if isinstance(device, Paced):
         mixed = half_missing_in_loop(meter, run, alone, together, context, paces)
-    return Pass(Figures(alone, hit, missing, mixed), mean(meter.spreads), mean_pace(paces))
+    return Pass(alone, hit, missing, mixed, mean(meter.spreads), mean_pace(paces))
 
 
 def combined(run: Run, passes: Sequence[Pass]) -> Measurement:
     """Return what follows from the medians of some passes over a run's model."""
-    figures: Figures = middle([each.figures for each in passes])
-    context, together, model = decoded_contexts(run)[0], top_k(run), figures.alone
-    if figures.mixed:
-        model = at_most_as_beside(figures.mixed, model, run, together)
-    model = with_host(model, run, together, context, figures.hit, figures.missing)
-    if figures.mixed:
-        model = slowed_by(figures.mixed, model, run, together, context)
+    model, hit, missing, mixed = middle([(each.alone, each.hit, each.missing, each.mixed) for each in passes])
+    context, together = decoded_contexts(run)[0], top_k(run)
+    if mixed:
+        model = at_most_as_beside(mixed, model, run, together)
+    model = with_host(model, run, together, context, hit, missing)
+    if mixed:
+        model = slowed_by(mixed, model, run, together, context)
     paces = tuple(each.pace for each in passes if each.pace)
     return Measurement(model, mean(each.noise for each in passes), paces)
 

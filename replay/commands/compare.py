@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from policies.core.grammar import policy_title, split_list
 from replay.choice import Choice, first_part
 from replay.commands.device_options import Compared, Replayed, chosen
 from replay.comparison import plot as plot_compare
-from replay.comparison.cell import check_mode
+from replay.comparison.cell import MODES
 from replay.comparison.plot import NAME as PICTURE
 from replay.comparison.record import ERROR, Record
 from replay.comparison.summary import in_words
@@ -29,10 +29,8 @@ from sim.results.metrics import Row, cell_text, size_text
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
 from traces.commands import console
-from traces.errors import InputError
+from traces.errors import InputError, unknown
 from traces.output import claimed
-
-MODES = "closed-loop,lockstep"
 
 
 def compare(
@@ -41,7 +39,7 @@ def compare(
     cache_sizes: options.CacheSizes = defaults.CACHE_SIZES,
     modes: Annotated[
         str, typer.Option(help="closed-loop: the policy decides on the device; lockstep: the simulator's decisions.")
-    ] = MODES,
+    ] = ",".join(MODES),
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -88,11 +86,10 @@ def compare(
         _report(comparison, record, max_error, output)
 
 
-def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
-    if not names:
-        raise InputError(f"`modes` is empty: use {MODES}")
-    for name in names:
-        check_mode(name)
+def _modes(names: Sequence[str]) -> tuple[str, ...]:
+    for name in names or [""]:
+        if name not in MODES:
+            raise unknown("mode", name, MODES)
     return tuple(dict.fromkeys(names))
 
 

@@ -72,7 +72,7 @@ def run(
     replayed |= typed(hardware=hardware)
     request = _of_sweep(from_, cell, replayed) if from_ else _as_typed(cell, replayed)
     choice = _choose(request, chosen(on, replayed))
-    output.note(*request.notes, _scope(request, choice, on["device"]), *_unpriced(choice), *_too_small(choice))
+    output.note(*_notes(request, choice, on["device"]))
     folder = output.folder(choice.loaded.experiment.trace, "-replay")
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
     is_real = choice.device != "virtual"
@@ -150,38 +150,28 @@ def _choose(request: Request, target: DeviceChoice) -> Choice:
     return Choice(loaded, policy, slots, target)
 
 
-def _scope(request: Request, choice: Choice, device_typed: str) -> str:
-    """Return a note on the device, and on how much of the trace runs."""
+def _notes(request: Request, choice: Choice, device_typed: str) -> Iterator[str]:
+    """Yield what was taken where options do not say, and what keeps the figures from being a machine's."""
+    yield from request.notes
     device = f"device {choice.device}" + (" (auto)" if device_typed == "auto" else "")
-    count = len(choice.loaded.trace.requests)
-    if choice.loaded.experiment.requests == request.experiment.requests:
-        return f"{device}, {count} requests"
-    return f"{device}, the first {count} requests (--requests N for more)"
-
-
-def _unpriced(choice: Choice) -> list[str]:
-    """Return a note on a policy whose overhead was never measured."""
-    if choice.loaded.predictor_us(choice.policy) is not None:
-        return []
-    machine = choice.loaded.experiment.hardware
-    return [f"no measured policy overhead for {choice.policy.text}: the prediction for {machine} assumes 0"]
-
-
-def _too_small(choice: Choice) -> list[str]:
-    """Return a note on experts that threads take longer to hand over than to copy and compute."""
+    count, experiment = len(choice.loaded.trace.requests), choice.loaded.experiment
+    all_of_it = experiment.requests == request.experiment.requests
+    yield f"{device}, " + (f"{count} requests" if all_of_it else f"the first {count} requests (--requests N for more)")
+    if choice.loaded.predictor_us(choice.policy) is None:
+        machine = experiment.hardware
+        yield f"no measured policy overhead for {choice.policy.text}: the prediction for {machine} assumes 0"
     size = choice.loaded.expert_bytes or 0
-    if choice.device not in ("cpu", "disk") or size >= TIMED_BYTES:
-        return []
-    return [
-        f"experts of {show_bytes(size)} are too small to be timed: threads take longer to hand them over than to "
-        "copy and compute them; with --model-profile others are run (demo-stand-in for the shipped trace)"
-    ]
+    if choice.device in ("cpu", "disk") and size < TIMED_BYTES:
+        yield (
+            f"experts of {show_bytes(size)} are too small to be timed: threads take longer to hand them over than to "
+            "copy and compute them; with --model-profile others are run (demo-stand-in for the shipped trace)"
+        )
 
 
 def _replay(
     choice: Choice, folder: Path, timeline: Path | None, slots: bool, output: options.ResumableOptions
 ) -> Outcome:
-    """Run and write; a folder in which nothing was written does not stay."""
+    """Run and write, each step as it ends; a folder in which nothing was written does not stay."""
     requests, key = Requests(choice.loaded.trace), choice.key
     steps = sum(len(request.tokens) for request in requests)
     with claimed(folder, files.MAKER, files.NAMES):
@@ -193,41 +183,29 @@ def _replay(
             done = [row for row in done if row.shares[0].request != last]
         if done:
             output.note(f"resuming after {len(done)} of {steps} steps")
-        outcome = _run(choice, folder, timeline, slots, output, done, steps)
+        ended = len(done)
+        try:
+            with (
+                files.step_writer(folder, key, done) as write,
+                progress(steps, output.quiet, "steps replayed", ended) as advance,
+                writing(timeline, lambda: {"made by": "moe-replay"}, output.overwrite)
+                if timeline
+                else nullcontext() as drawing,
+            ):
+
+                def on_step(row: StepRow) -> None:
+                    nonlocal ended
+                    write(row)
+                    ended += 1
+                    advance(1)
+
+                outcome = replay(choice, on_step, drawing, slots, done)
+        except KeyboardInterrupt:
+            goes_on = ", and --resume continues after the last whole request" if choice.device != "virtual" else ""
+            kept = f": they are in {folder / files.STEPS}{goes_on}" if ended else ""
+            console.fail("moe-replay", f"interrupted after {ended} of {steps} steps{kept}", 130)
         files.save(outcome, folder)
     return outcome
-
-
-def _run(
-    choice: Choice,
-    folder: Path,
-    timeline: Path | None,
-    slots: bool,
-    output: options.ResumableOptions,
-    done: list[StepRow],
-    steps: int,
-) -> Outcome:
-    """Run behind the steps `done`, each step written as it ends; say what is kept of an interrupted run."""
-    key, ended = choice.key, len(done)
-    about = {"made by": "moe-replay"}
-    try:
-        with (
-            files.step_writer(folder, key, done) as write,
-            progress(steps, output.quiet, "steps replayed", ended) as advance,
-            writing(timeline, lambda: about, output.overwrite) if timeline else nullcontext() as drawing,
-        ):
-
-            def on_step(row: StepRow) -> None:
-                nonlocal ended
-                write(row)
-                ended += 1
-                advance(1)
-
-            return replay(choice, on_step, drawing, slots, done)
-    except KeyboardInterrupt:
-        goes_on = ", and --resume continues after the last whole request" if choice.device != "virtual" else ""
-        kept = f": they are in {folder / files.STEPS}{goes_on}" if ended else ""
-        console.fail("moe-replay", f"interrupted after {ended} of {steps} steps{kept}", 130)
 
 
 def _shown(outcome: Outcome, folder: Path) -> Iterator[str | Table]:

@@ -39,7 +39,7 @@ from sim.loop.session import Decider
 from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import Link, Timing
 from sim.results.metrics import Row, summarise
-from traces.errors import InputError, unknown
+from traces.errors import InputError
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
@@ -181,12 +181,6 @@ class CellOutcome:
 
 def _in_ns(paces: Sequence[Pace]) -> list[list[int]]:
     return [list(map(round, pace)) for pace in paces]
-
-
-def check_mode(mode: str) -> None:
-    """Raise InputError for an unknown mode."""
-    if mode not in MODES:
-        raise unknown("mode", mode, MODES)
 
 
 def run_cell(

@@ -339,7 +339,7 @@ DISTURBED = WithPace(FixedTiming(90_000, 20_000, 0, 9_000, 8_000), Link(40_000, 
 def test_a_pass_that_was_disturbed_is_left_out() -> None:
     plan = plan_of(6)
     found, disturbed = (one_pass(device, plan, 1, "m") for device in (QUIET, DISTURBED))
-    assert found.figures.mixed
+    assert found.mixed
     assert found.pace == Pace(3_600.0, 5_000.0)
     for passes in ([found, disturbed, found], [disturbed, found, found]):
         assert combined(plan, passes).model == combined(plan, [found]).model != combined(plan, [disturbed]).model
@@ -355,8 +355,8 @@ def test_a_machine_that_shares_its_processors_is_measured_in_passes() -> None:
 def test_transfers_that_were_timed_slowly_alone_take_what_they_take_in_the_loop() -> None:
     plan = plan_of(6)
     found = one_pass(QUIET, plan, 1, "m")
-    slowly = replace(found.figures.alone, transfer_ns=5_000, latency_ns=1_000)
-    model = combined(plan, [replace(found, figures=replace(found.figures, alone=slowly))]).model
+    slowly = replace(found.alone, transfer_ns=5_000, latency_ns=1_000)
+    model = combined(plan, [replace(found, alone=slowly)]).model
     assert model == replace(combined(plan, [found]).model, latency_ns=720)
 
 
