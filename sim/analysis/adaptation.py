@@ -13,7 +13,6 @@ Source: MoE-Infinity (arXiv 2401.14361), which prints the requests needed, but n
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +47,8 @@ TOLERANCE = 0.01
 WITHIN, ACROSS = "within", "across"
 """Kinds of shifts: between tasks that have a dataset in common, and all others."""
 
+RATES = ("hit_rate_first", "undisturbed_first", "hit_rate_settled", "undisturbed_settled")
+
 SHIFTS = pa.schema(
     [
         ("policy", TEXT),
@@ -56,7 +57,7 @@ SHIFTS = pa.schema(
         ("cache_experts", COUNT),
         ("cache_fraction", SHARE),
         *[(name, COUNT) for name in ("warmup", "after", "window", "seed", "requests_needed", "requests_needed_above")],
-        *[(f"{name}_{when}", SHARE) for when in ("first", "settled") for name in ("hit_rate", "undisturbed")],
+        *[(name, SHARE) for name in RATES],
         ("requests", pa.list_(TEXT)),
         *[(name, pa.list_(SHARE)) for name in ("hit_rates", "undisturbed_hit_rates")],
         ("commit", TEXT),
@@ -89,10 +90,8 @@ class Protocol:
     def __post_init__(self) -> None:
         if self.by not in LABELS:
             raise unknown("label", self.by, LABELS)
-        if min(self.warmup, self.after, self.window, self.pairs) < 1:
-            raise InputError("--warmup, --after, --window and --pairs must be at least 1")
-        if self.after < self.window:
-            raise InputError(f"--after {self.after}: a window of {self.window} requests does not fit into it")
+        if min(self.warmup, self.window, self.pairs) < 1 or self.after < self.window:
+            raise InputError("--warmup, --window and --pairs must be at least 1, --after at least --window")
 
 
 @dataclass(frozen=True)
@@ -185,132 +184,47 @@ def windows(differences: Float, window: int) -> Float:
     return means
 
 
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """One shift under one policy."""
-
-    policy: str
-    oracle: bool
-    shift: Shift
-    window: int
-    hit_rates: Float  # [after]
-    undisturbed: Float  # [after] of the same requests
-
-    @property
-    def differences(self) -> Float:
-        """[after] of each request, what the shift did to it."""
-        return self.hit_rates - self.undisturbed
-
-    @cached_property
-    def needed(self) -> int | None:
-        """Requests until back within one point; None: more than `last`."""
-        return requests_needed(self.differences, self.window)
-
-    @property
-    def last(self) -> int:
-        """The most requests needed that can be known."""
-        return len(self.hit_rates) - self.window
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """Of the first request and, as a mean, of the last window, by their columns in `SHIFTS`."""
-        return {
-            f"{name}_{when}": float(rates[part].mean())
-            for when, part in (("first", slice(1)), ("settled", slice(-self.window, None)))
-            for name, rates in (("hit_rate", self.hit_rates), ("undisturbed", self.undisturbed))
-        }
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The shifts of one kind under one policy. Rates are means over them."""
-
-    kind: str
-    policy: str
-    oracle: bool
-    shifts: int
-    censored: int  # shifts that needed more than `last` requests
-    last: int
-    needed_min: int | None  # None: all are censored
-    needed_mean: float  # censored ones taken as last + 1: where there are any, a lower bound
-    needed_max: int | None  # None: some are censored
-    needed_none: float  # share of shifts
-    hit_rate_first: float  # of the first request after the shift
-    undisturbed_first: float
-    hit_rate_settled: float  # of the last window
-    undisturbed_settled: float
-
-
 @dataclass(frozen=True)
 class Adaptation:
-    """The shifts that were measured."""
+    """The shifts that were measured: rows of `SHIFTS`, by shift, then by policy."""
 
     plan: Plan
-    capacity: int  # of the cache (`Loaded.slots`)
-    measured: list[Measured]  # by shift, then by policy
+    share: float  # of all experts that the cache holds
+    rows: list[Row]
     complete: bool  # False: interrupted, and these are the shifts that had finished
 
-    def of(self, kind: str, policy: str) -> list[Measured]:
-        return [one for one in self.measured if (one.shift.kind, one.policy) == (kind, policy)]
+    def groups(self) -> dict[tuple[str, str], list[Row]]:
+        """Return the rows by kind, then by policy."""
+        kinds, policies = (dict.fromkeys(row[name] for row in self.rows) for name in ("kind", "policy"))
+        return {
+            (kind, policy): [row for row in self.rows if (row["kind"], row["policy"]) == (kind, policy)]
+            for kind, policy in product(kinds, policies)
+        }
 
-    @property
-    def policies(self) -> list[str]:
-        return list(dict.fromkeys(one.policy for one in self.measured))
-
-    @property
-    def kinds(self) -> list[str]:
-        return list(dict.fromkeys(one.shift.kind for one in self.measured))
-
-    def summaries(self) -> list[Summary]:
-        """Return them by kind, then by policy."""
-        return [summary(self.of(kind, policy)) for kind in self.kinds for policy in self.policies]
-
-    def rows(self, loaded: Loaded) -> list[Row]:
-        """Return the rows of `SHIFTS`."""
-        ids, protocol, experts = loaded.trace.requests["id"], self.plan.protocol, loaded.experts_in(self.capacity)
-        return [
-            {
-                "policy": one.policy,
-                "oracle": one.oracle,
-                "trace": loaded.trace.name,
-                "model": loaded.trace.meta.model,
-                "label": protocol.by,
-                "kind": one.shift.kind,
-                "group_before": one.shift.before,
-                "group_after": one.shift.after,
-                "cache_experts": experts,
-                "cache_fraction": experts / loaded.all_experts,
-                **{name: getattr(protocol, name) for name in ("warmup", "after", "window", "seed")},
-                "requests_needed": one.needed,
-                "requests_needed_above": one.last if one.needed is None else None,
-                **one.rates,
-                "requests": ids.iloc[self.plan.after(one.shift)].tolist(),
-                "hit_rates": one.hit_rates.tolist(),
-                "undisturbed_hit_rates": one.undisturbed.tolist(),
-                "commit": commit(),
-            }
-            for one in self.measured
-        ]
+    def summaries(self) -> list[Row]:
+        """Return a summary of each group."""
+        return [summary(rows) for rows in self.groups().values()]
 
 
-def summary(measured: Sequence[Measured]) -> Summary:
-    """Sum up shifts of one kind under one policy, at least one."""
-    one = measured[0]
-    known = [each.needed for each in measured if each.needed is not None]
-    censored = len(measured) - len(known)
-    return Summary(
-        kind=one.shift.kind,
-        policy=one.policy,
-        oracle=one.oracle,
-        shifts=len(measured),
-        censored=censored,
-        last=one.last,
-        needed_min=min(known, default=None),
-        needed_mean=(sum(known) + censored * (one.last + 1)) / len(measured),
-        needed_max=None if censored else max(known),
-        needed_none=known.count(0) / len(measured),
-        **{name: float(np.mean([each.rates[name] for each in measured])) for name in one.rates},
-    )
+def summary(rows: Sequence[Row]) -> Row:
+    """Sum up the shifts of one kind under one policy, at least one; rates are means over them.
+
+    needed_min is None where all are censored, needed_max where some are. needed_mean takes censored ones as last + 1:
+    where there are any, it is a lower bound. needed_none: share of shifts.
+    """
+    known = [row["requests_needed"] for row in rows if row["requests_needed"] is not None]
+    censored, last = len(rows) - len(known), rows[0]["after"] - rows[0]["window"]
+    return {
+        **{name: rows[0][name] for name in ("kind", "policy", "oracle")},
+        "shifts": len(rows),
+        "censored": censored,
+        "last": last,
+        "needed_min": min(known, default=None),
+        "needed_mean": (sum(known) + censored * (last + 1)) / len(rows),
+        "needed_max": None if censored else max(known),
+        "needed_none": known.count(0) / len(rows),
+        **{name: float(np.mean([row[name] for row in rows])) for name in RATES},
+    }
 
 
 def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: Advance | None = None) -> Adaptation:
@@ -320,6 +234,7 @@ def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: 
     was finished is then returned.
     """
     (slots,) = grid.sizes.values()
+    share = loaded.experts_in(slots) / loaded.all_experts
     runs, policies = planned.runs, grid.policies
     cells = [(policy, slots, planned.before(run), planned.after(run)) for run in runs for policy in policies]
     tasks = [Task(loaded, hit_rates, cell, compiled=False) for cell in cells]
@@ -328,13 +243,43 @@ def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: 
     with suppress(KeyboardInterrupt), closing(results):
         done.update(results)
     places = {cell: place for place, cell in enumerate(product(runs, policies))}
-    measured = []
+    rows = []
     for shift, policy in product(planned.shifts, policies):
         rates, undisturbed = (done.get(places[run, policy]) for run in (shift, Shift(shift.after, shift.after)))
         if rates is not None and undisturbed is not None:
-            window = planned.protocol.window
-            measured.append(Measured(policy.text, policy.oracle, shift, window, rates, undisturbed))
-    return Adaptation(planned, slots, measured, len(done) == len(cells))
+            cell = {
+                "policy": policy.text,
+                "oracle": policy.oracle,
+                "trace": loaded.trace.name,
+                "model": loaded.trace.meta.model,
+                "cache_experts": loaded.experts_in(slots),
+                "cache_fraction": share,
+                "requests": loaded.trace.requests["id"].iloc[planned.after(shift)].tolist(),
+                "commit": commit(),
+            }
+            rows.append(cell | measured(planned.protocol, shift, rates, undisturbed))
+    return Adaptation(
+        planned, share, [{name: row[name] for name in SHIFTS.names} for row in rows], len(done) == len(cells)
+    )
+
+
+def measured(protocol: Protocol, shift: Shift, rates: Float, undisturbed: Float) -> Row:
+    """Return what a shift did, by columns of `SHIFTS`. rates: [after], with the shift and without it."""
+    window, last = protocol.window, protocol.after - protocol.window
+    needed = requests_needed(rates - undisturbed, window)
+    parts = rates[:1], undisturbed[:1], rates[-window:], undisturbed[-window:]
+    return {
+        "label": protocol.by,
+        "kind": shift.kind,
+        "group_before": shift.before,
+        "group_after": shift.after,
+        **{name: getattr(protocol, name) for name in ("warmup", "after", "window", "seed")},
+        "requests_needed": needed,
+        "requests_needed_above": last if needed is None else None,
+        **{name: float(part.mean()) for name, part in zip(RATES, parts, strict=True)},
+        "hit_rates": rates.tolist(),
+        "undisturbed_hit_rates": undisturbed.tolist(),
+    }
 
 
 def to_run(grid: Grid, planned: Plan) -> int:
@@ -366,33 +311,34 @@ def figure(found: Adaptation, loaded: Loaded) -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    protocol = found.plan.protocol
-    drawing = Figure(figsize=(3 + 4 * len(found.kinds), 4.2), layout="constrained")
-    panels = drawing.subplots(1, len(found.kinds), sharey=True, squeeze=False)[0]
-    for axes, kind in zip(panels, found.kinds, strict=True):
-        for i, policy in enumerate(found.policies):
-            if measured := found.of(kind, policy):
-                colour, points = plot.look(i)["color"], 100 * np.mean([one.differences for one in measured], axis=0)
-                axes.plot(points, color=colour, linewidth=0.7, alpha=0.4)
-                label = policy_title(policy, measured[0].oracle)
-                axes.plot(windows(points, protocol.window), color=colour, linewidth=1.8, label=label)
+    protocol, kinds = found.plan.protocol, list(dict.fromkeys(kind for kind, _ in found.groups()))
+    drawing = Figure(figsize=(3 + 4 * len(kinds), 4.2), layout="constrained")
+    panels = dict(zip(kinds, drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], strict=True))
+    colours = {policy: plot.look(i)["color"] for i, policy in enumerate(dict.fromkeys(p for _, p in found.groups()))}
+    for (kind, policy), rows in found.groups().items():
+        axes, of_all = panels[kind], [np.subtract(row["hit_rates"], row["undisturbed_hit_rates"]) for row in rows]
+        points = 100 * np.mean(of_all, axis=0)
+        axes.plot(points, color=colours[policy], linewidth=0.7, alpha=0.4)
+        label = policy_title(policy, rows[0]["oracle"])
+        axes.plot(windows(points, protocol.window), color=colours[policy], linewidth=1.8, label=label)
+        plot.frame(axes, f"{kind}: {len(rows)} shifts", "requests since the shift")
+    for axes in panels.values():
         axes.axhline(0, color=plot.BOUND_COLOUR, linewidth=0.8)
         axes.axhline(-100 * TOLERANCE, color=plot.BOUND_COLOUR, linestyle=":", linewidth=1)
-        plot.frame(axes, f"{kind}: {len(found.of(kind, found.policies[0]))} shifts", "requests since the shift")
         axes.set_xlim(0, protocol.after - 1)
-    panels[0].set_ylabel("hit rate less the undisturbed one (points)")
-    share = 100 * loaded.experts_in(found.capacity) / loaded.all_experts
+    panels[kinds[0]].set_ylabel("hit rate less the undisturbed one (points)")
     drawing.suptitle(
-        f"{loaded.trace.meta.model}, untimed, {loaded.trace.name} by {protocol.by}, cache {share:.3g}%", fontsize=9
+        f"{loaded.trace.meta.model}, untimed, {loaded.trace.name} by {protocol.by}, cache {100 * found.share:.3g}%",
+        fontsize=9,
     )
-    drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    handles = panels[kinds[0]].get_legend_handles_labels()
+    drawing.legend(*handles, loc="outside right upper", frameon=False, fontsize=8)
     return drawing
 
 
 def save(found: Adaptation, loaded: Loaded, folder: Path) -> list[Path]:
     """Write the table and the plot, of an interrupted call the table alone, into `INTERRUPTED`; return the files."""
     table, picture = NAMES
-    tables = {table: (found.rows(loaded), SHIFTS)}
     if not found.complete:
-        return files.save(folder / INTERRUPTED, MAKER, tables, {})
-    return files.save(folder, MAKER, tables, {picture: lambda: figure(found, loaded)})
+        return files.save(folder / INTERRUPTED, MAKER, {table: (found.rows, SHIFTS)}, {})
+    return files.save(folder, MAKER, {table: (found.rows, SHIFTS)}, {picture: lambda: figure(found, loaded)})

@@ -1,6 +1,5 @@
 """The command `moe-sim adapt`: how many requests a policy needs to get used to another task."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -8,11 +7,12 @@ from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
 from sim import defaults
-from sim.analysis.adaptation import INTERRUPTED, MAKER, NAMES, Adaptation, Protocol, Summary, plan, save, to_run
+from sim.analysis.adaptation import INTERRUPTED, MAKER, NAMES, Adaptation, Protocol, plan, save, to_run
 from sim.analysis.adaptation import adapt as measure
 from sim.commands import options
 from sim.commands.printed import progress, table, written
 from sim.loaded import load
+from sim.results.metrics import Row
 from sim.sweeps import report
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
@@ -77,16 +77,12 @@ def adapt(
         with progress(total, output.quiet) as advance:
             found = measure(loaded, grid, planned, options.processes(workers), advance)
         if not found.complete:
-            kept = f"kept in {save(found, loaded, folder)[0].parent}" if found.measured else "nothing to keep"
-            console.fail("moe-sim", f"interrupted with {len(found.measured)} shifts measured: {kept}", 130)
+            kept = f"kept in {save(found, loaded, folder)[0].parent}" if found.rows else "nothing to keep"
+            console.fail("moe-sim", f"interrupted with {len(found.rows)} shifts measured: {kept}", 130)
         files = save(found, loaded, folder)
     paper = {"models": MODELS, "requests_needed_min_mean_max": PAPER}
     output.show(
-        lambda: {
-            "summaries": [asdict(one) for one in found.summaries()],
-            "shifts": found.rows(loaded),
-            "paper": paper,
-        },
+        lambda: {"summaries": found.summaries(), "shifts": found.rows, "paper": paper},
         lambda: (_table(found), *_notes(found), written(files, folder)),
     )
 
@@ -96,20 +92,18 @@ def _table(found: Adaptation) -> Table:
     shown = table("", "policy", "shifts", "requests needed", "at once", "first request", "settled", left=2)
     summaries = found.summaries()
     for one, following in zip(summaries, [*summaries[1:], None], strict=True):
-        rates = (one.hit_rate_first, one.undisturbed_first), (one.hit_rate_settled, one.undisturbed_settled)
+        rates = ((one[f"hit_rate_{when}"], one[f"undisturbed_{when}"]) for when in ("first", "settled"))
         cells = [f"{rate:.1%} ({100 * (rate - undisturbed):+.1f})" for rate, undisturbed in rates]
-        last = following is None or following.kind != one.kind
-        figures = (f"{one.shifts}", _needed(one), f"{one.needed_none:.0%}", *cells)
-        shown.add_row(one.kind, policy_title(one.policy, one.oracle), *figures, end_section=last)
+        last = following is None or following["kind"] != one["kind"]
+        figures = (f"{one['shifts']}", _needed(one), f"{one['needed_none']:.0%}", *cells)
+        shown.add_row(one["kind"], policy_title(one["policy"], one["oracle"]), *figures, end_section=last)
     return shown
 
 
-def _needed(one: Summary) -> str:
+def _needed(one: Row) -> str:
     """Min, mean, max; >N for what was not back after N requests, and then the mean is a lower bound."""
-    beyond = f">{one.last}"
-    least = beyond if one.needed_min is None else f"{one.needed_min}"
-    most = beyond if one.needed_max is None else f"{one.needed_max}"
-    return f"{least} / {'>=' if one.censored else ''}{one.needed_mean:.1f} / {most}"
+    least, most = (f">{one['last']}" if one[end] is None else f"{one[end]}" for end in ("needed_min", "needed_max"))
+    return f"{least} / {'>=' if one['censored'] else ''}{one['needed_mean']:.1f} / {most}"
 
 
 def _notes(found: Adaptation) -> list[str]:
@@ -120,9 +114,9 @@ def _notes(found: Adaptation) -> list[str]:
         "what the same requests have in a run without the shift; at once: shifts that needed none",
         f"in brackets, points off that run: the first request after the shift, and the last {window} of them",
     ]
-    if censored := sum(one.needed is None for one in found.measured):
-        lines.append(f"{censored} of {len(found.measured)} were not back when the requests ended")
-    for kind in found.kinds:
+    if censored := sum(row["requests_needed"] is None for row in found.rows):
+        lines.append(f"{censored} of {len(found.rows)} were not back when the requests ended")
+    for kind in dict.fromkeys(row["kind"] for row in found.rows):
         rows = "; ".join(f"{name} {', '.join(figures)}" for name, figures in PAPER[kind].items())
         lines.append(f"the paper's, {kind} datasets ({', '.join(MODELS)}; its EAMC, its own definition): {rows}")
     return lines

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policies.core import parse
 from sim.analysis import Adaptation, Protocol, adapt, to_run
-from sim.analysis.adaptation import ACROSS, WITHIN, Measured, Shift, plan, requests_needed, save, summary
+from sim.analysis.adaptation import ACROSS, WITHIN, Shift, measured, plan, requests_needed, save, summary
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.profiles.model_profile import model
@@ -62,6 +62,10 @@ def routed(tmp_path_factory):
 SMALL = Protocol("task", warmup=2, after=3, window=2, pairs=99)
 
 
+def differences(row) -> np.ndarray:
+    return np.subtract(row["hit_rates"], row["undisturbed_hit_rates"])
+
+
 # The definition
 
 
@@ -108,11 +112,11 @@ def test_lru_needs_at_most_one_request_where_one_token_fills_the_cache(disjoint,
     Its mean over w requests is -1 / (20 w), within one point from w = 5 on.
     """
     found = measure(disjoint, "lru", DEMAND, Protocol("task", 3, 8, window))
-    assert len(found.measured) == 2
-    for one in found.measured:
-        assert one.differences == pytest.approx([-1 / TOKENS] + [0] * 7)
-        assert one.undisturbed == pytest.approx(np.ones(8))
-        assert one.needed == needed
+    assert len(found.rows) == 2
+    for one in found.rows:
+        assert differences(one) == pytest.approx([-1 / TOKENS] + [0] * 7)
+        assert one["undisturbed_hit_rates"] == pytest.approx(np.ones(8))
+        assert one["requests_needed"] == needed
 
 
 @pytest.mark.parametrize("warmup", [1, 3])
@@ -124,10 +128,10 @@ def test_a_policy_that_never_forgets_needs_the_warm_up_again(disjoint, warmup):
     """
     for window in (1, 4):
         found = measure(disjoint, "lfu-perfect", DEMAND, Protocol("task", warmup, 8, window))
-        assert len(found.measured) == 2
-        for one in found.measured:
-            assert one.differences == pytest.approx([-1.0] * warmup + [0.0] * (8 - warmup))
-            assert one.needed == warmup
+        assert len(found.rows) == 2
+        for one in found.rows:
+            assert differences(one) == pytest.approx([-1.0] * warmup + [0.0] * (8 - warmup))
+            assert one["requests_needed"] == warmup
 
 
 def test_a_static_policy_never_adapts_and_is_censored(tmp_path):
@@ -135,20 +139,20 @@ def test_a_static_policy_never_adapts_and_is_censored(tmp_path):
     here = loaded(constant({"a": 9, "b": 9}, {"a": 0, "b": 4}), tmp_path)
     write_trace(constant({"a": 1}, {"a": 0}), tmp_path / "profile")
     found = measure(here, f"static:profile={tmp_path / 'profile'}", DEMAND, Protocol("task", 2, 6, window=2))
-    to_a, to_b = found.measured
-    assert (to_a.shift.after, to_b.shift.after) == ("a", "b")
-    assert to_b.hit_rates.max() == 0
-    assert to_b.undisturbed.min() == pytest.approx(1.0)
-    assert to_b.needed is None
-    (row,) = [row for row in found.rows(here) if row["group_after"] == "b"]
+    to_a, to_b = found.rows
+    assert (to_a["group_after"], to_b["group_after"]) == ("a", "b")
+    assert max(to_b["hit_rates"]) == 0
+    assert min(to_b["undisturbed_hit_rates"]) == pytest.approx(1.0)
+    assert to_b["requests_needed"] is None
+    (row,) = [row for row in found.rows if row["group_after"] == "b"]
     assert (row["requests_needed"], row["requests_needed_above"]) == (None, 4)
 
 
 def test_a_row_tells_which_requests_were_measured_and_the_first_and_last_of_their_rates(disjoint):
     found = measure(disjoint, "lru", DEMAND, Protocol("task", 2, 5, window=2))
     ids, task = (disjoint.trace.requests[name].tolist() for name in ("id", "task"))
-    for one, row in zip(found.measured, found.rows(disjoint), strict=True):
-        assert row["requests"] == [ids[i] for i in found.plan.orders[one.shift.after][2:7]]
+    for row in found.rows:
+        assert row["requests"] == [ids[i] for i in found.plan.orders[row["group_after"]][2:7]]
         assert {task[ids.index(name)] for name in row["requests"]} == {row["group_after"]}
         assert row["hit_rates"] == pytest.approx([1 - 1 / TOKENS, 1, 1, 1, 1])
         assert (row["hit_rate_first"], row["hit_rate_settled"]) == pytest.approx((1 - 1 / TOKENS, 1))
@@ -160,33 +164,34 @@ def test_a_cache_in_bytes_is_told_in_experts(disjoint):
     profile = replace(model("mixtral-8x7b"), moe_layers=LAYERS, experts=EXPERTS, layer_expert_bytes=(10_000, 30_000))
     sized = replace(disjoint, profile=profile)
     found = measure(sized, "lru", sized.slots("50%"), Protocol("task", 2, 5, window=2))
-    assert {(row["cache_experts"], row["cache_fraction"]) for row in found.rows(sized)} == {(8, 0.5)}
+    assert {(row["cache_experts"], row["cache_fraction"]) for row in found.rows} == {(8, 0.5)}
 
 
 def test_the_mean_of_censored_shifts_is_a_lower_bound_and_they_are_not_dropped():
     def shift(points):
-        rates = np.full(len(points), 0.5)
-        return Measured("p", False, Shift("a", "b", WITHIN), 2, rates + np.array(points) / 100, rates)
+        rates, protocol = np.full(len(points), 0.5), Protocol(after=len(points), window=2)
+        row = measured(protocol, Shift("a", "b", WITHIN), rates + np.array(points) / 100, rates)
+        return {"policy": "p", "oracle": False, **row}
 
     back, later, never = shift([0] * 6), shift([-9, -9, -9, 0, 0, 0]), shift([-9] * 6)
     some, none, all_ = (summary(shifts) for shifts in ([back, later, never], [never], [back, later]))
-    assert (some.shifts, some.censored, some.last) == (3, 1, 4)
-    assert (some.needed_min, some.needed_mean, some.needed_max) == (0, (0 + 3 + 5) / 3, None)
-    assert (none.needed_min, none.needed_mean, none.needed_max) == (None, 5, None)
-    assert (all_.needed_min, all_.needed_mean, all_.needed_max, all_.needed_none) == (0, 1.5, 3, 0.5)
-    assert (some.hit_rate_first, some.hit_rate_settled) == pytest.approx((0.44, 0.47))
-    assert (some.undisturbed_first, some.undisturbed_settled) == pytest.approx((0.5, 0.5))
+    assert (some["shifts"], some["censored"], some["last"]) == (3, 1, 4)
+    assert (some["needed_min"], some["needed_mean"], some["needed_max"]) == (0, (0 + 3 + 5) / 3, None)
+    assert (none["needed_min"], none["needed_mean"], none["needed_max"]) == (None, 5, None)
+    assert (all_["needed_min"], all_["needed_mean"], all_["needed_max"], all_["needed_none"]) == (0, 1.5, 3, 0.5)
+    assert (some["hit_rate_first"], some["hit_rate_settled"]) == pytest.approx((0.44, 0.47))
+    assert (some["undisturbed_first"], some["undisturbed_settled"]) == pytest.approx((0.5, 0.5))
 
 
 def test_identical_groups_need_nothing_under_any_policy(tmp_path):
     here = loaded(constant({"a": 8, "b": 8}, {"a": 3, "b": 3}), tmp_path)
     found = measure(here, "lru,lfu-perfect,eamc,eamc-blend,belady", DEMAND - 1, Protocol("task", 3, 5, window=1))
-    assert len(found.measured) == 2 * 5
-    for one in found.measured:
-        assert (one.differences == 0).all()
-        assert one.needed == 0
-    assert {summary.needed_none for summary in found.summaries()} == {1.0}
-    assert min(one.hit_rates.max() for one in found.measured) < 1  # there was something to lose
+    assert len(found.rows) == 2 * 5
+    for one in found.rows:
+        assert (differences(one) == 0).all()
+        assert one["requests_needed"] == 0
+    assert {summary["needed_none"] for summary in found.summaries()} == {1.0}
+    assert min(max(one["hit_rates"]) for one in found.rows) < 1  # there was something to lose
 
 
 # Runs
@@ -208,13 +213,13 @@ def lru_by_hand(trace: Trace, order, slots: int) -> list[float]:
 
 def test_both_runs_of_every_shift_equal_lru_by_hand(routed):
     found = measure(routed, "lru", 6, SMALL)
-    assert len(found.measured) > 10
+    assert len(found.rows) > 10
     orders = found.plan.orders
-    for one in found.measured:
-        after = orders[one.shift.after][2:5]
-        for rates, before in ((one.hit_rates, one.shift.before), (one.undisturbed, one.shift.after)):
-            assert rates.tolist() == lru_by_hand(routed.whole, [*orders[before][:2], *after], 6)[2:]
-    assert any(one.differences.any() for one in found.measured)
+    for one in found.rows:
+        after = orders[one["group_after"]][2:5]
+        for rates, before in (("hit_rates", "group_before"), ("undisturbed_hit_rates", "group_after")):
+            assert one[rates] == lru_by_hand(routed.whole, [*orders[one[before]][:2], *after], 6)[2:]
+    assert any(differences(one).any() for one in found.rows)
 
 
 def test_no_run_plays_a_request_twice_and_groups_keep_to_their_label(routed):
@@ -248,7 +253,7 @@ def test_the_seed_decides_all_and_another_draws_otherwise(routed):
 
 def test_results_do_not_depend_on_the_number_of_workers(routed):
     few = replace(SMALL, pairs=2)
-    alone, together = (measure(routed, "lru,eamc", 6, few, workers=workers).rows(routed) for workers in (1, 2))
+    alone, together = (measure(routed, "lru,eamc", 6, few, workers=workers).rows for workers in (1, 2))
     assert alone == together
     assert len(alone) == 2 * 2 * 2
 
@@ -323,7 +328,8 @@ def test_an_interrupted_call_keeps_the_shifts_of_which_both_runs_were_played(rou
 
     found = adapt(routed, grid, made, advance=interrupt)
     assert not found.complete
-    assert [one.shift for one in found.measured] == made.runs[1:2]
+    (row,), shift = found.rows, made.runs[1]
+    assert (row["group_before"], row["group_after"]) == (shift.before, shift.after)
     (file,) = save(found, routed, tmp_path)
     assert file == tmp_path / "interrupted" / "adaptation.parquet"
     assert [path.name for path in tmp_path.iterdir()] == ["interrupted"]
