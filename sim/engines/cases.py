@@ -21,7 +21,7 @@ from sim.experiment import AUTO, SIMPY
 from sim.loop.log import RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces.errors import InputError, located, unknown
+from traces.errors import located, refuse, unknown
 from traces.facts import parse_json
 from traces.steps import DECODE, PREFILL, RequestSteps
 from traces.typed import typed
@@ -75,30 +75,29 @@ class Case:
     host_capacity_bytes: Count | None = None
 
     def __post_init__(self) -> None:
-        for key, wanted in (
-            ("layer_bytes", self.L),
-            ("arrival_ns", len(self.requests)),
-            ("prefill", len(self.requests)),
-        ):
+        refuse(self._wrong())
+
+    def _wrong(self) -> Iterator[str]:
+        """Yield what no engine can run."""
+        lengths = {"layer_bytes": self.L, "arrival_ns": len(self.requests), "prefill": len(self.requests)}
+        for key, wanted in lengths.items():
             if (stated := getattr(self, key)) is not None and len(stated) != wanted:
-                raise InputError(f"{key} has {len(stated)} items, not {wanted}")
+                yield f"{key} has {len(stated)} items, not {wanted}"
         for sized, count in (("capacity_bytes", "slots"), ("host_capacity_bytes", "host_slots")):
             size = getattr(self, sized)
-            if self.layer_bytes is None and size is not None:
-                raise InputError(f"{sized} needs layer_bytes: give them, or {count}")
-            if self.layer_bytes is not None and size is None and getattr(self, count) is not None:
-                raise InputError(f"{count}: where layer_bytes differ, give {sized}")
-            if size is not None and size < max(self.layer_bytes or ()):
-                raise InputError(f"{sized} {size} does not hold every expert")
+            if (self.layer_bytes is None) != (size is None) and (size or getattr(self, count)) is not None:
+                yield f"{sized} goes with layer_bytes, {count} with experts of one size"
+            elif size is not None and size < max(self.layer_bytes or ()):
+                yield f"{sized} {size} does not hold every expert"
         if self.slots is None and self.capacity_bytes is None:
-            raise InputError("slots are missing")
+            yield "slots are missing"
         for step in (step for steps in self.requests for step in steps):
             if len(step) != self.L:
-                raise InputError(f"a step has {len(step)} events, but there are {self.L} layers")
+                yield f"a step has {len(step)} events, but there are {self.L} layers"
             for event in step:
                 ids = [-1, *(expert for expert, _ in event), self.E]
                 if any(before >= expert for before, expert in pairwise(ids)):
-                    raise InputError(f"experts of an event must be ascending ids below {self.E}: {event}")
+                    yield f"experts of an event must be ascending ids below {self.E}: {event}"
 
     @property
     def gpu_capacity(self) -> int:

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from sim.profiles import MOST, Count, NotNegative, Size
 from sim.profiles.timing import Link, Timing
-from traces.errors import InputError
+from traces.errors import refuse
 
 Curve = Annotated[tuple[tuple[Count, Size], ...], Meta(min_length=1)]
 """(tokens, ns) or (context, ns), the first ascending."""
@@ -52,14 +52,15 @@ class MeasuredModel:
     predictor_us: Mapping[str, NotNegative] = field(default_factory=dict)  # an event, by policies as stated
 
     def __post_init__(self) -> None:
-        for key in TABLES:
-            rows = getattr(self, key)
-            if any(row[:-1] <= before[:-1] for before, row in pairwise(rows)):
-                raise InputError(f"{key}: rows ascend by tokens, then context, none twice")
-        if self.latency_ns > self.transfer_ns:
-            raise InputError(f"latency_ns = {self.latency_ns} is above transfer_ns")
-        if self.launch_ns < -self.expert[0][1]:
-            raise InputError(f"launch_ns = {self.launch_ns}: an expert of one token would take less than no time")
+        wrong = {
+            f"{key}: rows ascend by tokens, then context, none twice": any(
+                row[:-1] <= before[:-1] for before, row in pairwise(getattr(self, key))
+            )
+            for key in TABLES
+        }
+        wrong["latency_ns is above transfer_ns"] = self.latency_ns > self.transfer_ns
+        wrong["launch_ns: an expert of one token would take less than no time"] = self.launch_ns < -self.expert[0][1]
+        refuse(reason for reason, holds in wrong.items() if holds)
 
     def timing(self, predictor_ns: int = 0, host: Timing | None = None) -> "MeasuredTiming":
         """Return its durations under a policy with this overhead for each event; host: of experts computed there."""

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from sim import profiles
 from sim.profiles import Count, NotNegative, Positive, Size, transformers_config
-from traces.errors import InputError, located
+from traces.errors import InputError, refuse
 from traces.files import expanded
 from traces.schema import TraceMeta
 from traces.typed import typed
@@ -213,14 +213,13 @@ def model(text: str) -> ModelProfile:
 
 def _possible(model: ModelProfile, path: Path) -> ModelProfile:
     """Return a model that was read from a file. Raise InputError where its sizes do not go together."""
-    with located(str(path)):
-        if model.top_k > model.experts:
-            raise InputError(f"top_k {model.top_k} is above {model.experts} experts")
-        if model.layer_expert_bytes and len(model.layer_expert_bytes) != model.moe_layers:
-            sizes = len(model.layer_expert_bytes)
-            raise InputError(f"layer_expert_bytes has {sizes} sizes for {model.moe_layers} MoE layers")
-        if model.encoder_moe_layers >= model.moe_layers:
-            raise InputError("encoder_moe_layers leaves no MoE layer to the decoder")
+    sizes = len(model.layer_expert_bytes)
+    wrong = {
+        f"top_k {model.top_k} is above {model.experts} experts": model.top_k > model.experts,
+        f"layer_expert_bytes has {sizes} sizes for {model.moe_layers} MoE layers": sizes not in (0, model.moe_layers),
+        "encoder_moe_layers leaves no MoE layer to the decoder": model.encoder_moe_layers >= model.moe_layers,
+    }
+    refuse(f"{path}: {reason}" for reason, holds in wrong.items() if holds)
     return model
 
 

@@ -9,7 +9,7 @@ in 90% with ten and in 93% with twenty.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size, stated_bytes
 from sim.results import files
 from sim.results.metrics import REQUESTS, RESULTS, Row
-from traces.errors import InputError, unknown
+from traces.errors import InputError, refuse, unknown
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -224,7 +224,7 @@ def pairs_across(first: Sequence[SweptRun], second: Sequence[SweptRun]) -> list[
 
 def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: int = RESAMPLES) -> list[Difference]:
     """Return what `cell` has more than `baseline`, by measure. Raise InputError if they cannot be paired."""
-    _pairable(baseline, cell)
+    refuse(f"cannot pair {difference}" for difference in _unpaired(baseline, cell))
     names = _names(baseline, cell)
     rows = []
     for measure in MEASURES:
@@ -270,26 +270,19 @@ def interval(values: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[
     return float(low), float(high)
 
 
-def _pairable(baseline: SweptRun, cell: SweptRun) -> None:
-    """Raise InputError unless both ran the same requests in the same way."""
-    for what, one, other in (
-        ("traces", baseline.trace, cell.trace),
-        ("phases", baseline.phase, cell.phase),
-        ("numbers of warm-up requests", baseline.warmup_requests, cell.warmup_requests),
-    ):
-        if one != other:
-            raise InputError(f"cannot pair different {what}: {baseline.where} has {one}, {cell.where} has {other}")
+def _unpaired(baseline: SweptRun, cell: SweptRun) -> Iterator[str]:
+    """Yield what of both runs differs, so that their requests cannot be compared."""
+    names = {"trace": "traces", "phase": "phases", "warmup_requests": "numbers of warm-up requests"}
+    for name, what in names.items():
+        if (one := getattr(baseline, name)) != (other := getattr(cell, name)):
+            yield f"different {what}: {baseline.where} has {one}, {cell.where} has {other}"
     if baseline.requests["request"].tolist() != cell.requests["request"].tolist():
         sizes = f"{len(baseline.requests)} against {len(cell.requests)}"
-        raise InputError(f"cannot pair different requests: {baseline.where} and {cell.where}, {sizes} of them")
+        yield f"different requests: {baseline.where} and {cell.where}, {sizes} of them"
     first, second = baseline.requests["lookups"], cell.requests["lookups"]
     known = first.notna() & second.notna()  # not of requests that shared steps
-    differ = ((first != second) & known).to_numpy()
-    if differ.any():
-        name = baseline.requests["request"].iloc[int(differ.argmax())]
-        raise InputError(
-            f"cannot pair {baseline.where} and {cell.where}: request {name} looks up another number of experts"
-        )
+    for name in baseline.requests["request"][((first != second) & known).to_numpy()]:
+        yield f"{baseline.where} and {cell.where}: request {name} looks up another number of experts"
 
 
 def _names(baseline: SweptRun, cell: SweptRun) -> tuple[str, str]:

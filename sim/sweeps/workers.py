@@ -10,6 +10,7 @@ dies is replaced by another.
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
@@ -23,7 +24,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from policies.core import user_file
 from policies.core.spec import PolicySpec
 from sim.experiment import Experiment
-from sim.interrupts import interrupts_later
 from sim.loaded import Loaded, load
 from sim.results.provenance import sources
 from traces.commands import console
@@ -136,21 +136,21 @@ class Cluster:
     """The workers of a Dask scheduler; they need the same version of this package, and the traces' paths or URLs."""
 
     def __init__(self, address: str) -> None:
-        try:
-            import distributed
-        except ImportError as error:
-            raise InputError("`scheduler` needs Dask: pip install 'moe-expert-cache[cluster]'") from error
-        if "://" not in address:
-            raise InputError(f"--scheduler {address}: write it as tcp://HOST:8786")
+        import distributed
+
         self.address = address
         self._distributed: Any = distributed
         for name in LOGGERS:  # what is wrong is told once, below
             logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
             self._client = self._distributed.Client(address, timeout=ANSWER_S, set_as_default=False)
+            versions = self._client.run(_version, on_error="return")  # the error of what cannot import this package
         except (OSError, ValueError) as error:
-            raise InputError(f"no Dask scheduler answers at {address}: {error}") from error
-        self._check_workers()
+            raise InputError(f"no Dask scheduler answers at {address}, as in tcp://HOST:8786: {error}") from error
+        others = {worker: answer for worker, answer in versions.items() if answer != sources()}
+        if others or not versions:
+            found = f"another one, or none, on {next(iter(others.items()))}" if others else "it has none"
+            raise InputError(f"the workers of {address} need the version of this package that runs here: {found}")
 
     def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
         """As `Workers` says; `advance` is told when a cell has ended. InputError where the cluster is lost."""
@@ -178,19 +178,6 @@ class Cluster:
             raise InputError(f"the Dask scheduler at {self.address} is gone") from error
         finally:
             self._client.close(timeout=2)
-
-    def _check_workers(self) -> None:
-        try:
-            found = self._client.run(_version, on_error="return")
-        except (OSError, TimeoutError) as error:
-            raise InputError(f"the Dask scheduler at {self.address} is gone: {error}") from error
-        if not found:
-            raise InputError(f"the Dask scheduler at {self.address} has no workers: start some with `dask worker`")
-        for worker, answer in found.items():
-            if isinstance(answer, Exception):
-                raise InputError(f"{worker} cannot import this package, install it there: {answer}")
-            if answer != sources():
-                raise InputError(f"{worker} runs another version of this package: cells would mix versions")
 
 
 class _Stopped(Exception):  # noqa: N818
@@ -279,22 +266,12 @@ def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
     strangers = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, context, _begin, (counter,)) as pool:
         try:
-            with interrupts_later():  # all of them start now
-                starting = [pool.submit(int) for _ in range(workers)]
-                processes = set(multiprocessing.active_children()) - strangers
-                started, _ = wait(starting)
-            if failed := [error for each in started if (error := each.exception())]:
-                for process in processes:
-                    process.join()
-                if all((process.exitcode or 0) <= 0 for process in processes):  # by signals, none by an error
-                    raise failed[0]
-                raise InputError(
-                    "worker processes end before they work: a script that asks for several `workers` needs "
-                    '`if __name__ == "__main__":`, and each of them takes memory'
-                )
             yield counter, pool
         except BrokenProcessPool as error:
-            raise InputError("a worker process was killed, possibly out of memory: try fewer `workers`") from error
+            raise InputError(
+                "a worker process has ended, possibly out of memory: try fewer `workers`; a script that asks for "
+                'several needs `if __name__ == "__main__":`'
+            ) from error
         finally:
             for process in set(multiprocessing.active_children()) - strangers:
                 process.terminate()
@@ -302,6 +279,7 @@ def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
 
 
 def _begin(counter: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker["counter"] = counter
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

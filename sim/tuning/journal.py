@@ -20,11 +20,8 @@ WORKERS = "--workers"
 
 
 def optuna() -> Any:
-    """Return the package, its own logging off. Raise InputError where it is not installed."""
-    try:
-        module = importlib.import_module("optuna")
-    except ImportError as error:
-        raise InputError("moe-sim tune needs optuna: pip install 'moe-expert-cache[tune]'") from error
+    """Return the package, its own logging off."""
+    module = importlib.import_module("optuna")
     module.logging.set_verbosity(module.logging.CRITICAL)
     return module
 
