@@ -25,7 +25,7 @@ from sim.loaded import load as read_files
 from sim.loop.log import RunLog
 from sim.quantities import CacheSize, cache_text
 from sim.results import plot, steps
-from sim.results.compare import Difference, SweptRun, differences, pairs_within, swept_run
+from sim.results.compare import Difference, differences, pairs_within, swept_run, swept_runs
 from sim.results.metrics import Row, cell_text
 from sim.sweeps import grid, report
 from sim.sweeps.config import seeded, specs
@@ -64,7 +64,6 @@ class RunResult:
 
     @property
     def policy(self) -> str:
-        """Return the policy as results show it."""
         return str(self.row["policy"])
 
     @property
@@ -87,7 +86,8 @@ class RunResult:
 
         seed: of the bootstrap. Raises InputError if the two did not run the same requests.
         """
-        return _compared([(baseline, self)], seed)
+        one, other = (swept_run(each.row, each.requests) for each in (baseline, self))
+        return Comparison(differences(one, other, seed=seed))
 
     def plot(self) -> "Figure":
         """Return a figure of where the time of each step went; untimed, of its hit rate. Needs matplotlib."""
@@ -130,7 +130,7 @@ class SweepResult:
 
         seed: of the bootstrap. Raises InputError if the sweep did not run the baseline.
         """
-        runs = self._runs()
+        runs = swept_runs(self.rows, self.requests)
         first = text_of(baseline)
         pairs = pairs_within(runs, [first, *(text for text in self.policies if text != first)])
         return Comparison([found for pair in pairs for found in differences(*pair, seed=seed)])
@@ -142,10 +142,6 @@ class SweepResult:
         """
         chosen = column or ("hit_rate" if self.rows[0]["tpot_mean_ms"] is None else "tpot_mean_ms")
         return plot.figure(self.rows, self.bound, self.token_share, chosen)
-
-    def _runs(self) -> list[SweptRun]:
-        by_cell = dict(iter(self.requests.groupby(["policy", "cache_experts"], sort=False)))
-        return [swept_run(row, by_cell[row["policy"], row["cache_experts"]]) for row in self.rows]
 
 
 class Comparison(Sequence[Difference]):
@@ -273,14 +269,6 @@ def _prepare(loaded: Loaded, asked: grid.Grid) -> None:
         print(text, file=sys.stderr)
     for text in report.warnings(loaded, asked):
         warnings.warn(text, stacklevel=3)
-
-
-def _compared(pairs: Sequence[tuple[RunResult, RunResult]], seed: int) -> Comparison:
-    found = []
-    for baseline, run in pairs:
-        one, other = (swept_run(each.row, each.requests) for each in (baseline, run))
-        found += differences(one, other, seed=seed)
-    return Comparison(found)
 
 
 def _title(row: Row) -> str:

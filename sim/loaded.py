@@ -65,7 +65,6 @@ class Loaded(ABC):
 
     @property
     def all_experts(self) -> int:
-        """How many experts all MoE layers have."""
         return self.trace.layers * self.trace.num_experts
 
     @property
@@ -137,13 +136,11 @@ class Loaded(ABC):
         """Run one cell; `ended` takes the log of each request as it ends."""
 
     def log(self, policy: PolicySpec, slots: int) -> RunLog:
-        """Run one cell and return its log whole."""
         parts: list[RunLog] = []
         self.play(policy, slots, parts.append)
         return joined(parts)
 
     def cell(self, policy: PolicySpec, slots: int) -> Cell:
-        """Return what the rows of that cell state of it."""
         experiment = self.experiment
         return Cell(
             policy=policy.text,
@@ -236,7 +233,6 @@ class TimedRun(Loaded):
 
     @property
     def link(self) -> Link:
-        """This machine's host link."""
         if self.measured:
             return self.measured.link(self.experiment.chunk_bytes)
         return host_link(self.hardware, self.profile, self.experiment.chunk_bytes)
@@ -274,7 +270,6 @@ class TimedRun(Loaded):
         engine.play(self.experiment.engine, self.run(policy, slots), ended)
 
     def run(self, policy: PolicySpec, slots: int) -> Run:
-        """Return one cell as an engine takes it."""
         timing, link = self.timing(policy), self.link
         window = experts_per_layer(timing, link, self.trace.layers, self.trace.top_k)
         requests, cold = Requests(self.trace), self.experiment.cold

@@ -37,7 +37,6 @@ _SHARE = re.compile(_NUMBER + r"\s*%")
 
 
 def cache_text(size: CacheSize) -> str:
-    """Return a cache size as text: 0.25 is a share, 64 a number of experts."""
     return f"{100 * size:.10g}%" if isinstance(size, float) else str(size)
 
 

@@ -194,7 +194,6 @@ class Adaptation:
     complete: bool  # False: interrupted, and these are the shifts that had finished
 
     def groups(self) -> dict[tuple[str, str], list[Row]]:
-        """Return the rows by kind, then by policy."""
         kinds, policies = (dict.fromkeys(row[name] for row in self.rows) for name in ("kind", "policy"))
         return {
             (kind, policy): [row for row in self.rows if (row["kind"], row["policy"]) == (kind, policy)]
@@ -202,7 +201,6 @@ class Adaptation:
         }
 
     def summaries(self) -> list[Row]:
-        """Return a summary of each group."""
         return [summary(rows) for rows in self.groups().values()]
 
 
@@ -283,7 +281,6 @@ def measured(protocol: Protocol, shift: Shift, rates: Float, undisturbed: Float)
 
 
 def to_run(grid: Grid, planned: Plan) -> int:
-    """Return the number of requests that `adapt` runs."""
     protocol = planned.protocol
     return len(planned.runs) * len(grid.policies) * (protocol.warmup + protocol.after)
 

@@ -80,16 +80,13 @@ class Split:
 
     @property
     def misses(self) -> int:
-        """All of them."""
         return self.compulsory + self.capacity + self.policy_misses
 
     @property
     def hit_rate(self) -> float | None:
-        """None where nothing is looked up."""
         return 1 - self.misses / self.lookups if self.lookups else None
 
     def row(self) -> Row:
-        """As a row of `SPLITS`."""
         return {name: getattr(self, name) for name in SPLITS.names}
 
 

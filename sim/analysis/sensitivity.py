@@ -136,7 +136,6 @@ class Effect:
 
     @property
     def largest(self) -> float:
-        """The larger change, whatever its sign."""
         return max(abs(change) for change in self.changes if change is not None)
 
     @property
@@ -157,16 +156,13 @@ class Sensitivity:
 
     @property
     def effective(self) -> list[Effect]:
-        """Those that change the metric at all."""
         return [effect for effect in self.effects if effect.largest]
 
     @property
     def idle(self) -> list[Effect]:
-        """Those that do not."""
         return [effect for effect in self.effects if not effect.largest]
 
     def rows(self) -> list[Row]:
-        """Return the rows of sensitivity.parquet."""
         elasticity = {effect.parameter.name: effect.elasticity for effect in self.effects}
         varied = [
             {
@@ -292,7 +288,6 @@ def figure(result: Sensitivity) -> "Figure":
 
 
 def save(result: Sensitivity, folder: Path) -> list[Path]:
-    """Write the table and the plot; return the files."""
     table, picture = NAMES
     return files.save(folder, MAKER, {table: (result.rows(), ROWS)}, {picture: lambda: figure(result)})
 

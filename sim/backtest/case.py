@@ -139,7 +139,6 @@ class Case:
 
     @cached_property
     def requests(self) -> Sequence[RequestSteps]:
-        """The routing."""
         setting, profile = self.row.setting, self.profile
         L, E, k = profile.moe_layers, profile.experts, profile.top_k
         context = setting.context or table("factors")["context"]
@@ -188,7 +187,6 @@ class Case:
         return measured >= 0 and not self.host_capacity and abs(outcome.hit_rate - measured) > FAR
 
     def as_run(self, rates: Rates | None) -> Run:
-        """Return what an engine takes; None: nothing takes time."""
         setting, profile, shape = self.row.setting, self.profile, Shape(self.profile.moe_layers, self.profile.experts)
         if self.policy.needs_lookahead and not (setting.trace and all(one.lookahead for one in self.requests)):
             raise InputError(

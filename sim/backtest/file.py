@@ -181,12 +181,10 @@ class Row:
 
     @property
     def measured(self) -> float:
-        """The value in the metric's own unit."""
         return self.value * UNITS[self.metric][self.unit]
 
     @property
     def where(self) -> str:
-        """File and row, for errors."""
         return f"{self.file}: row {self.figure}"
 
 
@@ -199,7 +197,6 @@ class _Tables:
 
 
 def shipped() -> list[Path]:
-    """Return the files of this package, in order."""
     return sorted(Path(__file__).parent.glob("*.toml"))
 
 

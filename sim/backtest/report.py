@@ -110,7 +110,6 @@ def _error(result: Result, error: float | None) -> str:
 
 
 def headline(test: Backtest) -> str:
-    """Return the one line that everything comes to."""
     scores = summary(test)
     blind, after, before = scores["blind"], scores["after_fit"], scores["same_rows_blind"]
     lines = f"{_errors(scores)} over {scores['rows']} speeds and latencies, {scores['fit_rows']} fit, "
@@ -182,7 +181,6 @@ def around(document: Path) -> tuple[str, str]:
 
 
 def markdown(test: Backtest) -> str:
-    """Return the whole report as Markdown, every row included."""
     parts = [headline(test) + "."]
     for heading, rows in [*tables(test), *((f"Rows: {name}", rows) for name, rows in every_row(test))]:
         parts.append(f"### {heading}\n\n" + _markdown_table(rows))

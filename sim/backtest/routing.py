@@ -119,7 +119,6 @@ def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 
 
 
 def phone() -> RequestSteps:
-    """Return the phone run: one request of a prompt and 128 decoded tokens."""
     rows = pq.read_table(DATA / f"{PHONE}.routing.parquet")
     step, layer, expert = (rows[name].to_numpy().astype(np.int64) for name in ("step", "layer", "expert"))
     L, E, k = PHONE_SHAPE

@@ -83,7 +83,6 @@ class Backtest:
 
 
 def figure(row: Row, outcome: Outcome) -> float:
-    """Return what the row measures, in its metric's own unit."""
     if not row.timed:
         return outcome.hit_rate if row.metric == "hit rate" else outcome.bytes_read
     assert outcome.seconds

@@ -80,5 +80,4 @@ app = program.group(
 
 
 def main() -> None:
-    """Run `moe-sim`."""
     program.main(app, "moe-sim")

@@ -88,7 +88,6 @@ def adapt(
 
 
 def _table(found: Adaptation) -> Table:
-    """A row per kind and policy."""
     shown = table("", "policy", "shifts", "requests needed", "at once", "first request", "settled", left=2)
     summaries = found.summaries()
     for one, following in zip(summaries, [*summaries[1:], None], strict=True):
@@ -107,7 +106,6 @@ def _needed(one: Row) -> str:
 
 
 def _notes(found: Adaptation) -> list[str]:
-    """What the figures mean, and the paper's."""
     window = found.plan.protocol.window
     lines = [
         f"requests needed, min / mean / max: until the hit rate of the next {window} is on average within one point of "

@@ -119,7 +119,6 @@ def _cell(one: SweptRun) -> dict[str, object]:
 
 
 def _misses(found: Analysis) -> Table:
-    """A row per size and policy: how its misses split."""
     shown = table("cache", "policy", "hit rate", "misses", "compulsory", "capacity", "policy's own", gap=1)
     for split, following in zip(found.splits, [*found.splits[1:], None], strict=True):
         parts = (split.compulsory, split.capacity, split.policy_misses)
@@ -146,7 +145,6 @@ def _reuse(found: Analysis) -> Table:
 
 
 def _locality(found: Analysis) -> Table:
-    """A row per segment length: SRP and SCH."""
     shown = table("segment", "SRP", "experts needed", "SCH, 1x active", "SCH, 2x active", gap=1)
     for metrics in found.locality:
         srp = "-" if metrics.srp is None else f"{metrics.srp:.1%}"

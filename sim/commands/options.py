@@ -92,7 +92,6 @@ class CellOptions:
 
     @property
     def size(self) -> str:
-        """The cache size, typed or not."""
         return self.cache_size or CACHE_SIZE
 
     def chosen(self, loaded: Loaded) -> tuple[PolicySpec, int]:
@@ -108,7 +107,6 @@ class CellOptions:
             warn(warning)
 
     def taken(self, experiment: Experiment, stated: Mapping[str, Any]) -> list[str]:
-        """Return the note on the defaults that were taken, if any was."""
         return taken(
             {
                 f"the shipped trace {experiment.trace}": not self.trace,
@@ -149,7 +147,6 @@ class ResultOptions(OutputOptions):
     ] = None
 
     def folder(self, trace: str, suffix: str) -> Path:
-        """Return the folder for the results."""
         return self.out or Path("results") / f"{name_of(trace)}{suffix}"
 
 
@@ -173,7 +170,6 @@ def warn(text: str) -> None:
 
 
 def taken(defaults: Mapping[str, bool]) -> list[str]:
-    """Return the note on those defaults that were taken, if any was."""
     texts = [text for text, is_taken in defaults.items() if is_taken]
     return [f"taking {', '.join(texts)}"] if texts else []
 

@@ -40,7 +40,6 @@ def policies(
 
 
 def _whole(policy: PolicyInfo) -> str:
-    """Everything that is known of a policy."""
     head = f"{policy.name} ({policy.kind}{', oracle' if policy.oracle else ''}): {policy.summary}"
     if not policy.stands_for:
         return "\n\n".join([head, policy.theory, f"Options: {_written(policy.options) or 'none'}"])

@@ -15,7 +15,6 @@ METRICS = {"tpot_mean_ms": "TPOT ms", "ttft_mean_ms": "TTFT ms", "misses": "miss
 
 
 def cell_title(row: Row, machine: str | None) -> str:
-    """Return what was run on what."""
     where = f" on {machine}" if machine else ""
     played = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
     return f"{row['model']}{where}: {cell_text(row)} of the experts; {played}"
@@ -32,7 +31,6 @@ def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> Ta
 
 
 def milliseconds(value: float) -> str:
-    """Return it with two decimals, three below 10."""
     return f"{value:,.{2 if value >= 10 else 3}f}"
 
 
@@ -44,5 +42,4 @@ def progress(
 
 
 def written(files: Iterable[Path | str], folder: Path) -> str:
-    """Return the line that names the files written to the folder."""
     return f"wrote {', '.join(Path(file).name for file in files)} to {folder}"

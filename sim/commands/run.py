@@ -107,7 +107,6 @@ def _shown(
 
 
 def _block(row: Row) -> str:
-    """What happened, a line for each question."""
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
     stalls = {cause: row[f"stall_{cause}_ms"] for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")}
     stalls |= {cause: ms for cause in ("disk", "host") if (ms := row[f"stall_{cause}_ms"])}
@@ -157,7 +156,6 @@ def _share(part: float | None, whole: float | None) -> str:
 
 
 def _policy(row: Row) -> dict[str, str]:
-    """Return what the policy resolved to, half by half, and its overhead."""
     lines = {"predictor": f"{row['predictor_us']:g} us an event"}
     for half, given in json.loads(row["options"]).items():
         if isinstance(given, dict):

@@ -80,7 +80,6 @@ def _number(value: float, effect: Effect) -> str:
 
 
 def _notes(found: Sensitivity, left_out: list[str]) -> list[str]:
-    """What helps most, what does nothing, what was not run."""
     moves = [
         (change, effect, side[0])
         for effect in found.effective

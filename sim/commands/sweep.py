@@ -149,7 +149,6 @@ def _numbers(flag: str, text: str) -> list[int]:
 
 
 def _ask(cells: int, yes: bool) -> None:
-    """Whether so many cells are meant."""
     if cells <= MANY or yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -208,7 +207,6 @@ def _open(tables: list[Table], folder: Path, output: options.ResumableOptions) -
 
 
 def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, output: options.OutputOptions) -> None:
-    """Sweep, write, report."""
     for warning in dict.fromkeys(warning for table in tables for warning in report.warnings(table.loaded, table.grid)):
         options.warn(warning)
     folder = store.folder

@@ -56,13 +56,11 @@ def _table(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> Table:
 
 
 def _latencies(rows: list[Row]) -> dict[str, str]:
-    """Headings and their columns, as far as the rows have them."""
     offered = {"TTFT ms": "ttft_mean_ms", "TPOT ms": "tpot_mean_ms", "p99": "tpot_p99_ms"}
     return {heading: column for heading, column in offered.items() if all(row[column] is not None for row in rows)}
 
 
 def _idle(row: Row) -> str:
-    """The share of the time in which the GPU waited for weights."""
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
     return show_share(row["gpu_idle_ms"] / elapsed if elapsed else None)
 

@@ -113,7 +113,6 @@ def _title(setting: Setting) -> str:
 
 
 def _notes(setting: Setting) -> list[str]:
-    """Return what a reader has to know of the trace."""
     loaded, notes = setting.loaded, []
     if loaded.trace.meta.mode == "synthetic":
         like = loaded.trace.meta.settings.get("like")

@@ -109,7 +109,6 @@ def _refuse_another(journal: Journal, search: Search, resume: bool) -> None:
 
 
 def _sweep(experiment: Experiment, policy: str, size: str) -> Sweep:
-    """Return a sweep of the same requests."""
     return Sweep(experiment, (experiment.trace,), (policy,), (size,), (experiment.hardware,))
 
 

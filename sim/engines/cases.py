@@ -171,7 +171,6 @@ def run_case(values: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
 
 
 def run(case: Case, engine: str = SIMPY) -> dict[str, Any]:
-    """Run one case and return its result."""
     prefetch = f"popular:n={case.popular_n}" if case.prefetch == "popular" else case.prefetch
     placement = f"layers:n={case.host_layers}" if case.placement == "layers" else case.placement or "fetch"
     prefills = case.prefill if case.max_batch and case.prefill else (False,) * len(case.requests)
@@ -225,7 +224,6 @@ def case_request(
 
 
 def case_result(log: RunLog, case: Case) -> dict[str, Any]:
-    """Return the result line of a run."""
     tokens_ns, wait_ns = log.step_ns.tolist(), None
     if case.max_batch is not None:
         rows = log.by_request

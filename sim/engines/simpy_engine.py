@@ -40,7 +40,6 @@ class Nanoseconds(simpy.Environment):
 
     @property
     def now(self) -> int:
-        """Nanoseconds since the start of the run."""
         return self._now  # type: ignore[return-value]  # whole, since every delay is
 
 
@@ -75,19 +74,16 @@ class Queue:
         self._idle = False
 
     def put(self, job: Job) -> None:
-        """Add work behind all other."""
         self.jobs.append(job)
         if self._idle:
             self.wake()
 
     def wake(self) -> None:
-        """End the wait of the process: there is work."""
         if self._idle:
             self._idle = False
             self._filled.env.schedule(self._filled)
 
     def filled(self) -> Signal:
-        """Return the event of the next `put`."""
         self._idle = True
         self._filled.callbacks = []
         return self._filled
@@ -148,7 +144,6 @@ class SimpyDevice(Device):
             ended(completion)
 
     def now(self) -> int:
-        """Return the simulated time in ns."""
         return self.env._now  # type: ignore[return-value]  # as `Nanoseconds.now`, on the hot path
 
     # The link
@@ -177,18 +172,15 @@ class SimpyDevice(Device):
         return self.predictor_takes_time
 
     def experts(self, works: Sequence[Work]) -> None:
-        """One after another."""
         job, append = self._expert_job, self._computes.jobs.append
         for expert, _, tokens in works:
             append(job(expert, tokens))
         self._computes.wake()
 
     def combine(self, layer: int, tokens: int, context: int) -> None:
-        """Once an event."""
         self._computes.put((COMBINED, self._timing.combine_ns(tokens, layer, context), COMPUTE))
 
     def head(self, tokens: int, requests: int = 1) -> None:
-        """Once a step."""
         self._computes.put((Completion(Kind.HEAD), self._head_ns(tokens, requests), COMPUTE))
 
     # Host, disk, and the clock of an idle run: each does one piece of work, so an event is all that it takes

@@ -103,7 +103,6 @@ class Driver:
             self._forgive(session.device.now() - given)
 
     def begin(self, step: Step) -> None:
-        """A step begins."""
         decider = self.session.decider
         for place in step.begins:
             decider.begin_request(place.ordinal, place.seat)
@@ -165,5 +164,4 @@ class Driver:
 
 
 def _requests(rows: Sequence[StepRow]) -> int:
-    """How many requests these are of."""
     return len({share.request for row in rows for share in row.shares})

@@ -102,12 +102,10 @@ class Host:
         self._doing = NOTHING
 
     def started(self, expert: int) -> None:
-        """A transfer of `expert` to the GPU starts."""
         if self.memory:
             self.memory.touch(expert)
 
     def arrived(self, expert: int) -> None:
-        """A transfer of `expert` to the GPU has ended."""
         if self.memory and expert not in self.tokens:
             self.memory.release(expert)
 

@@ -169,7 +169,6 @@ _STEP_COLUMNS = tuple(field.name for field in fields(RunLog) if field.name not i
 
 
 def joined(parts: Sequence[RunLog]) -> RunLog:
-    """Return consecutive parts of a run's log, at least one, as one."""
     columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _STEP_COLUMNS}
     starts = np.cumsum([0, *(len(part.step_ns) for part in parts)])
     shares: dict[str, Int] = {

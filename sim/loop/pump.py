@@ -89,7 +89,6 @@ class Pump:
 
     @property
     def on_link(self) -> Transfer | None:
-        """The transfer whose piece is on the link."""
         return self.in_flight[0][0] if self.in_flight else None
 
     def landing(self) -> Iterator[int]:

@@ -82,16 +82,13 @@ class Run:
         return self.gpu.policy
 
     def on(self, timing: Timing, link: Link, experts_per_layer: float | None) -> "Run":
-        """Return the same run on a machine with other times."""
         gpu = replace(self.gpu, link=link, experts_per_layer=experts_per_layer)
         return replace(self, tiers=(gpu, *self.tiers[1:]), timing=timing)
 
     def under(self, policy: PolicySpec) -> "Run":
-        """Return the same run under another policy."""
         return replace(self, tiers=(replace(self.gpu, policy=policy), *self.tiers[1:]))
 
     def with_slots(self, slots: int) -> "Run":
-        """Return the same run with another cache size."""
         return replace(self, tiers=(replace(self.gpu, slots=slots), *self.tiers[1:]))
 
 

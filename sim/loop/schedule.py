@@ -177,7 +177,6 @@ class Active:
 
     @property
     def ends(self) -> bool:
-        """Whether that step is its last."""
         return self.step == len(self.request.phase) - 1
 
 

@@ -42,7 +42,6 @@ class Layout:
 
     @cached_property
     def profile(self) -> ModelProfile:
-        """The model at its precision."""
         return profile_of(self.model)
 
     @property
@@ -61,7 +60,6 @@ class Layout:
 
     @property
     def total_bytes(self) -> float:
-        """Of the model and its KV cache."""
         return self.experts_bytes + self.fixed_bytes + self.profile.head_bytes
 
     @property
@@ -76,7 +74,6 @@ class Layout:
 
     @property
     def machine(self) -> Machine:
-        """The machine, without a GPU that is not used."""
         machine = self.resources.machine
         return machine if self.on_gpu else replace(machine, gpu="", gpu_data_sheet_gb_per_s=0.0)
 
@@ -88,7 +85,6 @@ class Layout:
 
     @cached_property
     def host_layers(self) -> int:
-        """The fewest layers whose experts do not fit the GPU."""
         free, fitting = self.gpu_free, 0
         for size in reversed(self.layer_bytes):
             if not self.on_gpu or size > free:
@@ -98,7 +94,6 @@ class Layout:
 
     @property
     def host_bytes(self) -> int:
-        """Of the experts of those layers."""
         return sum(self.layer_bytes[: self.host_layers])
 
     @property

@@ -258,7 +258,6 @@ def _model(text: str, precision: str | None) -> Model:
 
 
 def _lower(layout: Layout) -> list[Layout]:
-    """Return the same at lower precisions, the highest first."""
     models = [replace(layout.model, precision=name, dense_precision="") for name in PRECISIONS]
     layouts = [replace(layout, model=each) for each in models]
     return [each for each in layouts if each.experts_bytes < 0.97 * layout.experts_bytes]

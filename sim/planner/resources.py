@@ -171,7 +171,6 @@ def _host_reads(text: str | None, lanes: str, assumed: list[str], needed: bool) 
 
 
 def described(resources: Resources) -> str:
-    """Return the machine in a line."""
     gpu, host, each = "no GPU", "no host memory for experts", resources
     if each.has_gpu:
         gpu = f"{show_bytes(each.gpu_memory)} of GPU memory at {each.gpu_gb_per_s:,.0f} GB/s"

@@ -105,7 +105,6 @@ def _expert_tensors(path: Path) -> Iterator[tuple[StoredTensor, re.Match[str]]]:
 
 
 def _gguf_files(path: Path) -> list[Path]:
-    """Return all files of a split model, or the file itself."""
     split = SPLIT.fullmatch(path.name)
     if split is None:
         return [path]

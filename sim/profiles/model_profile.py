@@ -89,7 +89,6 @@ class ModelProfile:
 
     @property
     def decode_layers(self) -> int:
-        """MoE layers that a decoded token passes."""
         return self.moe_layers - self.encoder_moe_layers
 
     @property

@@ -29,7 +29,6 @@ def host_link(hardware: Hardware, model: ModelProfile, chunk_bytes: int | None =
 
 
 def disk_link(hardware: Hardware, model: ModelProfile) -> Link:
-    """Return the same of the disk."""
     return _link(hardware.disk_bandwidth_gb_per_s, hardware.disk_latency_us, model)
 
 

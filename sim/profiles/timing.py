@@ -153,7 +153,6 @@ class Link:
     layer_bytes: tuple[int, ...] | None = None
 
     def bytes_of(self, layer: int) -> int:
-        """Return the bytes of an expert of `layer`."""
         return self.layer_bytes[layer] if self.layer_bytes else self.expert_bytes
 
     def sizes(self, experts: int) -> Int | None:

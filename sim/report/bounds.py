@@ -83,7 +83,6 @@ def _computing_ns(loaded: TimedRun, timing: Timing, experts: float, on_host: boo
 
 
 def _decoded(steps: RequestSteps) -> RequestSteps:
-    """Return the decode steps of a request."""
     kept = steps.phase == DECODE
     layers = (len(steps.offsets) - 1) // max(len(steps.phase), 1)
     sizes = np.diff(steps.offsets).reshape(-1, layers) if layers else np.empty((0, 0), np.int64)

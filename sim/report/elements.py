@@ -33,7 +33,6 @@ class Section:
 
 
 def figure_item(figure: "Figure", caption: str) -> Item:
-    """Return a figure of matplotlib with its caption."""
     return Item("figure", caption, svg_of(figure))
 
 

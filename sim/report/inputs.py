@@ -49,7 +49,6 @@ class Results:
 
     @property
     def replayed(self) -> bool:
-        """Whether it was measured."""
         return any(map(_measured, self.rows))
 
     @cached_property
@@ -70,11 +69,9 @@ class Results:
 
     @cached_property
     def trace(self) -> Trace | None:
-        """The trace in memory."""
         return self.loaded.whole if self.loaded else None
 
     def note(self, problem: str) -> None:
-        """Add a sentence to the problems, once."""
         if problem not in self.problems:
             self.problems.append(problem)
 

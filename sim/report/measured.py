@@ -10,7 +10,6 @@ from sim.results.metrics import cell_text
 
 
 def section(replays: Sequence[Results]) -> Section:
-    """Return predicted beside measured."""
     title, pairs, rows = "Predicted against measured", {}, []
     for replay in replays:
         for name, pair, row in _predicted(replay, f" ({replay.folder})" if len(replays) > 1 else ""):

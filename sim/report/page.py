@@ -43,7 +43,6 @@ def _title(results: Sequence[Results]) -> str:
 
 
 def _summary(sweeps: Sequence[Results]) -> list[str]:
-    """Return the recommendation of each sweep, in a sentence or two."""
     texts = [recommendation.text(sweep) for sweep in sweeps if sweep.rows]
     return texts or ["There is no result to recommend anything by."]
 

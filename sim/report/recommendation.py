@@ -12,7 +12,6 @@ from traces.errors import InputError
 
 
 def text(sweep: Results) -> str:
-    """Return what to do, by how much it is better, and how sure that is."""
     by = winner.metric(sweep.rows)
     causal = [row for row in sweep.rows if not row["oracle"] and row[by] is not None]
     if not causal:
@@ -57,7 +56,6 @@ def difference(sweep: Results, baseline: SweptRun, cell: SweptRun, by: str) -> D
 
 
 def _smaller(causal: Sequence[Row], best: Row, by: str, unit: str) -> Iterator[str]:
-    """Yield what the smaller sizes cost."""
     sizes = sorted(
         {row["cache_experts"] for row in causal if row["cache_experts"] < best["cache_experts"]}, reverse=True
     )

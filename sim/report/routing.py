@@ -20,7 +20,6 @@ COMPARED = 200
 
 
 def items(sweep: Results) -> Iterator[Item]:
-    """Yield the EAMs, and how alike they are."""
     trace = sweep.trace
     if trace is None:
         yield Item("text", "The trace is not there, so its routing is not drawn.")

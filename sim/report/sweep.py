@@ -21,7 +21,6 @@ BARS = 24
 
 
 def sections(sweep: Results, several: bool) -> Iterator[Section]:
-    """Yield the sections of one sweep."""
     rows, of = sweep.rows, f" ({sweep.folder.name})" if several else ""
     if not rows:
         yield Section(f"What was run{of}", (Item("text", f"{sweep.folder} holds no cells to show."),))
@@ -215,7 +214,6 @@ def _table(rows: Sequence[Row]) -> Item:
 
 
 def _figure(value: float | None, text: Callable[[float], str] | None = None) -> Shown:
-    """Return what a cell of the table shows, and what it sorts by."""
     if value is None:
         return ("-", -1.0)
     plain = f"{value:,.0f}" if isinstance(value, int) or value > 1e5 else f"{value:,.4g}"

@@ -126,14 +126,12 @@ def read(folder: Path) -> list[SweptRun]:
     return swept_runs(rows, files.read(folder / files.REQUESTS_FILE, REQUESTS).to_pandas(), folder)
 
 
-def swept_runs(rows: Sequence[Row], requests: pd.DataFrame, folder: Path) -> list[SweptRun]:
-    """Return the cells of a sweep from both of its tables."""
+def swept_runs(rows: Sequence[Row], requests: pd.DataFrame, folder: Path = Path()) -> list[SweptRun]:
     by_cell = dict(iter(requests.groupby(["policy", "cache_experts"], sort=False)))
     return [swept_run(row, by_cell[row["policy"], row["cache_experts"]], folder) for row in rows]
 
 
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:
-    """Return a run from its row of results and the rows of its requests."""
     requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
     names = ("policy", "oracle", "cache_experts", "all_experts", "trace", "phase", "warmup_requests")
     return SweptRun(

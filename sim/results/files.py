@@ -29,12 +29,10 @@ Drawn = Callable[[], "Figure"]
 
 
 def write_rows(rows: Rows, schema: pa.Schema, path: Path) -> None:
-    """Rows as a Parquet file of `schema`, whole or not at all."""
     write_table(pa.Table.from_pylist(list(rows), schema=schema), path)
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """A table as a Parquet file, whole or not at all."""
     with writing(path, table.schema) as writer:
         writer.write_table(table)
 

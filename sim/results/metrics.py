@@ -286,7 +286,6 @@ class Summary:
 
 
 def summarise(log: RunLog, cell: Cell, requests: pd.DataFrame) -> tuple[Row, pa.Table]:
-    """Return the row of a whole run, and the rows of its requests."""
     summary = Summary(cell, requests)
     summary.add(log)
     return summary.row(), summary.requests()
@@ -309,7 +308,6 @@ def _identity(cell: Cell) -> Row:
 
 
 def size_text(row: Row | pd.Series) -> str:
-    """Return a cell's cache size: how many experts, and their share of all."""
     return f"{row['cache_experts']:,} ({100 * row['cache_fraction']:.3g}%)"
 
 

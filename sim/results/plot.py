@@ -164,7 +164,6 @@ def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "b
 def _single(
     size: tuple[float, float], title: str, xlabel: str, grid: Literal["x", "both"] = "both"
 ) -> "tuple[Figure, Axes]":
-    """Return a figure of `size` inches, and its only axes."""
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=size, layout="constrained")
@@ -245,7 +244,6 @@ def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Fi
 
 
 def heat_maps(maps: "dict[str, Float]", label: str) -> "Figure":
-    """Return maps of layers x experts, one scale for all."""
     drawing, grid = panels(list(maps), "expert", 3.0)
     highest = max((float(each.max(initial=0)) for each in maps.values()), default=1.0) or 1.0
     image = None
@@ -326,7 +324,6 @@ def shares(eam: "NDArray[Any]") -> Float:
 
 
 def scatter(points: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str, log: bool = False) -> "Figure":
-    """Return points of several kinds, as x and y by name."""
     drawing, (axes,) = panels([""], xlabel)
     for i, (name, (x, y)) in enumerate(points.items()):
         axes.plot(x, y, **look(i), linestyle="none", alpha=0.7, label=name)
@@ -339,7 +336,6 @@ def scatter(points: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str, log:
 
 
 def lines(held: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str, log: bool = False, title: str = "") -> "Figure":
-    """Return lines, as x and y by name; one called belady is the bound."""
     drawing = line_panels({title: held}, xlabel, ylabel)
     if log:
         _logarithmic(drawing.axes[0])

@@ -79,7 +79,6 @@ class Sweep:
         return [each.text for each in with_0] != [each.text for each in with_1]
 
     def experiments(self) -> Iterator[Experiment]:
-        """Yield one for each trace, machine and number of users."""
         batches: Sequence[int | None] = tuple(dict.fromkeys(self.max_batch)) or (None,)
         for trace, machine, batch in itertools.product(dict.fromkeys(self.traces), self.machines, batches):
             yield replace(self.shared, trace=trace, hardware=machine, max_batch=batch)

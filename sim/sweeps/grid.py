@@ -95,7 +95,6 @@ class Table:
 
     @property
     def keys(self) -> list[str]:
-        """Those of the cells that get a row."""
         return list(self.tasks)[: len(self.grid.requested())]
 
 
@@ -142,7 +141,6 @@ def played_with_requests(
 
 
 def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, metrics.Summary]:
-    """Run one cell; return its log and its sums."""
     parts: list[RunLog] = []
 
     def play(ended: Ended) -> None:
@@ -157,12 +155,10 @@ def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, m
 
 
 def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, pa.Table]]]:
-    """The cells still to be run, by key."""
     return {key: task for table in tables for key, task in table.tasks.items() if key not in store}
 
 
 def outcome(table: Table, store: Store) -> Outcome:
-    """What was found of a table whose cells have all been run."""
     found = (store.row(key) for key in table.tasks)
     cells = [(cell, {**row, "prefetch_coverage": None}) for cell, row in zip(table.grid.cells(), found, strict=True)]
     asked = cells[: len(table.grid.requested())]
@@ -255,7 +251,6 @@ def summed(
 
 
 def task(loaded: Loaded, policy: PolicySpec, slots: int) -> Task[tuple[Row, pa.Table]]:
-    """One cell, for workers to run."""
     return Task(loaded, play_cell, (policy, slots), loaded.compiled(policy))
 
 

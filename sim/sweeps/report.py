@@ -72,7 +72,6 @@ def sizes_note(loaded: Loaded, grid: Grid, cache_sizes: Iterable[str]) -> Iterat
 
 
 def untimed_note(loaded: Loaded, policies: Iterable[PolicySpec]) -> Iterator[str]:
-    """Yield a note on policies that an untimed run does not run whole."""
     partly = [policy.text for policy in policies if policy.prefetches or policy.uses_host]
     if partly and not isinstance(loaded, TimedRun):
         yield (

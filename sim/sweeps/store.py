@@ -65,16 +65,13 @@ class Store:
         self._rows[key], self._tables[key] = row, self._requests / f"{key}.parquet"
 
     def row(self, key: str) -> Row:
-        """The row of a finished cell."""
         return dict(self._rows[key])
 
     def requests(self, key: str) -> pa.Table:
-        """The rows of its requests, in the order of the run."""
         table = read(self._tables[key], REQUESTS)
         return table.filter(pc.equal(table.column("cell"), key))
 
     def write_requests(self, keys: Iterable[str], path: Path) -> None:
-        """The requests of these cells as one file, whole or not at all."""
         with writing(path, REQUESTS) as writer:
             for table in _grouped(self.requests(key) for key in keys):
                 writer.write_table(table)

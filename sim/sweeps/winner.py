@@ -62,7 +62,6 @@ def choose(rows: Sequence[Row], sizes: dict[str, int]) -> list[Winner]:
 
 
 def write(path: Path, experiment: Experiment, judged_by: str, winners: Iterable[Winner]) -> None:
-    """Write winner.toml, whole or not at all."""
     import tomli_w  # which a machine with a GPU need not have
 
     held: dict[str, Any] = {"judged_by": judged_by, "setup": experiment.resolved()}

@@ -74,7 +74,6 @@ class Task(Generic[T]):
 
     @property
     def requests(self) -> int:
-        """Of which `advance` is told."""
         return len(self.loaded.trace.requests)
 
 
@@ -93,7 +92,6 @@ class Local:
         self.workers = workers
 
     def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
-        """As `Workers` says."""
         if min(self.workers, len(tasks)) <= 1:
             for place, task in enumerate(tasks):
                 yield place, task.play(task.loaded, *task.arguments, advance)
@@ -242,7 +240,6 @@ def _as_read(
 
 
 def _version() -> str:
-    """Of the code, where it is called."""
     return sources()
 
 

@@ -53,7 +53,6 @@ class System:
 
 @cache
 def systems() -> dict[str, System]:
-    """Return the shipped systems by name, in the order of the file."""
     return {name: typed(System, {**table, "name": name}, f"{FILE}: {name}") for name, table in read_toml(FILE).items()}
 
 

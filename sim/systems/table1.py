@@ -43,7 +43,6 @@ class Printed:
 
 @cache
 def printed() -> dict[str, Printed]:
-    """Return the rows of the paper by system."""
     rows = read_toml(Path(__file__).parent / "table1.toml")
     return {name: Printed(name, **row) for name, row in rows.items()}
 

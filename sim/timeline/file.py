@@ -56,7 +56,6 @@ class Timeline:
         return process
 
     def track(self, process: Process, name: str) -> Track:
-        """Return a new track of a process, shown below those made before."""
         track = Track(process, next(self._numbers))
         self._name("thread", name, process.id, track.id)
         return track
@@ -80,7 +79,6 @@ class Timeline:
             self._event(f'"ph":"i","s":"t","name":{json.dumps(name)},{where},"args":{_shown(args)}')
 
     def counter(self, process: Process, name: str, at: int, values: Mapping[str, int]) -> None:
-        """Set each of `values`, a counter of its own, from `at` on."""
         if self.is_open:
             where = f'"pid":{process.id},"ts":{_us(at)}'
             self._event(f'"ph":"C","name":{json.dumps(name)},{where},"args":{json.dumps(values)}')

@@ -58,7 +58,6 @@ class TimelineObserver(LoopObserver):
 
     @property
     def is_over(self) -> bool:
-        """Whether the window has ended."""
         return self._window.last is not None and self._position() >= self._window.last
 
     def close(self) -> None:
@@ -81,7 +80,6 @@ class TimelineObserver(LoopObserver):
         self._seats.begin(step, began)
 
     def step_ended(self, step: Step, ended: int) -> None:
-        """Show the step as a whole."""
         counters = self._scene.residency.counters()
         hits, late, misses = (now - then for now, then in zip(counters[:3], self._before[:3], strict=True))
         lookups, decodes = {"hits": hits, "late": late, "misses": misses}, step.phase == DECODE

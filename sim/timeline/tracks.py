@@ -59,7 +59,6 @@ class ComputeTracks(LoopObserver):
         self._layer = -1
 
     def begin(self, now: int) -> None:
-        """A step begins."""
         self._layer = -1
         self.track.begin(now)
 
@@ -147,7 +146,6 @@ class LinkTracks(LoopObserver):
         self._pause = None
 
     def show_unfinished(self) -> None:
-        """Show what is under way, up to now."""
         if self._flying:
             self._show(self._flying[0], unfinished=True)
         self._show_pause()
@@ -191,7 +189,6 @@ class Spans(LoopObserver):
         self._scene.timeline.slice(track, name, began, ended, {**args, **more})
 
     def show_unfinished(self) -> None:
-        """Show what is open, up to now."""
         for track, (name, began, args) in self._open.items():
             self._scene.timeline.slice(track, name, began, self._scene.now(), {**args, "unfinished": True})
 
@@ -238,13 +235,11 @@ class SeatTracks(Spans):
             self._tracks = [scene.timeline.track(process, f"seat {seat}") for seat in range(users.max_batch)]
 
     def begin(self, step: Step, began: int) -> None:
-        """Requests may be admitted for a step."""
         for place, waited_ns in zip(step.begins, step.waited_ns, strict=False):
             args: Args = {"waited_us": waited_ns / 1_000}
             self._begin(self._tracks[place.seat], self._names[place.request], began, args)
 
     def end(self, step: Step, ended: int) -> None:
-        """Some may have had their last one."""
         for place in step.ends if self._tracks else ():
             self._end(self._tracks[place.seat], ended, steps=place.step + 1)
 
@@ -279,12 +274,10 @@ class ResidencyTracks(LoopObserver):
         self._arriving = self._landing = NO_EXPERT
 
     def show_unfinished(self) -> None:
-        """Show who is in the slots, up to now."""
         for held in self._held.values():
             self._show(held)
 
     def routed(self, experts: Int, hits: list[int]) -> None:
-        """Some prefetched experts are looked up for the first time."""
         for expert in experts.tolist() if self._tracks else ():
             held = self._held.get(expert)
             if held and held.unused:

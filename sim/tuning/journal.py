@@ -20,7 +20,6 @@ WORKERS = "--workers"
 
 
 def optuna() -> Any:
-    """Return the package, its own logging off."""
     module = importlib.import_module("optuna")
     module.logging.set_verbosity(module.logging.CRITICAL)
     return module
@@ -60,13 +59,11 @@ class Journal:
             self.path.write_bytes(_line(_json({"schema": SCHEMA, "searched": self.searched})) + b"\n")
 
     def add(self, trial: dict[str, Any]) -> None:
-        """Append a finished trial."""
         self.trials.append(trial)
         with self.path.open("ab") as file:
             file.write(_line(_json(trial)) + b"\n")
 
     def discard(self) -> None:
-        """Remove a journal that serves no search."""
         self.path.unlink(missing_ok=True)
 
 

@@ -80,7 +80,6 @@ class Search:
 
     @property
     def words(self) -> str:
-        """The space as --search states it."""
         return ":".join(dimension.text for dimension in self.space)
 
     def searched(self) -> dict[str, str]:
@@ -145,11 +144,9 @@ class Result:
 
     @property
     def overfit(self) -> bool:
-        """Whether the best is better on that half alone."""
         return self.improved and self.best.second >= self.typed.second
 
     def leaders(self, n: int) -> list[Trial]:
-        """Return the best policies, each once."""
         return [trial for _, trial in _ranked(self.trials)[:n]]
 
 
@@ -178,7 +175,6 @@ def tune(search: Search, journal: Journal, advance: Advance) -> Result:
 
 
 def save(result: Result, search: Search, folder: Path) -> Path:
-    """Write the table of trials, whole or not at all; return its path."""
     trials, names = result.trials, [dimension.option.name for dimension in search.space]
     columns: dict[str, pa.Array] = {
         "trial": pa.array(range(len(trials)), pa.int64()),
@@ -245,7 +241,6 @@ def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
 
 
 def _seed(seed: int, begun: int) -> int:
-    """Return the seed of the draws of a batch."""
     return int(np.random.SeedSequence([seed, begun]).generate_state(1)[0])
 
 
