@@ -15,7 +15,7 @@ from msgspec import Meta
 from sim import profiles
 from sim.defaults import HARDWARE
 from sim.quantities import cache_text, parse_bytes
-from traces.errors import InputError, unknown
+from traces.errors import refuse, unknown
 from traces.location import absolute
 from traces.typed import typed
 
@@ -131,13 +131,15 @@ class Experiment:
         for name, each in OPTIONS.items():
             if each.names and getattr(self, name) not in each.names:
                 raise unknown(name, getattr(self, name), each.names)
-        if self.arrivals != CLOSED and self.max_batch is None:
-            raise InputError("`arrivals` and `arrival_rate` need `max_batch`, how many requests run at a time")
-        if (self.arrivals == POISSON) != (self.arrival_rate is not None):
-            raise InputError("`arrivals` poisson and `arrival_rate`, in requests per second, need each other")
         timed = [f"`{name}`" for name, each in OPTIONS.items() if each.timed and getattr(self, name) is not None]
-        if self.untimed and timed:
-            raise InputError(f"`untimed` counts without a clock: it cannot have {' or '.join(timed)}")
+        useless = {
+            "`arrivals` and `arrival_rate` need `max_batch`, how many requests run at a time": self.arrivals != CLOSED
+            and self.max_batch is None,
+            "`arrivals` poisson and `arrival_rate`, in requests per second, need each other": (self.arrivals == POISSON)
+            != (self.arrival_rate is not None),
+            f"`untimed` counts without a clock: it cannot have {' or '.join(timed)}": self.untimed and timed,
+        }
+        refuse(text for text, is_so in useless.items() if is_so)
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str = "") -> "Experiment":

@@ -29,7 +29,7 @@ from sim.profiles.roofline import Roofline, disk_link, host_link
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.quantities import exceeds, parse_cache_bytes, parse_cache_size, show_bytes
 from sim.results.metrics import Cell
-from traces.errors import InputError, located
+from traces.errors import InputError, located, refuse
 from traces.reader import HEARD, open_folder
 from traces.shards import Shards
 from traces.trace import Trace
@@ -315,13 +315,10 @@ def _requests(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
         trace = trace.head(experiment.requests)
     if experiment.as_decode:
         trace = trace.as_decode()
-    if experiment.warmup_requests >= len(trace.requests):
-        raise InputError(
-            f"{experiment.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count: "
-            "use a smaller `warmup_requests`"
-        )
-    if not int(trace.offsets[-1]):
-        raise InputError(f"{experiment.trace} has no tokens: there is nothing to run")
+    warm, known = experiment.warmup_requests, len(trace.requests)
+    too_many = f"{warm} warm-up requests leave none of {known} to count: use a smaller `warmup_requests`"
+    refuse([too_many] * (warm >= known))
+    refuse([f"{experiment.trace} has no tokens: there is nothing to run"] * (not trace.offsets[-1]))
     return trace
 
 
@@ -337,7 +334,5 @@ def _profile(experiment: Experiment, trace: Shards | Trace) -> ModelProfile | No
         raise InputError("`expert_sizes` needs a model profile: name one with `model_profile`")
     sizes = tuple(expert_bytes_by_layer(Path(experiment.expert_sizes), profile.experts).tolist())
     if len(sizes) != profile.moe_layers:
-        raise InputError(
-            f"{experiment.expert_sizes} has {len(sizes)} MoE layers, {profile.name} has {profile.moe_layers}"
-        )
+        raise InputError(f"{experiment.expert_sizes} has {len(sizes)} MoE layers, not {profile.moe_layers}")
     return replace(profile, layer_expert_bytes=sizes)

@@ -32,7 +32,7 @@ SLOWEST_GB_PER_S = 0.001
 """Of a link, a disk or memory: slower values are taken as typos."""
 
 _NUMBER = r"(\d{1,19}(?:\.\d{1,19})?)"  # of more digits nothing here is, and Python reads no number of thousands
-_BYTES = re.compile(_NUMBER + r"\s*([kmgt]?i?)b", re.IGNORECASE)
+_BYTES = re.compile(_NUMBER + r"\s*((?:[kmgt]i?)?)b", re.IGNORECASE)
 _SHARE = re.compile(_NUMBER + r"\s*%")
 
 
@@ -49,22 +49,19 @@ def parse_whole(text: str) -> int | None:
 def parse_bytes(text: str, what: str) -> int:
     """Return the bytes of `8GiB`, `500MB`, `64kB` or `4096B`, rounded down. Raise InputError naming `what`."""
     match = _BYTES.fullmatch(text.strip())
-    if not match or match[2].lower() not in UNITS:
+    size = math.floor(Fraction(match[1]) * UNITS[match[2].lower()]) if match else -1
+    if not 0 <= size < 1 << 63:
         raise InputError(f"{what} {text!r} is not a number of bytes: use 8GiB, 500MB or 4096B")
-    size = math.floor(Fraction(match[1]) * UNITS[match[2].lower()])
-    if size >= 1 << 63:
-        raise InputError(f"{what} {text.strip()[:40]!r} is more bytes than any machine has")
     return size
 
 
 def parse_gb_per_s(text: str, what: str) -> float:
     """Return `25GB/s`, `3500MB/s` or `2.4GiB/s` in GB/s. Raise InputError naming `what`, also below 1MB/s."""
     size, slash, unit = text.strip().partition("/")
-    if not slash or unit.strip().lower() not in ("s", "sec") or not _BYTES.fullmatch(size.strip()):
-        raise InputError(f"{what} {text!r} is no bandwidth: write it as 25GB/s or 3500MB/s")
-    rate = parse_bytes(size, what) / 1e9
+    stated = slash and unit.strip().lower() in ("s", "sec") and _BYTES.fullmatch(size.strip())
+    rate = parse_bytes(size, what) / 1e9 if stated else 0.0
     if rate < SLOWEST_GB_PER_S:
-        raise InputError(f"{what} {text!r}: must be at least 1MB/s")
+        raise InputError(f"{what} {text!r} is no bandwidth of at least 1MB/s: write it as 25GB/s or 3500MB/s")
     return rate
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta
 
 from sim import profiles
-from traces.errors import InputError, located, unknown
+from traces.errors import InputError, located, refuse, unknown
 from traces.files import read_toml
 from traces.typed import typed
 
@@ -271,9 +271,11 @@ def _check(row: Row) -> None:
         raise unknown(f"unit of {row.metric}", row.unit, UNITS[row.metric])
     if row.unsimulated:
         return
-    if row.model is None or (row.machine is None and row.timed):
-        raise InputError(f"a figure of {row.metric} needs a model" + " and a machine" * row.timed)
-    if row.setting.place != "policy" and not row.timed:
-        raise InputError(f"setting: a figure of {row.metric} is of a cache: give policy and cache")
-    if row.fit and not (row.timed and row.machine and row.machine.fit_parameter):
-        raise InputError("fit = true, which needs a speed or latency and the machine's fit_parameter")
+    fitted, is_cache = row.machine and row.machine.fit_parameter, row.setting.place == "policy"
+    lacking = {
+        f"a figure of {row.metric} needs a model, of a speed or latency a machine too": row.model is None
+        or (row.machine is None and row.timed),
+        f"setting: a figure of {row.metric} is of a cache: give policy and cache": not (is_cache or row.timed),
+        "fit = true needs a speed or latency and the machine's fit_parameter": row.fit and not (row.timed and fitted),
+    }
+    refuse(text for text, lacks in lacking.items() if lacks)

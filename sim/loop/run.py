@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from policies.core.policy import Requests, Shape
 from policies.core.spec import PolicySpec
 from sim.profiles.timing import Link, Timing
-from traces.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -32,17 +31,11 @@ class Users:
     """Several requests at a time (rule 18).
 
     arrival_ns: when each request of the run arrives; None: when it is admitted, as of `max_batch` users who each ask
-    again at once. Raises InputError for an empty batch, or a time before 0.
+    again at once.
     """
 
     max_batch: int
     arrival_ns: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_batch < 1:
-            raise InputError(f"`max_batch` {self.max_batch}: must be at least 1")
-        if self.arrival_ns and min(self.arrival_ns) < 0:
-            raise InputError(f"a request arrives at {min(self.arrival_ns)} ns: times of arrival must be 0 or later")
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,6 @@ import numpy as np
 from policies.core.events import Merged, RequestEvents, alone
 from policies.core.policy import NO_INTS, START, Event, Int, Requests
 from sim.loop.run import Users
-from traces.errors import InputError
 from traces.steps import PREFILL, RequestSteps
 
 
@@ -181,15 +180,10 @@ class Active:
 
 
 class Admission:
-    """Rule 18: who waits, who is admitted when a step has ended, and who leaves. Both engines ask it.
-
-    InputError where arrivals are not one for each request.
-    """
+    """Rule 18: who waits, who is admitted when a step has ended, and who leaves. Both engines ask it."""
 
     def __init__(self, requests: Requests, users: Users) -> None:
         arrivals = users.arrival_ns
-        if arrivals is not None and len(arrivals) != len(requests):
-            raise InputError(f"{len(arrivals)} times of arrival for {len(requests)} requests")
         self._requests, self._arrivals = requests, arrivals
         order = sorted(range(len(requests)), key=arrivals.__getitem__) if arrivals else range(len(requests))
         self._waiting = deque(order)

@@ -233,11 +233,9 @@ def _layout(text: str, machine: Resources, context: int, precision: str | None) 
     lower = next((each for each in _lower(layout) if not each.lack), None) if lack else None
     if lower and not precision and not _loses_quality(lower):
         return lower, [f"{lower.precision}, since {lack}"]
-    if lower:
-        advice = f"at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})"
-        raise InputError(f"{lack}; {advice}")
     if lack:
-        raise InputError(lack)
+        fits = f"; at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})" if lower else ""
+        raise InputError(lack + fits)
     return layout, []
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from sim.backtest.file import Machine
 from sim.backtest.machine import gpu_data_sheet, table
 from sim.quantities import parse_bytes, parse_gb_per_s, show_bytes
-from traces.errors import InputError, unknown
+from traces.errors import InputError, refuse, unknown
 
 GIB = 2**30
 
@@ -94,12 +94,13 @@ def resources(
             raise InputError(f"--gpu {gpu} shares its memory with the CPU: say how much of it with --gpu-memory 36GiB")
         memory = int(sheet["memory_gib"]) * GIB
     host = _memory(host_memory, "--host-memory")
-    if not memory and not host:
-        raise InputError("a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both")
-    if not memory and (gpu or gpu_bandwidth):
-        raise InputError("a GPU without memory: give --gpu-memory 12GiB, or leave --gpu and --gpu-bandwidth out")
-    if not host and cpu_bandwidth:
-        raise InputError("--cpu-bandwidth without host memory: give --host-memory 32GiB, or leave it out")
+    lacking = {
+        "a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both": not memory and not host,
+        "a GPU without memory: give --gpu-memory 12GiB, or leave --gpu and --gpu-bandwidth out": not memory
+        and (gpu or gpu_bandwidth),
+        "--cpu-bandwidth without host memory: give --host-memory 32GiB, or leave it out": not host and cpu_bandwidth,
+    }
+    refuse(text for text, lacks in lacking.items() if lacks)
     reads, like = 0.0, ""
     if memory:
         reads, like = _gpu_reads(memory, sheet, gpu_bandwidth)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.profiles.safetensors_files import StoredTensor, files_of, tensors_of
-from traces.errors import InputError, located
+from traces.errors import InputError, located, refuse
 from traces.files import expanded
 
 GGUF_NAME = re.compile(r"(blk\.\d+)\.ffn_(?:gate|up|down|gate_up)(?:_exps|\.(\d+))(?:\.|$)")
@@ -63,17 +63,15 @@ def expert_bytes_by_layer(path: Path | str, experts: int | None = None) -> NDArr
 def _expert_bytes(name: str, layer: _Layer, experts: int | None) -> int:
     """Return the bytes of one expert of a layer, which has so many if that is known."""
     counts = {tensor.shape[0] for tensor in layer.fused if len(tensor.shape) >= 3}
-    if layer.own:
-        counts.add(len(layer.own))
-    if len(counts) != 1 or 0 in counts:
-        raise InputError(f"the number of experts of {name} is unclear: {', '.join(map(str, sorted(counts)))}")
-    if experts not in (None, *counts):
-        raise InputError(f"{name} has {counts.pop()} experts, not {experts}")
-    if len(set(layer.own.values())) > 1:
-        smallest, largest = min(layer.own.values()), max(layer.own.values())
-        raise InputError(f"the experts of {name} differ in size: {smallest} to {largest} bytes")
+    counts |= {len(layer.own)} if layer.own else set()
+    sizes = sorted(set(layer.own.values()))
+    if len(counts) != 1 or 0 in counts or experts not in (None, *counts):
+        numbers = " or ".join(map(str, sorted(counts))) or "no number of"
+        raise InputError(f"{name} has {numbers} experts, not {experts or 'one number of them'}")
+    if len(sizes) > 1:
+        raise InputError(f"the experts of {name} differ in size: {sizes[0]} to {sizes[-1]} bytes")
     shared = sum(tensor.size for tensor in layer.fused)
-    return max(layer.own.values(), default=0) + -(-shared // counts.pop())
+    return max(sizes, default=0) + -(-shared // counts.pop())
 
 
 def _order(layer: str) -> tuple[bool, list[str]]:
@@ -83,18 +81,16 @@ def _order(layer: str) -> tuple[bool, list[str]]:
 
 def _expert_tensors(path: Path) -> Iterator[tuple[StoredTensor, re.Match[str]]]:
     read: Callable[[Path], Iterable[StoredTensor]]
-    if path.is_dir():
-        files, name, read = files_of(path), SAFETENSORS_NAME, tensors_of
-        if not files:
-            raise InputError(f"{path} holds no .safetensors files; of a GGUF model name the .gguf file")
-    elif not path.is_file():
-        raise InputError(f"no model file at {path}")
+    if path.is_dir() or path.suffix == ".safetensors":
+        files, name, read = files_of(path) if path.is_dir() else [path], SAFETENSORS_NAME, tensors_of
     elif path.suffix == ".gguf":
-        files, name, read = _gguf_files(path), GGUF_NAME, _gguf
-    elif path.suffix == ".safetensors":
-        files, name, read = [path], SAFETENSORS_NAME, tensors_of
+        split = SPLIT.fullmatch(path.name)
+        parts = range(1, int(split[3]) + 1) if split else ()
+        files = [path.with_name(f"{split[1]}-{i:05d}-of-{split[3]}.gguf") for i in parts if split] or [path]
+        name, read = GGUF_NAME, _gguf
     else:
         raise InputError(f"{path} is neither .gguf nor .safetensors: expert sizes are read from these two")
+    refuse(f"no model file at {file}" for file in files if not file.is_file())
     file_of: dict[str, Path] = {}
     for file in files:
         for tensor in read(file):
@@ -102,17 +98,6 @@ def _expert_tensors(path: Path) -> Iterator[tuple[StoredTensor, re.Match[str]]]:
                 if (first := file_of.setdefault(tensor.name, file)) is not file:
                     raise InputError(f"{tensor.name} is in {first} and in {file}: name the file of the model")
                 yield tensor, match
-
-
-def _gguf_files(path: Path) -> list[Path]:
-    split = SPLIT.fullmatch(path.name)
-    if split is None:
-        return [path]
-    files = [path.with_name(f"{split[1]}-{i:05d}-of-{split[3]}.gguf") for i in range(1, int(split[3]) + 1)]
-    for file in files:
-        if not file.is_file():
-            raise InputError(f"{file.name} is missing beside {path}")
-    return files
 
 
 def _gguf(file: Path) -> Iterator[StoredTensor]:

@@ -83,10 +83,10 @@ def of_other_model(loaded: TimedRun, predictions: Iterable[Prediction]) -> Figur
 
 def require(loaded: TimedRun) -> None:
     """Raise InputError where the paper's table is of another model or machine."""
-    if loaded.profile.name != MODEL:
-        raise InputError(f"--table1 is of {MODEL}, and the trace {loaded.trace.name} is of {loaded.profile.name}")
-    if loaded.hardware.name != HARDWARE:
-        raise InputError(f"--table1 was measured on {HARDWARE}: leave out --hardware {loaded.hardware.name}")
+    if not applies(loaded):
+        raise InputError(
+            f"--table1 is of {MODEL} on {HARDWARE}, not of {loaded.profile.name} on {loaded.hardware.name}"
+        )
 
 
 def rows(predictions: Iterable[Prediction]) -> list[Row]:

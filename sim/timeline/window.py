@@ -34,18 +34,13 @@ WHOLE = Window("requests", 0, None)
 
 def asked(tokens: str | None, requests: str | None) -> Window | None:
     """The window as given, FROM:TO with either left out, TO not included; None without one. InputError."""
-    if tokens is not None and requests is not None:
-        raise InputError(f"{TOKENS} {tokens} and {REQUESTS} {requests}: a timeline has one window, so give one of them")
-    option, text = (TOKENS, tokens) if tokens is not None else (REQUESTS, requests)
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d*):(\d*)", text.strip())
-    if not match:
-        raise InputError(f"{option} {text!r} is no window: give FROM:TO, such as 100:140 or :40")
-    first, last = int(match[1] or 0), int(match[2]) if match[2] else None
-    if last is not None and last <= first:
-        raise InputError(f"{option} {text} holds nothing: TO, which is not included, has to be above FROM")
-    return Window("decode steps" if tokens is not None else "requests", first, last)
+    stated = {option: text for option, text in ((TOKENS, tokens), (REQUESTS, requests)) if text is not None}
+    match = re.fullmatch(r"(\d*):(\d*)", " ".join(stated.values()).strip())
+    first, last = (int(end) if end else None for end in match.groups()) if match else (0, 0)
+    if stated and last is not None and last <= (first or 0):
+        asked_for = " and ".join(f"{option} {text!r}" for option, text in stated.items())
+        raise InputError(f"{asked_for}: give one window FROM:TO, TO not included and above FROM: 100:140 or :40")
+    return Window("requests" if tokens is None else "decode steps", first or 0, last) if stated else None
 
 
 def check(window: Window, requests: "Requests") -> None:

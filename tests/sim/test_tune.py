@@ -406,13 +406,6 @@ def test_the_command_warns_of_what_fits_the_first_half_alone(command, home):
     assert "warning: on the second half the best is no better than the policy as given" in err
 
 
-def test_without_optuna_the_command_says_what_to_install(command, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    status, _, err = command("--policy", "eamc")
-    assert (status, err) == (2, "moe-sim: error: moe-sim tune needs optuna: pip install 'moe-expert-cache[tune]'\n")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(home, tmp_path):
     written(tmp_path / "long", requests=8, tokens=60)
