@@ -132,14 +132,17 @@ class Experiment:
             if each.names and getattr(self, name) not in each.names:
                 raise unknown(name, getattr(self, name), each.names)
         timed = [f"`{name}`" for name, each in OPTIONS.items() if each.timed and getattr(self, name) is not None]
-        useless = {
-            "`arrivals` and `arrival_rate` need `max_batch`, how many requests run at a time": self.arrivals != CLOSED
-            and self.max_batch is None,
-            "`arrivals` poisson and `arrival_rate`, in requests per second, need each other": (self.arrivals == POISSON)
-            != (self.arrival_rate is not None),
-            f"`untimed` counts without a clock: it cannot have {' or '.join(timed)}": self.untimed and timed,
-        }
-        refuse(text for text, is_so in useless.items() if is_so)
+        refuse(
+            (
+                self.arrivals != CLOSED and self.max_batch is None,
+                "`arrivals` and `arrival_rate` need `max_batch`, how many requests run at a time",
+            ),
+            (
+                (self.arrivals == POISSON) != (self.arrival_rate is not None),
+                "`arrivals` poisson and `arrival_rate`, in requests per second, need each other",
+            ),
+            (self.untimed and timed, f"`untimed` counts without a clock: it cannot have {' or '.join(timed)}"),
+        )
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str = "") -> "Experiment":

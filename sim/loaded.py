@@ -316,9 +316,10 @@ def _requests(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
     if experiment.as_decode:
         trace = trace.as_decode()
     warm, known = experiment.warmup_requests, len(trace.requests)
-    too_many = f"{warm} warm-up requests leave none of {known} to count: use a smaller `warmup_requests`"
-    refuse([too_many] * (warm >= known))
-    refuse([f"{experiment.trace} has no tokens: there is nothing to run"] * (not trace.offsets[-1]))
+    refuse(
+        (warm >= known, f"{warm} warm-up requests leave none of {known} to count: use a smaller `warmup_requests`"),
+        (not trace.offsets[-1], f"{experiment.trace} has no tokens: there is nothing to run"),
+    )
     return trace
 
 

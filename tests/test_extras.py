@@ -45,7 +45,7 @@ def test_a_sweep_and_its_replay_on_a_logical_clock_need_no_extra(tmp_path):
         ),
         ("replay", ("--device", "cpu"), "moe-replay: error: this needs torch: pip install 'moe-expert-cache[replay]'"),
         ("sim", ("tune", "--policy", "eamc"), "this needs optuna: pip install 'moe-expert-cache[tune]'"),
-        ("sim", ("sweep", "--scheduler", "tcp://h:1"), "this needs distributed: pip install 'moe-expert-cache[cluster]'"),
+        ("sim", ("sweep", "--scheduler", "tcp://h:1"), "needs distributed: pip install 'moe-expert-cache[cluster]'"),
     ],
 )
 def test_what_needs_an_extra_says_which(tmp_path, package, arguments, said):

@@ -38,12 +38,6 @@ def located(where: str) -> Iterator[None]:
         raise InputError(f"{where}: {error}") from error
 
 
-def refuse(reasons: Iterable[str]) -> None:
-    """Raise InputError for the first of these reasons, if there is any."""
-    for reason in reasons:
-        raise InputError(reason)
-
-
 def unknown(what: str, name: str, known: Iterable[str]) -> InputError:
     """The error for a name that is not in `known`: offers the near ones, else all of them."""
     names = sorted(known)

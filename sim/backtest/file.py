@@ -272,10 +272,11 @@ def _check(row: Row) -> None:
     if row.unsimulated:
         return
     fitted, is_cache = row.machine and row.machine.fit_parameter, row.setting.place == "policy"
-    lacking = {
-        f"a figure of {row.metric} needs a model, of a speed or latency a machine too": row.model is None
-        or (row.machine is None and row.timed),
-        f"setting: a figure of {row.metric} is of a cache: give policy and cache": not (is_cache or row.timed),
-        "fit = true needs a speed or latency and the machine's fit_parameter": row.fit and not (row.timed and fitted),
-    }
-    refuse(text for text, lacks in lacking.items() if lacks)
+    refuse(
+        (
+            row.model is None or (row.machine is None and row.timed),
+            f"a figure of {row.metric} needs a model, of a speed or latency a machine too",
+        ),
+        (not (is_cache or row.timed), f"setting: a figure of {row.metric} is of a cache: give policy and cache"),
+        (row.fit and not (row.timed and fitted), "fit = true needs a speed or latency and the machine's fit_parameter"),
+    )

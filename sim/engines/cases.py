@@ -75,7 +75,7 @@ class Case:
     host_capacity_bytes: Count | None = None
 
     def __post_init__(self) -> None:
-        refuse(self._wrong())
+        refuse(*((True, text) for text in self._wrong()))
 
     def _wrong(self) -> Iterator[str]:
         """Yield what no engine can run."""

@@ -94,13 +94,14 @@ def resources(
             raise InputError(f"--gpu {gpu} shares its memory with the CPU: say how much of it with --gpu-memory 36GiB")
         memory = int(sheet["memory_gib"]) * GIB
     host = _memory(host_memory, "--host-memory")
-    lacking = {
-        "a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both": not memory and not host,
-        "a GPU without memory: give --gpu-memory 12GiB, or leave --gpu and --gpu-bandwidth out": not memory
-        and (gpu or gpu_bandwidth),
-        "--cpu-bandwidth without host memory: give --host-memory 32GiB, or leave it out": not host and cpu_bandwidth,
-    }
-    refuse(text for text, lacks in lacking.items() if lacks)
+    refuse(
+        (not memory and not host, "a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both"),
+        (
+            not memory and (gpu or gpu_bandwidth),
+            "a GPU without memory: give --gpu-memory 12GiB, or leave --gpu and --gpu-bandwidth out",
+        ),
+        (not host and cpu_bandwidth, "--cpu-bandwidth without host memory: give --host-memory 32GiB, or leave it out"),
+    )
     reads, like = 0.0, ""
     if memory:
         reads, like = _gpu_reads(memory, sheet, gpu_bandwidth)

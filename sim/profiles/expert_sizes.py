@@ -90,7 +90,7 @@ def _expert_tensors(path: Path) -> Iterator[tuple[StoredTensor, re.Match[str]]]:
         name, read = GGUF_NAME, _gguf
     else:
         raise InputError(f"{path} is neither .gguf nor .safetensors: expert sizes are read from these two")
-    refuse(f"no model file at {file}" for file in files if not file.is_file())
+    refuse(*((not file.is_file(), f"no model file at {file}") for file in files))
     file_of: dict[str, Path] = {}
     for file in files:
         for tensor in read(file):

@@ -52,15 +52,12 @@ class MeasuredModel:
     predictor_us: Mapping[str, NotNegative] = field(default_factory=dict)  # an event, by policies as stated
 
     def __post_init__(self) -> None:
-        wrong = {
-            f"{key}: rows ascend by tokens, then context, none twice": any(
-                row[:-1] <= before[:-1] for before, row in pairwise(getattr(self, key))
-            )
-            for key in TABLES
-        }
-        wrong["latency_ns is above transfer_ns"] = self.latency_ns > self.transfer_ns
-        wrong["launch_ns: an expert of one token would take less than no time"] = self.launch_ns < -self.expert[0][1]
-        refuse(reason for reason, holds in wrong.items() if holds)
+        descends = (any(row[:-1] <= before[:-1] for before, row in pairwise(getattr(self, key))) for key in TABLES)
+        refuse(
+            (any(descends), f"{', '.join(TABLES)}: rows ascend by tokens, then context, none twice"),
+            (self.latency_ns > self.transfer_ns, "latency_ns is above transfer_ns"),
+            (self.launch_ns < -self.expert[0][1], "launch_ns: an expert of one token would take less than no time"),
+        )
 
     def timing(self, predictor_ns: int = 0, host: Timing | None = None) -> "MeasuredTiming":
         """Return its durations under a policy with this overhead for each event; host: of experts computed there."""

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from sim import profiles
 from sim.profiles import Count, NotNegative, Positive, Size, transformers_config
-from traces.errors import InputError, refuse
+from traces.errors import InputError, located, refuse
 from traces.files import expanded
 from traces.schema import TraceMeta
 from traces.typed import typed
@@ -213,12 +213,15 @@ def model(text: str) -> ModelProfile:
 def _possible(model: ModelProfile, path: Path) -> ModelProfile:
     """Return a model that was read from a file. Raise InputError where its sizes do not go together."""
     sizes = len(model.layer_expert_bytes)
-    wrong = {
-        f"top_k {model.top_k} is above {model.experts} experts": model.top_k > model.experts,
-        f"layer_expert_bytes has {sizes} sizes for {model.moe_layers} MoE layers": sizes not in (0, model.moe_layers),
-        "encoder_moe_layers leaves no MoE layer to the decoder": model.encoder_moe_layers >= model.moe_layers,
-    }
-    refuse(f"{path}: {reason}" for reason, holds in wrong.items() if holds)
+    with located(str(path)):
+        refuse(
+            (model.top_k > model.experts, f"top_k {model.top_k} is above {model.experts} experts"),
+            (sizes not in (0, model.moe_layers), f"layer_expert_bytes has {sizes} sizes, not {model.moe_layers}"),
+            (
+                model.encoder_moe_layers >= model.moe_layers,
+                "encoder_moe_layers leaves no MoE layer to the decoder",
+            ),
+        )
     return model
 
 

@@ -222,7 +222,7 @@ def pairs_across(first: Sequence[SweptRun], second: Sequence[SweptRun]) -> list[
 
 def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: int = RESAMPLES) -> list[Difference]:
     """Return what `cell` has more than `baseline`, by measure. Raise InputError if they cannot be paired."""
-    refuse(f"cannot pair {difference}" for difference in _unpaired(baseline, cell))
+    refuse(*((True, f"cannot pair {difference}") for difference in _unpaired(baseline, cell)))
     names = _names(baseline, cell)
     rows = []
     for measure in MEASURES:
