@@ -62,7 +62,7 @@ def routed(tmp_path_factory):
 SMALL = Protocol("task", warmup=2, after=3, window=2, pairs=99)
 
 
-def differences(row) -> np.ndarray:
+def differences(row):
     return np.subtract(row["hit_rates"], row["undisturbed_hit_rates"])
 
 
