@@ -46,7 +46,7 @@ class Source:
         labels = self.labels[by] if by else pd.Series("", index=self.labels.index)
         drawn = self.keep & (labels != "").to_numpy() if by else self.keep
         groups = labels[drawn].groupby(labels[drawn], sort=True).indices
-        for label, rows in groups.items() or [("", [])]:
+        for label, rows in groups.items() or [("any", [])]:
             if len(rows) < n:
                 of = f" of {by} {label!r}" if by else ""
                 raise InputError(f"{self.folder.path} holds {len(rows)} requests{of}; {n} cannot be drawn from them")
@@ -87,8 +87,11 @@ def join(
                 piece = piece.select(np.flatnonzero(source.keep[here]))
                 first = here.stop
                 if len(piece.requests):
+                    last = base + int(piece.step.max(initial=0))
+                    if last > np.iinfo(np.uint32).max:
+                        raise InputError(f"{source.folder.path}: in {out} a step had the number {last}, above 2^32")
                     writer.add(replace(piece, meta=meta, step=piece.step + np.uint32(base)))
-                    next_step = max(next_step, base + int(piece.step.max(initial=0)) + 1)
+                    next_step = max(next_step, last + 1)
                     on_done(len(piece.requests))
 
 

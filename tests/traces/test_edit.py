@@ -104,7 +104,7 @@ def test_requests_without_a_label_are_no_task_to_draw_from(tmp_path: Path) -> No
     labels = source.labels.assign(task=["", "", "law", "law", "", "code"])
     drawn = replace(source, labels=labels).sampled(1, 0, by="task")
     assert sorted(labels["task"][drawn.keep]) == ["code", "law"]
-    with pytest.raises(InputError, match="holds no request with a task"):
+    with pytest.raises(InputError, match="holds 0 requests of task"):
         replace(source, labels=labels.assign(task="")).sampled(1, 0, by="task")
 
 
