@@ -200,13 +200,13 @@ def _determinism(spec: PolicySpec, script: Script, rng: random.Random) -> int:
 def _causality(spec: PolicySpec, script: Script, rng: random.Random) -> int:
     if spec.oracle or not script.events:
         return 0
-    as_it_was = Drive(spec, script)
-    events = script.events
+    as_it_was, events = Drive(spec, script), script.events
     for _ in range(4):
         cut = rng.randrange(script.events)
         other = script.with_another_future(cut, rng)
-        upto = as_it_was.marks[cut]
-        _alike(as_it_was, Drive(spec, other), upto, "other routing later on changes a decision before it")
+        _alike(
+            as_it_was, Drive(spec, other), as_it_was.marks[cut], "other routing later on changes a decision before it"
+        )
         events += other.events
     return events
 

@@ -58,7 +58,6 @@ class Script:
 
 
 def scripts(seed: int) -> Iterator[Script]:
-    """Tiny caches and roomy ones, over all kinds of requests."""
     rng = random.Random(seed)
     shapes = [(1, 1, 1), (1, 4, 2), (2, 3, 1), (3, 5, 1), (3, 5, 2), (3, 5, 3), (4, 8, 9), (4, 8, 20), (2, 6, 12)]
     for L, E, slots in shapes:
@@ -70,7 +69,6 @@ def scripts(seed: int) -> Iterator[Script]:
 
 
 def _draw(rng: random.Random, shape: Shape, requests: int) -> Play:
-    """Requests with prefill and without, with decode and without."""
     L, E = shape.layers, shape.experts
     return [
         [_draw_step(rng, L, E, PREFILL) for _ in range(rng.random() < 0.5)]
@@ -94,19 +92,33 @@ def _draw_step(rng: random.Random, L: int, E: int, phase: int) -> Step:
 
 
 def _steps(request: int, steps: list[Step], shape: Shape) -> RequestSteps:
-    events = [(layer, chosen) for _, layers in steps for layer, chosen in enumerate(layers)]
+    L, E = shape.layers, shape.experts
+    events = [{layer * E + e: n for e, n in each.items()} for _, layers in steps for layer, each in enumerate(layers)]
+    # picks that follow from the event before it alone, when they are known: its experts' neighbours
+    ahead = [
+        dict(sorted((layer * E + (e + 1) % E, n) for e, n in layers[layer - 1].items())) if layer else {}
+        for _, layers in steps
+        for layer in range(L)
+    ]
     tokens = [max([1, *(n for chosen in layers for n in chosen.values())]) for _, layers in steps]
     return RequestSteps(
         request=request,
         phase=np.array([phase for phase, _ in steps], np.uint8),
         tokens=np.array(tokens, np.int64),
         context=np.cumsum(np.array(tokens, np.int64)),
-        offsets=np.cumsum(np.array([0, *(len(chosen) for _, chosen in events)], np.int64)),
-        experts=np.array([layer * shape.experts + e for layer, chosen in events for e in chosen], np.int64),
-        counts=np.array([n for _, chosen in events for n in chosen.values()], np.int64),
-        lookahead=_lookahead(events, shape),
+        **_flat(events),
+        lookahead=Lookahead(L, **_flat(ahead)),
         token_ids=_token_ids(steps, tokens),
     )
+
+
+def _flat(events: list[dict[int, int]]) -> dict[str, Int]:
+    """Return offsets, ids and tokens of events, each the tokens by id."""
+    return {
+        "offsets": np.cumsum(np.array([0, *map(len, events)], np.int64)),
+        "experts": np.array([expert for event in events for expert in event], np.int64),
+        "counts": np.array([n for event in events for n in event.values()], np.int64),
+    }
 
 
 def _token_ids(steps: list[Step], tokens: list[int]) -> Int:
@@ -117,18 +129,3 @@ def _token_ids(steps: list[Step], tokens: list[int]) -> Int:
     """
     sampled = [0, *(next(iter(layers[-1]), 0) for _, layers in steps)]
     return np.array([last + i for last, n in zip(sampled, tokens, strict=False) for i in reversed(range(n))], np.int64)
-
-
-def _lookahead(events: list[tuple[int, dict[int, int]]], shape: Shape) -> Lookahead:
-    """Picks for each event that follow from the event before it alone, when they are known: its experts' neighbours."""
-    L, E = shape.layers, shape.experts
-    picks: list[dict[int, int]] = []
-    for i, (layer, _) in enumerate(events):
-        before = events[i - 1][1] if layer else {}
-        picks.append(dict(sorted((layer * E + (e + 1) % E, n) for e, n in before.items())))
-    return Lookahead(
-        layers=L,
-        offsets=np.cumsum(np.array([0, *map(len, picks)], np.int64)),
-        experts=np.array([expert for picked in picks for expert in picked], np.int64),
-        counts=np.array([n for picked in picks for n in picked.values()], np.int64),
-    )

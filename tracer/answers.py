@@ -41,7 +41,6 @@ class Sampling:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings of transformers' `generate`."""
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         return drawn if self.temperature else {"do_sample": False}
 

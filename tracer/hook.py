@@ -271,7 +271,6 @@ class ExpertsHook:
 
 
 def _require_each_once(sites: list[Site], seen: list[_Choice]) -> None:
-    """Raise InputError naming a layer that did not choose exactly once."""
     counts = Counter(choice.site for choice in seen)
     for site in sites:
         if counts[site] != 1:

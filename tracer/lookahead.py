@@ -64,7 +64,6 @@ class Lookahead:
         yield tried.register_forward_pre_hook(before, with_kwargs=True)
 
     def answer(self, index: Tensor, weights: Tensor) -> None:
-        """Leave the block that is tried."""
         raise _AnswerError((index, weights))
 
     def check(self, choices: Iterable[tuple[Site, Tensor]]) -> None:

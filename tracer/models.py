@@ -52,7 +52,6 @@ class LoadedModel:
 
     @property
     def stop_ids(self) -> list[int]:
-        """Token ids that end a response."""
         ids = self.model.generation_config.eos_token_id
         ids = getattr(self.tokenizer, "eos_token_id", None) if ids is None else ids
         return [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
@@ -112,7 +111,6 @@ class LoadedModel:
         return ids if ids and ids[-1] in self.stop_ids else [*ids, *self.stop_ids[:1]] or ids
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What tokens say, without special ones."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def fingerprint(self, modules: Iterable[torch.nn.Module | None], sample: int | None = None) -> str:

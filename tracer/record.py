@@ -81,7 +81,6 @@ class Options:
 
     @property
     def sampling(self) -> Sampling:
-        """How new tokens are chosen."""
         return Sampling(self.temperature, self.top_p)
 
     @property

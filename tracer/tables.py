@@ -30,7 +30,6 @@ class Table(NamedTuple):
 
 
 def stem(path: Path) -> str:
-    """Return the name of a file without its ending and without .gz."""
     return path.name.removesuffix(".gz").rsplit(".", 1)[0]
 
 

@@ -154,7 +154,6 @@ def of_phase(trace: Trace, phase: str) -> Trace:
 
 
 def _facts(trace: Trace) -> dict[str, Any]:
-    """Return the content of the JSON beside an exported .npz."""
     meta = trace.meta
     requests = [
         {key: value for key, value in row.items() if value not in (None, "")} | {"routed_tokens": rows}

@@ -36,6 +36,7 @@ OPENING = 64  # first tokens of requests that may be common, at most
 ROUNDS = 4  # synthetic traces that are made and measured to correct the parameters
 PILOT_TOKENS = 40_000  # of such a trace, about
 SAMPLES = 1_000  # tokens drawn to learn what popularity and correlation give; of popularity more, where experts are few
+GRID = np.linspace(0, 1, 11)  # correlations
 MOST = 0.98  # of the variance of a score that is not noise
 
 Floats = NDArray[np.float64]
@@ -68,10 +69,10 @@ def fit(trace: Trace) -> ScoreModel:
     lengths = _lengths(trace)
     real = [measure(trace, phase, lengths.cluster) for phase in phases]
     mean = [popularity(each.chosen, trace.top_k) for each in real]
-    tables = [OverlapTable.of(each, trace.top_k) for each in mean]
+    tables = [overlap_table(each, trace.top_k) for each in mean]
     targets = [_Correlations.of(each, table) for each, table in zip(real, tables, strict=True)]
     repeat, overlap = _kinds(trace)
-    kind = np.mean([table.correlation(overlap[:, None])[:, 0] for table in tables], axis=0)
+    kind = np.mean([correlation(table, overlap[:, None])[:, 0] for table in tables], axis=0)
     wanted = list(targets)
     model = ScoreModel(
         top_k=trace.top_k,
@@ -139,28 +140,22 @@ def popularity(chosen: Floats, k: int) -> Floats:
     return mean
 
 
-@dataclass(frozen=True)
-class OverlapTable:
-    """The overlap of two tokens by the correlation of their scores, learned by drawing tokens."""
+def overlap_table(mean: Floats, k: int) -> Floats:
+    """Return the overlap of two tokens of mean scores [L, E] by the correlation of their scores: [L, GRID], ascending.
 
-    overlap: Floats  # [L, correlations], ascending
+    It is learned by drawing tokens.
+    """
+    rng = np.random.default_rng(0)
+    one, other = (rng.standard_normal((SAMPLES, *mean.shape), np.float32) for _ in range(2))
+    first = _chosen(mean + one, k)
+    both = [first & _chosen(mean + r * one + np.sqrt(1 - r**2) * other, k) for r in GRID]
+    overlap = np.array([each.sum(axis=(0, 2)) for each in both]).T / (SAMPLES * k)
+    return np.asarray(np.maximum.accumulate(overlap, axis=1))
 
-    GRID = np.linspace(0, 1, 11)
 
-    @staticmethod
-    def of(mean: Floats, k: int) -> "OverlapTable":
-        """Draw tokens with these mean scores [L, E]."""
-        rng = np.random.default_rng(0)
-        shape = (SAMPLES, *mean.shape)
-        one, other = (rng.standard_normal(shape, np.float32) for _ in range(2))
-        first = _chosen(mean + one, k)
-        both = [first & _chosen(mean + r * one + np.sqrt(1 - r**2) * other, k) for r in OverlapTable.GRID]
-        overlap = np.array([each.sum(axis=(0, 2)) for each in both]).T / (SAMPLES * k)
-        return OverlapTable(np.maximum.accumulate(overlap, axis=1))
-
-    def correlation(self, overlap: Floats) -> Floats:
-        """Return the correlations [L, n] that give the overlaps [L, n]; NaN for NaN."""
-        return np.array([np.interp(each, own, self.GRID) for each, own in zip(overlap, self.overlap, strict=True)])
+def correlation(table: Floats, overlap: Floats) -> Floats:
+    """Return the correlations [L, n] that give the overlaps [L, n]; NaN for NaN."""
+    return np.array([np.interp(each, own, GRID) for each, own in zip(overlap, table, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -172,9 +167,9 @@ class _Correlations:
     neighbours: Floats
 
     @staticmethod
-    def of(measured: Measured, table: OverlapTable) -> "_Correlations":
-        pairs = table.correlation(np.stack([measured.in_cluster, measured.neighbours], axis=1))
-        return _Correlations(table.correlation(measured.at_lag), pairs[:, 0], pairs[:, 1])
+    def of(measured: Measured, table: Floats) -> "_Correlations":
+        pairs = correlation(table, np.stack([measured.in_cluster, measured.neighbours], axis=1))
+        return _Correlations(correlation(table, measured.at_lag), pairs[:, 0], pairs[:, 1])
 
     def corrected(self, target: "_Correlations", made: "_Correlations") -> "_Correlations":
         """Return what to request, after requesting this made `made` instead of `target`."""

@@ -29,7 +29,6 @@ from traces.schema import (
     ROUTING,
     TraceMeta,
     requests_schema,
-    require_columns,
     routing_schema,
 )
 
@@ -128,7 +127,6 @@ class Folder:
 
     @property
     def list_columns(self) -> list[str]:
-        """The columns that `listing` leaves out."""
         return [column.name for column in self.listed.schema if _is_list(column)]
 
     @property
@@ -154,7 +152,9 @@ def open_folder(path: Path | str) -> Folder:
         place = location.within(name)
         if TraceMeta.decode(footer.schema.metadata, place) != meta:
             raise InputError(f"{place} belongs to another trace than the {REQUESTS} beside it: their metadata differ")
-        require_columns(footer.schema, listed if name in requests else routing_schema(meta), place)
+        wanted = listed if name in requests else routing_schema(meta)
+        if lacking := [column for column in wanted.names if column not in footer.schema.names]:
+            raise InputError(f"{place} lacks the column {lacking[0]!r}: it is no part of a trace, or was changed")
     optional = tuple(name for name in OPTIONAL if all(name in footers[part].schema.names for part in parts))
 
     def files(names: Sequence[str], schema: pa.Schema, where: str) -> Files:
@@ -234,7 +234,6 @@ def _is_list(column: pa.Field) -> bool:
 
 
 def _files(location: Location) -> tuple[list[str], list[str]]:
-    """Return the requests' files and the routing files of a folder."""
     path, names = location.path, location.names()
     if names is None:
         raise InputError(f"no trace at {path}: there is no such folder (`moe-trace record` makes one)")

@@ -137,9 +137,3 @@ def row_bytes(schema: pa.Schema) -> int:
         elif not pa.types.is_string(kind):
             bits += kind.bit_width
     return -(-bits // 8)
-
-
-def require_columns(schema: pa.Schema, wanted: pa.Schema, where: str) -> None:
-    """Raise an InputError naming the columns of `wanted` that `schema` lacks."""
-    if lacking := [name for name in wanted.names if name not in schema.names]:
-        raise InputError(f"{where} lacks the column {lacking[0]!r}: it is no part of a trace, or was changed")

@@ -108,7 +108,6 @@ class Shards(AnyTrace):
         return rows
 
     def _check(self, i: int, rows: Arrays) -> None:
-        """Check the ids of a request as `Trace.read` does."""
         n = int(np.searchsorted(self._eams.starts, i, "right")) - 1
         block, row = self._eams[n], i - self._eams.starts[n]
         eams = np.stack([block["eam_prefill"][row], block["eam_decode"][row]])[:, None]

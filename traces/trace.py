@@ -63,12 +63,10 @@ class AnyTrace(ABC):
 
     @cached_property
     def phases(self) -> Phases:
-        """Which phases the trace holds."""
         prefilled = int(self.prompts.sum())
         return "decode" if not prefilled else "both" if prefilled < self.offsets[-1] else "prefill"
 
     def require_sequences(self) -> None:
-        """Raise InputError for a trace that holds EAMs only."""
         if self.meta.mode == AGGREGATE:
             raise InputError(f"{self.name} holds EAMs only, no sequences that could be run: its source counted tokens")
 
@@ -235,7 +233,6 @@ class Trace(AnyTrace):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the routing and the requests."""
         digest = hashlib.sha256(f"{self.name} {self.meta}".encode())
         for array in (self.offsets, *(getattr(self, column) for column in RUN)):
             digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
@@ -249,7 +246,6 @@ class Trace(AnyTrace):
 
     @cached_property
     def prompts(self) -> NDArray[np.int64]:  # type: ignore[override]
-        """[R] tokens of each request that are run as one prefill."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.phase == PREFILL)])
         return np.diff(before[self.offsets])
 

@@ -240,7 +240,6 @@ def _rows_of_a_file(meta: TraceMeta, optional: Iterable[str]) -> int:
 
 
 def _differ(held: TraceMeta, wanted: TraceMeta) -> str:
-    """Return in words what two recordings differ in."""
     a, b = ({**vars(meta), **meta.settings, "settings": None} for meta in (held, wanted))
     return "; ".join(f"{key} was {a.get(key)!r}, now {b.get(key)!r}" for key in {**a, **b} if a.get(key) != b.get(key))
 

@@ -40,7 +40,6 @@ class Profile:
         return Profile(Shape(about["layers"], about["experts"]), tuple(about["traces"]), held)
 
     def require(self, shape: Shape, path: str) -> None:
-        """Raise InputError for the profile of another model."""
         if self.shape != shape:
             ours, theirs = (f"{each.layers} x {each.experts} experts" for each in (shape, self.shape))
             raise InputError(f"{path}: it does not fit this model of {ours}; it was learned from {theirs}")

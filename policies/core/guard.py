@@ -85,7 +85,6 @@ def _raised(cls: type, error: BaseException) -> str:
 
 
 def _defined(cls: type, name: str) -> str:
-    """Return the place of a method, else of the class."""
     for each in own_classes(cls):
         if code := getattr(vars(each).get(name), "__code__", None):
             return f"{code.co_filename}:{code.co_firstlineno}"

@@ -72,7 +72,6 @@ class Split(Placement):
     name, number = "split", SPLIT
 
     def on_host(self, layer: int, misses: Sequence[int], tokens: dict[int, int], costs: Costs) -> list[int]:
-        """Those that the host ends before the link and the GPU would."""
         link_ready, host_ready, chosen = costs.link_ready, costs.host_ready, []
         for expert in misses:
             ended = host_ready + costs.host(tokens[expert])
@@ -106,7 +105,6 @@ class Layers(Placement):
         return self._n
 
     def on_host(self, layer: int, misses: Sequence[int], tokens: dict[int, int], costs: Costs) -> list[int]:
-        """All of the first n layers."""
         return list(misses) if layer < self._n else []
 
 

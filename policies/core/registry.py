@@ -86,7 +86,6 @@ def _source(cls: type) -> str:
 
 
 def preset(name: str) -> Preset | None:
-    """Return the preset of that name, if there is one."""
     return next((preset for preset in PRESETS if preset.name == name), None)
 
 
@@ -173,7 +172,6 @@ def names_another(cls: type[Any]) -> bool:
 
 
 def is_pair(name: str) -> bool:
-    """Return whether `name` stands for an eviction policy and a prefetcher."""
     return all(name in table for table in tables())
 
 

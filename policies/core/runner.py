@@ -57,7 +57,6 @@ class PolicyRunner:
         return residency
 
     def begin_request(self, ordinal: int, seat: int = 0) -> None:
-        """The `ordinal`-th request of the run takes `seat`."""
         self.retention.begin_request(ordinal, seat)
         self.prefetcher.begin_request(ordinal, seat)
 
@@ -86,6 +85,5 @@ class PolicyRunner:
         return self.prefetcher.at_start
 
     def end_request(self, seat: int = 0) -> None:
-        """The last step of the request in `seat` has ended."""
         self.retention.end_request(seat)
         self.prefetcher.end_request(seat)

@@ -17,7 +17,7 @@ from policies.core.policy import NO_INTS, Int, Options, Shape
 from policies.core.stack_distances import lru_misses
 from traces.errors import InputError
 from traces.reader import open_folder
-from traces.steps import PREFILL, RequestSteps
+from traces.steps import PREFILL
 from traces.trace import Trace
 
 
@@ -134,16 +134,13 @@ def read_profile(profile: str, shape: Shape) -> Trace:
 
 
 def _curves_of(profile: str, shape: Shape) -> Int:
-    """Return the miss curves of a trace's decoded tokens, of its prefills if it has none."""
+    """Return the miss curves of the decoded tokens of a trace's requests; of the prefill where one has none."""
     trace = read_profile(profile, shape)
     if trace.aggregate is not None:
         raise InputError(f"the profile {profile} holds EAMs only, no sequences in which LRU could miss")
-    experts = [_latest_phase(trace.steps(i), shape.layers) for i in range(len(trace.requests))]
-    return lru_curves(np.concatenate([NO_INTS, *experts]), shape)
-
-
-def _latest_phase(request: RequestSteps, layers: int) -> Int:
-    """The accesses of a request's decoded tokens; of its prefill if nothing was decoded."""
-    prefills = int((request.phase == PREFILL).sum())
-    decodes = prefills < len(request.phase)
-    return request.experts[request.offsets[prefills * layers] :] if decodes else request.experts
+    accesses = [NO_INTS]
+    for request in map(trace.steps, range(len(trace.requests))):
+        prefills = int((request.phase == PREFILL).sum())
+        decodes = prefills < len(request.phase)
+        accesses.append(request.experts[request.offsets[prefills * shape.layers] :] if decodes else request.experts)
+    return lru_curves(np.concatenate(accesses), shape)

@@ -81,7 +81,6 @@ class Recorder(ResidencyObserver):
             self._write(Act.DEMAND, expert, victim, interrupts=True)
 
     def request_ended(self, cold: bool) -> None:
-        """Note where `--cold` cut."""
         if cold:
             self._paused = NO_EXPERT
             self.script.cuts.append(len(self.script.decisions))

@@ -50,7 +50,6 @@ class Part:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every option, defaults included."""
         declared = dataclasses.fields(self.options) if dataclasses.is_dataclass(self.options) else ()
         return {option.name: getattr(self.options, option.name) for option in declared}
 
@@ -104,7 +103,6 @@ class Option:
 
     @property
     def numeric(self) -> bool:
-        """Whether it is a quantity that can be more or less."""
         return isinstance(self.value, int | float) and not isinstance(self.value, bool) and self.key != SEED
 
 
@@ -166,7 +164,6 @@ class PolicySpec:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers, from a seed."""
         return self.seed is not None
 
     @property
@@ -191,7 +188,6 @@ class PolicySpec:
 
     @property
     def importable(self) -> bool:
-        """Whether another process can run it."""
         return self.evict.importable and self.prefetch.importable
 
     @property

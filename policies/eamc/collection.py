@@ -112,7 +112,6 @@ class Collection:
 
     @property
     def memory_bytes(self) -> int:
-        """Of everything held, whatever it is filled with."""
         return sum(array.nbytes for array in (*self.bucket, *self.waiting))
 
     def learn(self, seat: int = 0) -> None:

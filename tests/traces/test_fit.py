@@ -13,7 +13,7 @@ from sim.analysis import Accesses, belady_misses
 from tests.support.same import assert_same
 from tests.support.strategies import traces
 from traces import DECODE, PREFILL, InputError, Trace, TraceMeta, demo_trace, statistics, write_trace
-from traces.fit import LAGS, OverlapTable, fit, measure, popularity
+from traces.fit import LAGS, fit, measure, overlap_table, popularity
 from traces.importers import import_dump
 from traces.score_model import CLUSTER, KIND, PASSAGE, PASSAGES, REQUEST, RUN, RUN_GOES_ON, Lengths, ScoreModel
 from traces.synthetic import synthetic
@@ -118,7 +118,7 @@ def test_what_a_cluster_shares_makes_its_requests_similar_and_reuse_as_large_as_
     trace = model(4, 16, 4, lengths(40, 0, 200), cluster=0.5).generate(shape(4, 16, 4), 40, seed=0)
     cluster = np.array([int(task[-1]) for task in trace.requests["task"]])
     found = measure(trace, DECODE, cluster)
-    wanted = OverlapTable.of(np.zeros((4, 16)), 4).overlap[:, 5]
+    wanted = overlap_table(np.zeros((4, 16)), 4)[:, 5]
     np.testing.assert_allclose(found.in_cluster.mean(), wanted.mean(), atol=0.02)
     np.testing.assert_allclose(found.at_lag[:, :6].mean(), wanted.mean(), atol=0.02)
     stats = statistics(trace)["decode"].similarity
@@ -130,7 +130,7 @@ def test_what_a_cluster_shares_makes_its_requests_similar_and_reuse_as_large_as_
 def test_neighbouring_requests_share_a_run_and_distant_ones_nothing() -> None:
     trace = model(4, 16, 4, lengths(300, 0, 20), run=0.8).generate(shape(4, 16, 4), 300, seed=0)
     found = measure(trace, DECODE, np.arange(300)).neighbours.mean()
-    same = OverlapTable.of(np.zeros((4, 16)), 4).overlap[:, 8].mean()
+    same = overlap_table(np.zeros((4, 16)), 4)[:, 8].mean()
     assert found == pytest.approx(0.25 + RUN_GOES_ON * (same - 0.25), abs=0.03)
     apart = trace.eams(DECODE).astype(float)
     assert (apart[:-50] * apart[50:]).sum() / (250 * 4 * 20**2 * 4) == pytest.approx(0.25, abs=0.01)

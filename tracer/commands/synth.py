@@ -127,7 +127,6 @@ def synth(
 
 
 def _statistics(trace: Trace) -> dict[str, Any]:
-    """Return the statistics of `moe-trace info`, and the quantiles of the requests' lengths."""
     prefill = trace.prompts
     lengths = {"prefill": prefill, "decode": np.diff(trace.offsets) - prefill}
     quantiles = {"p10": 0.1, "median": 0.5, "p90": 0.9}

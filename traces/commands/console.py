@@ -36,7 +36,6 @@ def say(part: RenderableType) -> None:
 
 
 def say_json(value: object) -> None:
-    """Print a value as JSON on standard output."""
     print(json.dumps(facts.finite(value), indent=1, allow_nan=False), file=out.file)
 
 
@@ -71,7 +70,6 @@ def note(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print one warning line on standard error."""
     err.print(Text.assemble(("warning:", "yellow"), f" {text}"), soft_wrap=True)
 
 

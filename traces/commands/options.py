@@ -22,7 +22,6 @@ class Fields:
 
 
 def typed(**values: Any) -> dict[str, Any]:
-    """Return those of the values that were typed."""
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 

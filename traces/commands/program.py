@@ -42,7 +42,6 @@ class Command(TyperCommand):
         return typer.main.get_command(app)
 
     def make_context(self, *args: Any, **options: Any) -> Any:
-        """Hand over to the described command."""
         return self.described().make_context(*args, **options)
 
 

@@ -49,7 +49,6 @@ def read_csv(source: Source) -> Counts:
 
 
 def _read(path: Path) -> "pd.Series[int]":
-    """Return counts by (layer, expert)."""
     with path.open(encoding="utf-8") as file:
         first = [name.strip() for name in file.readline().split(",")]
     header = not first[0].isdigit()
