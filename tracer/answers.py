@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook, Pass
 from tracer.models import LoadedModel
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 
 Tokens = list[int]
 
@@ -34,10 +34,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raise InputError for what cannot be drawn with: logits divided by less are infinite."""
-        if self.temperature != 0 and not 0.0001 <= self.temperature <= 100:
-            raise InputError(f"temperature {self.temperature}: use 0 (greedy), or a number from 0.0001 to 100")
-        if not 0 <= self.top_p <= 1:
-            raise InputError(f"top_p {self.top_p}: use a number from 0 to 1")
+        warm = self.temperature == 0 or 0.0001 <= self.temperature <= 100
+        refuse(
+            (not warm, f"temperature {self.temperature}: use 0 (greedy), or a number from 0.0001 to 100"),
+            (not 0 <= self.top_p <= 1, f"top_p {self.top_p}: use a number from 0 to 1"),
+        )
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tracer.models import LoadedModel
 from tracer.prompts import PANEL as PROMPTS
 from tracer.prompts import Prompt
 from traces.check import first_fault
-from traces.errors import InputError, unknown
+from traces.errors import InputError, refuse, unknown
 from traces.schema import TraceMeta
 from traces.trace import Trace, concatenate, in_turn, listed
 from traces.typed import Natural, Option, Positive
@@ -72,12 +72,13 @@ class Options:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise unknown("mode", self.mode, MODES)
-        if self.temperature and self.mode == FORCED:
-            raise InputError("`temperature` is for `mode` generate: a response that is forced is not sampled")
-        if self.top_p != 1 and not self.temperature:
-            raise InputError(f"`top_p` {self.top_p} is for sampling: give a `temperature` above 0, or leave it out")
-        if not 1 <= self.part[0] <= self.part[1]:
-            raise InputError(f"`shard` {self.shard!r}: give I/N, such as 2/8 for the second of eight parts")
+        forced, greedy = self.temperature and self.mode == FORCED, self.top_p != 1 and not self.temperature
+        whole = 1 <= self.part[0] <= self.part[1]
+        refuse(
+            (forced, "`temperature` is for `mode` generate: a response that is forced is not sampled"),
+            (greedy, f"`top_p` {self.top_p} is for sampling: give a `temperature` above 0, or leave it out"),
+            (not whole, f"`shard` {self.shard!r}: give I/N, such as 2/8 for the second of eight parts"),
+        )
 
     @property
     def sampling(self) -> Sampling:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from traces import facts
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 
 Row = dict[str, Any]
 
@@ -43,11 +43,11 @@ def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table
 
     Raise InputError with the line that cannot be read.
     """
-    if not path.exists():
-        raise InputError(f"no prompts at {path}: there is no such file or folder")
     name = path.name.removesuffix(".gz")
-    if not name.endswith(ENDINGS):
-        raise InputError(f"{path}: prompts are read from {', '.join(ENDINGS)}, also as .gz")
+    refuse(
+        (not path.exists(), f"no prompts at {path}: there is no such file or folder"),
+        (not name.endswith(ENDINGS), f"{path}: prompts are read from {', '.join(ENDINGS)}, also as .gz"),
+    )
     if name.endswith(".parquet"):
         return Table(pq.read_table(path.absolute(), partitioning=None).to_pylist())
     content = path.read_bytes()

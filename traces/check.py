@@ -89,9 +89,8 @@ def check_ids(
     ids = experts[row, layer].tolist()
     token = row - int(offsets[request])
     place = f"{where}: request {first + request}, token {token}, MoE layer {layer}: expert ids {ids}"
-    if code == _RANGE:
-        raise InputError(f"{place} go beyond the {meta.experts} experts of the model")
-    raise InputError(f"{place} repeat an expert")
+    fault = f"go beyond the {meta.experts} experts of the model" if code == _RANGE else "repeat an expert"
+    raise InputError(f"{place} {fault}")
 
 
 def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], where: str, first: int = 0) -> None:

@@ -14,7 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from traces.compiled import loop
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 from traces.output import check_file, make_folder, replacing
 from traces.steps import DECODE, PREFILL
 from traces.trace import PER_ROW, Trace
@@ -138,12 +138,11 @@ def check_target(out: Path, to: str, overwrite: bool) -> None:
 
 def of_phase(trace: Trace, phase: str) -> Trace:
     """Return the rows of one phase, prefill or decode, or of both. Raises InputError if there are none."""
-    if trace.aggregate is not None:
-        raise InputError(f"{trace.name} holds EAMs only, no sequence of accesses that could be exported")
-    if phase != "both" and trace.phases not in (phase, "both"):
-        raise InputError(f"{trace.name} holds no {phase}: leave --phase out")
-    if not len(trace.experts):
-        raise InputError(f"{trace.name} holds no tokens")
+    refuse(
+        (trace.aggregate is not None, f"{trace.name} holds EAMs only, no sequence of accesses that could be exported"),
+        (phase != "both" and trace.phases not in (phase, "both"), f"{trace.name} holds no {phase}: leave --phase out"),
+        (not len(trace.experts), f"{trace.name} holds no tokens"),
+    )
     if phase in ("both", trace.phases):
         return trace
     keep = trace.phase == (PREFILL if phase == "prefill" else DECODE)

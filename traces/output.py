@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 
 MARKER = ".moe-expert-cache"
 LOCK = ".moe-expert-cache.lock"
@@ -92,14 +92,13 @@ def check_file(path: Path, overwrite: bool = False, read: Path | None = None) ->
     """
     refuse_address(path)
     if path.exists():
-        if not path.is_file():
-            raise InputError(f"cannot write {path}: it is a folder or a device; name a file")
-        if of := marked(path.parent).get(path.name):
-            raise InputError(f"{path} was written by {of}: it is left alone; name another file")
-        if not overwrite:
-            raise InputError(f"{path} exists: replace it with --overwrite, or name another file")
-        if read is not None and read.exists() and path.samefile(read):
-            raise InputError(f"{path} is read and cannot be written at the same time; name another file")
+        of, is_read = marked(path.parent).get(path.name), read is not None and read.exists() and path.samefile(read)
+        refuse(
+            (not path.is_file(), f"cannot write {path}: it is a folder or a device; name a file"),
+            (of, f"{path} was written by {of}: it is left alone; name another file"),
+            (not overwrite, f"{path} exists: replace it with --overwrite, or name another file"),
+            (is_read, f"{path} is read and cannot be written at the same time; name another file"),
+        )
     with replacing(path, keep=False) as part:
         part.touch()
 

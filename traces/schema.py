@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Meta
 
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 from traces.facts import parse_json
 from traces.typed import typed
 
@@ -51,10 +51,12 @@ class TraceMeta:
 
     def __post_init__(self) -> None:
         most = 1 << 31  # the length of an EAM, which Parquet counts in 31 bits
-        if not 1 <= self.top_k <= self.experts < 65535 or not 1 <= self.layers * self.experts < most:
-            raise InputError(f"no model has {self.layers} MoE layers x {self.experts} experts, top-{self.top_k}")
-        if not len(set(self.layer_names)) == len(self.layer_names) == self.layers:
-            raise InputError(f"{self.layers} MoE layers need as many different layer_names: {self.layer_names}")
+        possible = 1 <= self.top_k <= self.experts < 65535 and 1 <= self.layers * self.experts < most
+        named = len(set(self.layer_names)) == len(self.layer_names) == self.layers
+        refuse(
+            (not possible, f"no model has {self.layers} MoE layers x {self.experts} experts, top-{self.top_k}"),
+            (not named, f"{self.layers} MoE layers need as many different layer_names: {self.layer_names}"),
+        )
 
     @property
     def id_type(self) -> np.dtype[np.unsignedinteger]:

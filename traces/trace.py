@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from traces.check import check_finite, check_ids, check_lookahead, check_steps, count_eams, first_fault
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 from traces.index import Index
 from traces.reader import HEARD, Folder, Listed, numpy, open_folder, require_known
 from traces.schema import AGGREGATE, TraceMeta
@@ -200,9 +200,8 @@ class Trace(AnyTrace):
         ids = np.concatenate([_integers(f"{name}: expert ids", array) for array in requests])
         _, L, k = ids.shape
         meta = TraceMeta(model, L, num_experts, k, tuple(f"layers.{layer}" for layer in range(L)), mode="import")
-        if fault := first_fault(ids, num_experts):
-            row, layer, reason = fault
-            raise InputError(f"{name}: token row {row}, MoE layer {layer}: {reason}")
+        row, layer, reason = first_fault(ids, num_experts) or (0, 0, "")
+        refuse((reason, f"{name}: token row {row}, MoE layer {layer}: {reason}"))
         lengths = np.array([len(array) for array in requests], np.int64)
         prompts = np.broadcast_to(_integers(f"{name}: prompt_tokens", prompt_tokens), lengths.shape)
         if (wrong := (prompts < 0) | (prompts > lengths)).any():

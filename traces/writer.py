@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from traces import parquet
 from traces.check import check_finite
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 from traces.index import Index
 from traces.location import Location
 from traces.output import ELSEWHERE, LOCK, only_writer, refuse_address
@@ -56,18 +56,15 @@ def check_target(folder: Path, overwrite: bool, resume: bool = False, read: Iter
     Changes nothing.
     """
     refuse_address(folder)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; {ELSEWHERE}")
-    if any(not each.remote and folder.exists() and folder.samefile(each.root) for each in read):
-        raise InputError(f"{folder} is read and cannot be written at the same time; choose another folder with --out")
-    files = _files(folder)
-    if files is None:
-        raise InputError(f"{folder} is not empty and not a trace: it is left alone; {ELSEWHERE}")
-    if files and not overwrite and not resume:
-        raise InputError(
-            f"{folder} already holds a trace: replace it with --overwrite, or choose another folder; "
-            "`record --resume` continues with a recording that was interrupted"
-        )
+    files, exists = _files(folder), folder.exists()
+    is_read = exists and any(not each.remote and folder.samefile(each.root) for each in read)
+    held = f"{folder} already holds a trace: replace it with --overwrite, or choose another folder; "
+    refuse(
+        (exists and not folder.is_dir(), f"{folder} is a file; {ELSEWHERE}"),
+        (is_read, f"{folder} is read and cannot be written at the same time; choose another folder with --out"),
+        (files is None, f"{folder} is not empty and not a trace: it is left alone; {ELSEWHERE}"),
+        (files and not overwrite and not resume, f"{held}`record --resume` continues with an interrupted recording"),
+    )
 
 
 def _files(folder: Path) -> list[Path] | None:

@@ -10,7 +10,7 @@ from policies.core.policy import Shape
 from policies.core.spec import HALVES, make_policy
 from policies.eamc.eamc import EamcPrefetcher, EamcRetention, Predictor, observe
 from policies.eamc.matching import REQUEST
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
@@ -47,8 +47,7 @@ def predictor_of(policy: str, shape: Shape, capacity: int | None = None) -> Pred
         raise InputError(f"{policy} learns no EAMs: name eamc, with options, or a preset of it")
     if capacity is not None:
         option = next(one for one in spec.declared() if one.key == "capacity" and name in one.parts)
-        if option.stated:
-            raise InputError(f"{policy} states its capacity: leave out --capacity {capacity}")
+        refuse((option.stated, f"{policy} states its capacity: leave out --capacity {capacity}"))
         spec = spec.with_options({option.name: capacity})
     predictor: Predictor = getattr(spec, name).build(shape).predictor
     return predictor

@@ -19,7 +19,7 @@ import numpy as np
 from policies.core.policy import Float, Int, Options, Shape, bounded
 from policies.eamc import matching
 from policies.eamc.matching import ITERATION, NO_MATCH, REQUEST, SIZE, TIE, Bucket
-from traces.errors import InputError, unknown
+from traces.errors import refuse, unknown
 
 CHOICES = {
     "source": ("iteration", "request", "both"),
@@ -54,14 +54,16 @@ class EamcOptions(Options, policy="eamc"):
         for option, known in CHOICES.items():
             if getattr(self, option) not in known:
                 raise unknown(f"{option} of eamc", getattr(self, option), known)
-        if not 1 <= self.matches <= self.capacity:
-            raise InputError(f"eamc needs matches of 1 to its capacity, {self.capacity}, not {self.matches}")
-        if self.layers == "future" and self.source != "request":
-            raise InputError(
-                "eamc matches layers=future with source=request only: the iEAM has no rows after the current layer"
-            )
-        if self.keep != "ratio" and self.decay != "first":
-            raise InputError(f"eamc:keep={self.keep} has no use for decay={self.decay}, which weighs ratios")
+        few, ahead = 1 <= self.matches <= self.capacity, self.layers == "future" and self.source != "request"
+        weighs = self.keep != "ratio" and self.decay != "first"
+        refuse(
+            (not few, f"eamc needs matches of 1 to its capacity, {self.capacity}, not {self.matches}"),
+            (
+                ahead,
+                "eamc matches layers=future with source=request only: the iEAM has no rows after the current layer",
+            ),
+            (weighs, f"eamc:keep={self.keep} has no use for decay={self.decay}, which weighs ratios"),
+        )
 
 
 class Collection:

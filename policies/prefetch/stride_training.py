@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from policies.core.policy import Int, Single
 from policies.prefetch.stride import Predictor
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 from traces.steps import DECODE
 from traces.trace import Trace
 
@@ -34,9 +34,7 @@ class Training:
 
     def __post_init__(self) -> None:
         least = {"--stride": (self.stride, 1), "--back": (self.back, 1), "--epochs": (self.epochs, 1)}
-        for option, (value, lowest) in least.items():
-            if value < lowest:
-                raise InputError(f"{option} {value}: must be at least {lowest}")
+        refuse(*((value < low, f"{option} {value}: must be at least {low}") for option, (value, low) in least.items()))
 
 
 @dataclass(frozen=True)

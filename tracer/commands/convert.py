@@ -8,7 +8,7 @@ import typer
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, TraceArgument, report
 from tracer.torch_dumps import load
 from traces.commands import console
-from traces.errors import InputError, unknown
+from traces.errors import refuse, unknown
 from traces.export import FORMATS, of_phase
 from traces.export import check_target as check_export
 from traces.importers import Options, import_dump
@@ -70,8 +70,8 @@ def export(
         raise unknown("format", to, FORMATS)
     if phase not in ("prefill", "decode", "both"):
         raise unknown("phase", phase, ("prefill", "decode", "both"))
-    if expert_bytes is not None and to != "oracleGeneral":
-        raise InputError(f"--expert-bytes belongs to oracleGeneral, not to {to}: leave it out")
+    odd = expert_bytes is not None and to != "oracleGeneral"
+    refuse((odd, f"--expert-bytes belongs to oracleGeneral, not to {to}: leave it out"))
     check_export(out, to, overwrite)
     columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id")}[to]
     held = of_phase(Trace.read(trace, columns), phase)

@@ -16,7 +16,7 @@ from tracer.prompts import Columns, read_prompts
 from tracer.record import GENERATE, Options
 from tracer.record import record as record_routing
 from traces.commands import console
-from traces.errors import InputError
+from traces.errors import refuse
 from traces.writer import check_target
 
 
@@ -85,10 +85,11 @@ def record(
 
       moe-trace record --model ./my-model --prompts mmlu/ --mode teacher-forced --offload disk --max-memory 8GiB
     """
-    if overwrite and resume:
-        raise InputError("--overwrite starts again and --resume continues: give one of them")
-    if columns.response_column is not None and options.mode == GENERATE:
-        raise InputError("--response-column is for --mode teacher-forced: name that mode, or leave the option out")
+    unforced = columns.response_column is not None and options.mode == GENERATE
+    refuse(
+        (overwrite and resume, "--overwrite starts again and --resume continues: give one of them"),
+        (unforced, "--response-column is for --mode teacher-forced: name that mode, or leave the option out"),
+    )
     if prompts is None:
         columns = replace(columns, dataset=columns.dataset or "demo")
     chosen = read_prompts(prompts or demo.PROMPTS, columns)
