@@ -5,7 +5,6 @@ under the entry point group `moe_expert_cache.policies`, each naming a module wh
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -81,8 +80,7 @@ def _register(table: dict[str, Any], name: str, oracle: bool) -> Callable[[Any],
 
 def _source(cls: type) -> str:
     """Return the file that defines a class: the halves of a pair are of one, and one that has changed is run again."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return os.path.realpath(file) if file else cls.__module__
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
 
 
 def preset(name: str) -> Preset | None:

@@ -54,10 +54,10 @@ class EamcOptions(Options, policy="eamc"):
         for option, known in CHOICES.items():
             if getattr(self, option) not in known:
                 raise unknown(f"{option} of eamc", getattr(self, option), known)
-        few, ahead = 1 <= self.matches <= self.capacity, self.layers == "future" and self.source != "request"
+        some, ahead = 1 <= self.matches <= self.capacity, self.layers == "future" and self.source != "request"
         weighs = self.keep != "ratio" and self.decay != "first"
         refuse(
-            (not few, f"eamc needs matches of 1 to its capacity, {self.capacity}, not {self.matches}"),
+            (not some, f"eamc needs matches of 1 to its capacity, {self.capacity}, not {self.matches}"),
             (
                 ahead,
                 "eamc matches layers=future with source=request only: the iEAM has no rows after the current layer",

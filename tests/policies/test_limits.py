@@ -18,6 +18,7 @@ from policies.core import (
     alone,
     available,
     limiter,
+    make_policy,
     parse,
 )
 from policies.core.limits import Limiter
@@ -215,7 +216,7 @@ def test_a_limit_that_never_bites_changes_nothing_of_a_run(name):
     plain = run(f"lru+{name}")
     assert plain.prefetch_transfers.sum() > 50
     for limit in ({"depth": 4}, {"threshold": -1e9}, {"budget": 1000.0}):
-        assert logged(run(parse(f"lru+{name}", **limit), window=1.0)) == logged(plain), limit
+        assert logged(run(make_policy(f"lru+{name}", **limit), window=1.0)) == logged(plain), limit
 
 
 def test_a_budget_makes_fewer_transfers():

@@ -79,17 +79,6 @@ def test_a_registered_class_that_sees_the_future_is_an_oracle(cls, monkeypatch):
     assert parse("sees-all").oracle
 
 
-def test_a_file_that_is_found_through_a_link_is_the_same_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_retention", dict(registry.tables()[0]))
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    head = "from policies.core.policy import ScorePolicy\nfrom policies.core.registry import retention\n"
-    (tmp_path / "real/linked.py").write_text(f"{head}@retention('linked')\nclass Mine(ScorePolicy):\n    pass\n")
-    (tmp_path / "real/derived.py").write_text("import linked\nclass Derived(linked.Mine):\n    pass\n")
-    monkeypatch.syspath_prepend(tmp_path / "link")
-    assert parse(f"{tmp_path}/real/linked.py:Mine") != parse(f"{tmp_path}/real/derived.py:Derived")
-
-
 def test_a_file_that_registers_a_pair_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
     retention, prefetch = registry.tables()
     monkeypatch.setattr(registry, "_retention", dict(retention))

@@ -284,19 +284,6 @@ def test_a_profile_never_costs_misses_on_itself(home):
 # As typed
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("lru@layr", "unknown scope 'layr'; did you mean layer?"),
-    ],
-)
-def test_a_wrong_scope_is_one_line_that_helps(typed, says):
-    with pytest.raises(InputError) as caught:
-        parse(typed)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_scope_belongs_to_the_text_and_to_the_options_of_a_policy():
     spec = parse("eamc:capacity=3+popular:n=2@layer:profile=some/trace")
     assert (spec.evict.values["capacity"], spec.prefetch.values["n"]) == (3, 2)

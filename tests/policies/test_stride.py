@@ -19,7 +19,7 @@ from policies.prefetch.stride_training import probabilities
 from policies.random_routing import scripts
 from sim.commands import main
 from tests.support.tiny import SIZES
-from traces import DECODE, InputError, concatenate, write_trace
+from traces import DECODE, InputError, write_trace
 from traces.synthetic import synthetic
 
 
@@ -218,38 +218,10 @@ def test_the_command_trains_tests_and_writes_what_a_sweep_takes(moe_sim, tmp_pat
     assert code == 0, err
 
 
-def test_the_command_says_why_it_prints_no_accuracy(moe_sim, tmp_path):
-    decoded = follows(seed=1, tokens=3)
-    prompt = synthetic(requests=1, tokens=0, layers=4, experts=6, top_k=1, seed=0, prompt_tokens=9)
-    prompt = replace(prompt, meta=decoded.meta, requests=prompt.requests.assign(id="prompt"))
-    write_trace(concatenate([decoded, prompt]), tmp_path / "t")
-    _, out, _ = moe_sim("train-stride", "t", "--out", "few.npz")
-    assert f"no accuracy: --held-out 0.1 of {len(decoded.requests) + 1} requests is less than one\n" in out
-    _, out, _ = moe_sim("train-stride", "t", "--out", "prompt.npz", "--held-out", 0.2)
-    assert "no accuracy: the last 1 requests, which were held out, have no decoded tokens\n" in out
-
-
 def test_the_command_holds_out_the_share_of_the_requests_that_is_written(moe_sim, tmp_path):
     write_trace(synthetic(requests=100, tokens=1, layers=2, experts=2, top_k=1, seed=0), tmp_path / "t")
     _, out, _ = moe_sim("train-stride", "t", "--out", "s.npz", "--epochs", 1, "--held-out", 0.29)
     assert "of the choices of the last 29 requests" in out
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        (("--stride", 0), "--stride 0: must be at least 1"),
-        (("--stride", 4), "--stride 4: a model of 4 MoE layers"),
-        (("--held-out", 1), "--held-out 1.0: a share"),
-    ],
-)
-def test_what_cannot_be_trained_is_one_line(moe_sim, tmp_path, typed, says):
-    write_trace(follows(seed=1, tokens=3), tmp_path / "t")
-    code, _, err = moe_sim("train-stride", "t", "--out", "s.npz", *typed)
-    assert code == 2
-    assert says in err
-    assert len(err.strip().splitlines()) == 1
-    assert {file.name for file in tmp_path.iterdir()} == {"t"}
 
 
 def test_a_trace_of_prompts_alone_is_refused_unless_as_decode(moe_sim, tmp_path):

@@ -15,9 +15,7 @@ import pytest
 
 from policies.core import Shape, Term, file_and_class, parse
 from policies.core.grammar import read_term
-from sim.engines.simpy_engine import simulate
-from sim.loop import Requests, gpu_run
-from sim.profiles.timing import FixedTiming, Link
+from sim.loop import Requests
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces import InputError, write_trace
@@ -145,16 +143,6 @@ def test_a_class_in_a_file_is_a_policy_like_any_other(home, monkeypatch):
     assert type(parse(f"{home / 'fading.py'}:Fading").build(Shape(1, 1))[0]) is type(keeper), "imported once"
 
 
-def test_a_changed_file_is_read_again(tmp_path):
-    file = tmp_path / "mine.py"
-    for n, base in enumerate(("ScorePolicy", "Prefetcher")):
-        file.write_text(f"from policies.core.policy import {base}\nclass Mine({base}):\n    pass\n")
-        os.utime(file, (n, n))
-        assert (
-            parse(f"lru+{file}:Mine" if n else f"{file}:Mine").options()["prefetch" if n else "evict"]["name"] == "Mine"
-        )
-
-
 def test_an_edit_of_the_same_second_and_length_is_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     file = tmp_path / "mine.py"
@@ -212,29 +200,3 @@ def test_a_path_of_another_system_and_values_with_colons_are_told_apart():
     assert file_and_class(mine) == (r"C:\policies\mine.py", "Keeps")
     assert read_term("eamc:capacity=3:eps=0.1") == Term("eamc", (("capacity", "3"), ("eps", "0.1")))
     assert read_term("static:profile=a.py:b") == Term("static", (("profile", "a.py"), ("b", None)))
-
-
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        ("np.array([-1]), np.ones(1)", "ids that no expert has: -1 to -1"),
-        ("np.array([48]), np.ones(1)", "ids that no expert has: 48 to 48"),
-        ("np.array([1, 2]), np.ones(1)", r"ids and priorities of different shapes: \(2,\), \(1,\)"),
-        ("np.array([1, 1]), np.ones(2)", "an expert twice"),
-        ("np.array([1]), np.array([np.nan])", "priorities that are not all finite"),
-        ("[1], [2.0]", "something else than int64 ids and float64 priorities"),
-        ("np.array([1], np.int32), np.ones(1)", "something else than int64 ids and float64 priorities"),
-        ("None", "something else than int64 ids and float64 priorities"),
-    ],
-)
-def test_a_proposal_that_compiled_code_cannot_take_is_told_in_one_line(tmp_path, answer, error):
-    file = tmp_path / "wild.py"
-    file.write_text(
-        "import numpy as np\nfrom policies.core.policy import Prefetcher\n\n\nclass Wild(Prefetcher):\n"
-        f'    """Proposes what it should not."""\n\n    def propose(self, event):\n        return {answer}\n'
-    )
-    requests = [TRACE.steps(i) for i in range(3)]
-    with pytest.raises(InputError, match=f"wild.py:8: it proposes {error}"):
-        simulate(
-            gpu_run(requests, Shape(3, 16), 8, parse(f"lru+{file}:Wild"), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8))
-        )

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from replay.commands import main as replay_main
 from tests.support import remote_code
-from tests.support.architectures import COMMON
 from tests.support.command import Run, run
 from tests.support.same import assert_same
 from tests.support.tokenizer import byte_tokenizer
@@ -91,21 +88,6 @@ def test_an_interrupted_recording_ends_with_130_and_is_readable(
         f"{tmp_path / 't'}, and --resume continues with them"
     )
     assert len(Trace.read(tmp_path / "t").requests) == 2
-
-
-def test_the_command_as_a_process_is_interrupted_the_same_way(tmp_path: Path) -> None:
-    out = tmp_path / "t"
-    code = f"from traces import writer; writer.FLUSH_SECONDS = 0.5; {COMMAND[-1]}"
-    process = subprocess.Popen(
-        [*COMMAND[:-1], code, "record", "--max-new-tokens", "100", "--out", str(out)], stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 120
-    while not (out / "requests").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)  # most likely while the first file is being written
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"interrupted after {len(Trace.read(out).requests)} of 64 requests" in errors.splitlines()[-1]
 
 
 def test_info_prints_the_facts_as_table_and_as_json(moe_trace: Run) -> None:
@@ -196,23 +178,6 @@ def test_a_checkpoint_that_lacks_weights_is_refused(
     model = changed_demo(tmp_path / "m", {}, keep=lambda name: not re.search(lacks, name))
     refuses("record", "--model", model, "--out", tmp_path / "t", reason=named)
     assert not (tmp_path / "t").exists()
-
-
-def test_a_model_without_experts_is_refused(tmp_path: Path, refuses: Callable[..., None]) -> None:
-    shutil.copytree(demo.MODEL, tmp_path / "dense", ignore=shutil.ignore_patterns("config.json", "model.*"))
-    LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_experts_per_tok": 1})).save_pretrained(tmp_path / "dense")
-    refuses("record", "--model", tmp_path / "dense", "--out", tmp_path / "t", reason="no routed experts")
-    assert not (tmp_path / "t").exists()
-
-
-def test_options_that_cannot_be_used_are_refused_before_anything_is_loaded(
-    tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]
-) -> None:
-    refuses("record", "--out", "/proc/trace", reason="cannot write to /proc/trace")
-    refuses("record", "--prompts", tmp_path / "none.txt", reason="no prompts at")
-    refuses("record", "--out", tmp_path / "t", "--dtype", "bfloat", reason="did you mean bfloat16")
-    refuses("record", "--out", tmp_path / "t", "--device", "gpu", reason="device 'gpu'")
-    assert moe_trace("record", "--max-new-tokens", 0).returncode == 2
 
 
 def test_an_interrupted_recording_is_resumed_by_the_same_command(

@@ -162,13 +162,6 @@ def test_a_value_that_is_no_number(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "never").exists()
 
 
-def test_writing_over_a_trace_needs_a_word(folder: Path) -> None:
-    with pytest.raises(InputError, match="--overwrite"):
-        write_trace(GOOD, folder)
-    write_trace(GOOD.head(1), folder, overwrite=True)
-    assert len(Trace.read(folder).requests) == 1
-
-
 def test_a_writer_of_a_whole_trace_that_is_killed_leaves_the_old_one(folder: Path) -> None:
     assert subprocess.run([sys.executable, "-c", WRITER, folder, "7", "whole"]).returncode == 9
     assert (folder / UNFINISHED).is_dir()

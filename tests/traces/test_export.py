@@ -17,7 +17,7 @@ from policies.core import parse
 from sim.engines import count
 from tests.support import strategies
 from tests.support.dumps import known, same
-from traces import AGGREGATE, DECODE, PREFILL, InputError, Trace, demo_trace, export
+from traces import DECODE, PREFILL, InputError, Trace, demo_trace, export
 from traces.importers import import_dump
 from traces.synthetic import synthetic
 from traces.trace import Phases
@@ -165,36 +165,6 @@ def test_one_phase_is_the_rows_of_that_phase() -> None:
     assert export.of_phase(trace, "both") is trace
     with pytest.raises(InputError, match="holds no prefill"):
         export.of_phase(decode, "prefill")
-
-
-def test_a_trace_without_sequences_cannot_be_exported() -> None:
-    trace = known()
-    meta = replace(trace.meta, mode=AGGREGATE)
-    counted = replace(trace, meta=meta, aggregate=np.ones((2, 3, 24), np.uint32))
-    with pytest.raises(InputError, match="EAMs only"):
-        export.of_phase(counted, "both")
-
-
-def test_a_file_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(export, "_link", fail)
-    with pytest.raises(InputError, match="No space left"):
-        export.export_oracle_general(known(), tmp_path / "x")
-    assert not list(tmp_path.iterdir())
-
-
-def test_existing_files_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "x.json").touch()
-    with pytest.raises(InputError, match=r"x\.json exists"):
-        export.check_target(tmp_path / "x.npz", "npz", overwrite=False)
-    export.check_target(tmp_path / "x.npz", "npz", overwrite=True)
-    export.check_target(tmp_path / "x.npz", "csv", overwrite=False)
-    with pytest.raises(InputError, match=r"must end in \.npz"):
-        export.check_target(tmp_path / "x", "npz", overwrite=False)
-    with pytest.raises(InputError, match="is a folder"):
-        export.check_target(tmp_path, "csv", overwrite=True)
 
 
 def test_both_phases_survive_the_way_through_npz(tmp_path: Path) -> None:

@@ -289,11 +289,6 @@ def test_a_trace_of_counts_alone_is_told_apart(tmp_path: Path) -> None:
     assert shards.offsets.tolist() == [0, 0, 0]
 
 
-def test_head_says_how_many_requests_there_are() -> None:
-    with pytest.raises(InputError, match="demo holds 64 requests; it cannot give the first 65"):
-        Shards.open(demo_trace()).head(65)
-
-
 def test_a_trace_that_is_replaced_while_it_is_played_is_told(tmp_path: Path) -> None:
     write_trace(synthetic(6, 5, 2, 6, 2, seed=0), tmp_path / "t")
     shards = Shards.open(tmp_path / "t")
