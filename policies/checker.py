@@ -223,9 +223,10 @@ def _alike(one: Drive, other: Drive, upto: int | None, complaint: str) -> None:
 
 
 def _shown(decision: tuple[Any, ...]) -> str:
-    if decision[0] == "start":
-        return f"expert {decision[1]} replaces {decision[2]}" if decision[2] >= 0 else f"expert {decision[1]} is loaded"
-    return f"{decision[1]} proposed at {decision[2]}"
+    what, expert, other = decision
+    if what == "propose":
+        return f"{expert} proposed at {other}"
+    return f"expert {expert} replaces {other}" if other >= 0 else f"expert {expert} is loaded"
 
 
 def _us_per_event(spec: PolicySpec, seed: int) -> float:

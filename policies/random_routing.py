@@ -38,10 +38,7 @@ class Script:
         return [_steps(i, request, self.shape) for i, request in enumerate(self.play)]
 
     def with_another_future(self, cut: int, rng: random.Random) -> "Script":
-        """The same first `cut` events, and the phase of the step behind them; then other routing, lengths and requests.
-
-        A step's phase is known when it starts, before its first event.
-        """
+        """Return the same first `cut` events and the phase of the step that runs; then other routing and requests."""
         L, E = self.shape.layers, self.shape.experts
         play: Play = []
         for request in self.play:

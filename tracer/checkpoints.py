@@ -88,10 +88,7 @@ def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bo
 
 
 def _class_for(source: str, config: Any) -> Any:
-    """Return the auto class that loads a model which answers text: the one that the checkpoint was saved from, if any.
-
-    Raise InputError for a model that does not answer.
-    """
+    """Return the auto class that loads a model which answers: that it was saved from, if any. Raise InputError."""
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
     fitting: dict[Any, Any] = {
@@ -126,7 +123,5 @@ def require_weights(source: str, loading: dict[str, Any]) -> None:
 def notes_of(loading: dict[str, Any]) -> tuple[str, ...]:
     """Return a note of weights for which the model has no place, as of layers that its config.json does not count."""
     surplus = sorted(loading["unexpected_keys"])
-    if not surplus:
-        return ()
     such = f"{len(surplus)} weights of the checkpoint, such as {', '.join(surplus[:3])}"
-    return (f"{such}, have no place in the model that its config is of",)
+    return (f"{such}, have no place in the model that its config is of",) if surplus else ()

@@ -54,10 +54,7 @@ def read_gates(gates: list[Gate], outputs: list[Any], tokens: int) -> Tensor:
 
 
 def find_gate(site: Site, output: Any, index: Tensor, weights: Tensor) -> Gate:
-    """The reading of the router's `output` that explains the weights [T, k] of the chosen index [T, k].
-
-    Raises InputError naming the site if none does, or if there is no router or no weights to explain.
-    """
+    """Return the reading of `output` that explains the weights [T, k] of index [T, k]. InputError if none does."""
     best, least = None, TOLERANCE
     scored = [] if output is None or not site.weighted else site.gate_logits(output, len(index))
     for part, scores in enumerate(scored):

@@ -91,10 +91,7 @@ class ExpertsHook:
 
     @property
     def alone(self) -> bool:
-        """Whether requests must run one at a time: others in a batch, or padding, would change their routing.
-
-        So it is where experts have a capacity, and where an indexer picks the tokens that attention sees.
-        """
+        """Whether others in a batch would change a request's routing: by capacity, or an indexer of tokens."""
         indexed = any("Indexer" in type(module).__name__ for module in self.model.modules())
         return indexed or any(site.alone for site in self.sites)
 

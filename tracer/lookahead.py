@@ -67,10 +67,7 @@ class Lookahead:
         raise _AnswerError((index, weights))
 
     def check(self, choices: Iterable[tuple[Site, Tensor]]) -> None:
-        """Require of a first pass that each layer, tried on its own states, gave the index [T, k] that it then used.
-
-        Raises InputError naming the layer of which that does not hold.
-        """
+        """Raise InputError unless each layer, tried on its own states, gave the index [T, k] that it then used."""
         own = self._own or {}
         for site, index in choices:
             if site not in own or not torch.equal(own[site][0], index):

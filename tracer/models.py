@@ -83,10 +83,7 @@ class LoadedModel:
         return int(next(token for token in named if token is not None))
 
     def prompt_tokens(self, said: Sequence[str], template: bool) -> list[int]:
-        """The tokens of a conversation, user and model in turn, that the model is to continue with.
-
-        By the tokenizer's chat template, if `template` and it has one; else the texts, a line break between them.
-        """
+        """Return the tokens of texts of user and model in turn: by the chat template if `template`, else as lines."""
         if template:
             roles = cycle(("user", "assistant"))
             return self.chat_tokens([{"role": role, "content": text} for role, text in zip(roles, said, strict=False)])

@@ -158,10 +158,7 @@ class Recording:
         self._has_warned = False
 
     def traces(self, done: int = 0, step: int = 0) -> Iterator[tuple[int, Trace]]:
-        """Yield, batch by batch, how many requests were answered, and their trace; the first `done` are passed over.
-
-        step: number of the next step.
-        """
+        """Yield, by batch, how many requests were answered and their trace, behind the first `done`, from `step` on."""
         for number, batch in self._batches:
             requests = sum(len(prompt.turns) for prompt in batch)
             if done:

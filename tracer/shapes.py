@@ -34,10 +34,7 @@ class Profile:
 
 
 def shape_of(model: str) -> tuple[str, Shape]:
-    """Return the hub id, or else the name, and the shape of a model: of a shipped profile, or of a TOML file's path.
-
-    Raises InputError for an unknown model, a file that is no model profile, and an encoder-decoder.
-    """
+    """Return hub id or name, and shape, of a shipped model profile or of a TOML file. Raise InputError."""
     path = PROFILES / f"{model}.toml"
     if not path.is_file():
         path = expanded(model)

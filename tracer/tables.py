@@ -39,10 +39,7 @@ def is_table(path: Path) -> bool:
 
 
 def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table:
-    """Return the rows of a file. headless: whether these lines of a CSV have no header; its columns are "0", "1", ...
-
-    Raise InputError with the line that cannot be read.
-    """
+    """Return the rows of a file. headless: whether these lines of a CSV have no header; columns are "0", "1", ..."""
     name = path.name.removesuffix(".gz")
     refuse(
         (not path.exists(), f"no prompts at {path}: there is no such file or folder"),

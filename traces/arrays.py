@@ -28,11 +28,7 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
 def read_described(
     path: Path | str, form: str, what: str, advice: str
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Return what a .npz of ours says of itself, a JSON text in `about`, and its other arrays.
-
-    Raises InputError, one line with what it should be and what to do, for a file that is missing, damaged, or not of
-    the format `form`.
-    """
+    """Return `about`, the JSON in a .npz of ours, and its other arrays. InputError unless it is of format `form`."""
     try:
         held = read_npz(Path(path))
         about = parse_json(str(held.pop("about")), "what it says of itself")

@@ -21,9 +21,7 @@ _OK, _RANGE, _REPEAT, _EAM = range(4)
 
 
 def check_requests(requests: pd.DataFrame, prefill: Int, decode: Int, where: str) -> None:
-    """Compare each request's token counts with the rows [R] of each phase that it has: prefill rows are none or the
-    prompt, decode rows are its output tokens but the last (which is never fed back).
-    """
+    """Compare token counts with rows [R] of each phase: prefill none or the prompt, decode the output less one."""
     prompt = requests["prompt_tokens"].fillna(0).to_numpy(np.int64)
     output = requests["output_tokens"].to_numpy(np.int64)
     for what, listed, rows in (
@@ -47,10 +45,7 @@ def check_unique(ids: "pd.Series[str]", where: str) -> None:
 def check_steps(
     step: NDArray[np.uint32], phase: NDArray[np.uint8], offsets: NDArray[np.int64], where: str, first: int = 0
 ) -> None:
-    """Compare the step of each row with that of the row before it in its request, whose number is `first` or more.
-
-    Rows of a prefill may share a step; a decoded token has one of its own, after all before it.
-    """
+    """Require steps to ascend in a request, a decoded token to have its own. `first`: number of the first request."""
     wrong = (step[1:] < step[:-1]) | ((step[1:] == step[:-1]) & (phase[1:] == DECODE))
     begins = offsets[1:-1]
     wrong[begins[(begins > 0) & (begins < len(step))] - 1] = False
@@ -77,10 +72,7 @@ def check_ids(
     where: str,
     first: int = 0,
 ) -> None:
-    """Check ids and EAMs. experts: [tokens, L, k]; eams: [2, requests, L * E] as listed with the requests.
-
-    The first request is number `first` of the trace.
-    """
+    """Check ids [tokens, L, k] and EAMs [2, requests, L * E] as listed. The first request is number `first`."""
     code, request, row, layer = _scan_in_threads(experts, offsets, phase, eams, meta)
     if code == _OK:
         return
@@ -94,10 +86,7 @@ def check_ids(
 
 
 def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], where: str, first: int = 0) -> None:
-    """Raise InputError for an id that is no expert's, or twice in a token and layer. lookahead: [tokens, L, k].
-
-    The first token is number `first` of the trace.
-    """
+    """Raise InputError for an id [tokens, L, k] that is no expert's, or twice; `first`: number of the first token."""
     unrouted = np.where(lookahead == meta.sentinel, np.int32(-1), lookahead.astype(np.int32))
     if fault := first_fault(unrouted, meta.experts):
         row, layer, reason = fault

@@ -38,10 +38,7 @@ class Source:
         return replace(self, keep=self.keep & keep)
 
     def sampled(self, n: int, seed: int, by: str | None = None) -> "Source":
-        """Return `n` of its requests at random, in their order; of each value of the label `by`, if given.
-
-        Requests without that label are left out. Raises InputError if there are fewer.
-        """
+        """Return `n` of its requests at random, in order; of each value of the label `by`, if given. InputError."""
         rng, keep = np.random.default_rng(seed), np.zeros(len(self.keep), bool)
         labels = self.labels[by] if by else pd.Series("", index=self.labels.index)
         drawn = self.keep & (labels != "").to_numpy() if by else self.keep
@@ -71,7 +68,10 @@ def join(
         paths = ", ".join(str(source.folder.path) for source in sources)
         raise InputError(f"none of the requests of {paths} is chosen: nothing was written")
     meta = _common([source.folder for source in sources])
-    names = [_ids(source, prefix) for source in sources]
+    names = [source.labels["id"].to_numpy(object) for source in sources]
+    if prefix:
+        folders = [source.folder.location.name for source in sources]
+        names = [np.array([f"{of}/{one}" for one in ids], object) for of, ids in zip(folders, names, strict=True)]
     kept = pd.Series(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]))
     if (repeated := kept.duplicated()).any():
         advice = "give each trace once, in folders of different names" if prefix else "--prefix-ids tells traces apart"
@@ -116,11 +116,6 @@ def _common(folders: Sequence[Folder]) -> TraceMeta:
                 )
     common["settings"] = {key: value for key, value in common["settings"].items() if key != "requests"}
     return TraceMeta(**common)
-
-
-def _ids(source: Source, prefix: bool) -> NDArray[Any]:
-    ids = source.labels["id"].to_numpy(object)
-    return np.array([f"{source.folder.location.name}/{one}" for one in ids], object) if prefix else ids
 
 
 def _has(folder: Folder, name: str) -> bool:

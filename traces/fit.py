@@ -54,10 +54,7 @@ class Measured:
 
 
 def fit(trace: Trace) -> ScoreModel:
-    """Return parameters of synthetic routing that behaves as that of `trace`.
-
-    trace: `thinned`. Raises InputError for a trace that holds no sequences, or of an encoder-decoder.
-    """
+    """Return parameters of synthetic routing that behaves as `trace`, which is `thinned`. Raise InputError."""
     phases = [phase for phase in (PREFILL, DECODE) if (trace.phase == phase).any()]
     if len(trace.experts) < 2:
         raise InputError(f"{trace.name} holds no sequences of tokens: no synthetic trace can be fitted to it")
@@ -141,10 +138,7 @@ def popularity(chosen: Floats, k: int) -> Floats:
 
 
 def overlap_table(mean: Floats, k: int) -> Floats:
-    """Return the overlap of two tokens of mean scores [L, E] by the correlation of their scores: [L, GRID], ascending.
-
-    It is learned by drawing tokens.
-    """
+    """Return the overlap [L, GRID] of tokens of mean scores [L, E] by their scores' correlation, by drawing tokens."""
     rng = np.random.default_rng(0)
     one, other = (rng.standard_normal((SAMPLES, *mean.shape), np.float32) for _ in range(2))
     first = _chosen(mean + one, k)
@@ -250,10 +244,7 @@ def _kinds(trace: Trace) -> tuple[float, Floats]:
 
 
 def _opening(trace: Trace) -> Floats:
-    """Return the probability that the first tokens of requests are the common ones, up to where fewer than half are.
-
-    Two requests have a token in common with its square.
-    """
+    """Return how likely requests' first tokens are the common ones: two have one in common with its square."""
     rng, probabilities = np.random.default_rng(0), []
     rows = np.arange(len(trace.experts))
     unrelated = _overlaps(trace, rng.choice(rows, PAIRS), rng.choice(rows, PAIRS)).mean()

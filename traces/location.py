@@ -82,10 +82,7 @@ class Location:
             return tail, size
 
     def parquet(self, file: str, texts: Sequence[str] = ()) -> pq.ParquetFile:
-        """Open a Parquet file; over a network, what is requested of a row group is fetched in one go.
-
-        texts: columns that are read as dictionaries.
-        """
+        """Open a Parquet file, its row groups each fetched in one go; texts: columns read as dictionaries."""
         opened = self.filesystem.open(self._place(file), "rb", cache_type="none") if self.remote else self._place(file)
         return pq.ParquetFile(
             opened, pre_buffer=self.remote, read_dictionary=list(texts), page_checksum_verification=True

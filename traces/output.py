@@ -86,10 +86,7 @@ def make_folder(folder: Path) -> None:
 
 
 def check_file(path: Path, overwrite: bool = False, read: Path | None = None) -> None:
-    """Raise InputError where a file cannot be written at `path`, or where one would be replaced unasked.
-
-    Nor does it take the place of another command's results, or of the file that is `read` for it.
-    """
+    """Raise InputError where a file cannot be written, is not to be replaced, is another command's, or is `read`."""
     refuse_address(path)
     if path.exists():
         of, is_read = marked(path.parent).get(path.name), read is not None and read.exists() and path.samefile(read)
@@ -120,10 +117,7 @@ def claimed(folder: Path, maker: str, names: Iterable[str]) -> Iterator[None]:
 
 
 def claim(folder: Path, maker: str, names: Iterable[str]) -> None:
-    """Make `folder`, and mark files and folders of these names (`a`, `a/b`) in it as of the command `maker`.
-
-    Raises InputError where something of such a name is there that this command did not write.
-    """
+    """Make `folder`, mark these names (`a`, `a/b`) in it as of `maker`. InputError for one that it did not write."""
     make_folder(folder)
     held, wanted = marked(folder), list(names)
     for name in wanted:
@@ -151,10 +145,7 @@ def _mark(folder: Path, names: dict[str, str]) -> None:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Make `folder`, and lock it against other writers meanwhile; folders that were made and stayed empty go.
-
-    Raises InputError if another process writes there, or it cannot be written.
-    """
+    """Make `folder`, and lock it against other writers; folders that were made and stayed empty go. InputError."""
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     make_folder(folder)
     try:

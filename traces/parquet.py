@@ -116,10 +116,7 @@ class Parts:
             self._number, self.rows, self._held = self._number + 1, 0, []
 
     def reopen(self, schema: pa.Schema, keep: int | None = None) -> None:
-        """Continue after the files that are there; of routing files, only with rows of the first `keep` requests.
-
-        What was read is given the `schema` as it is written: Parquet has a name of its own for a list's elements.
-        """
+        """Continue after the files that are there, cast to `schema`; of routing, the rows of `keep` requests."""
         for number, file in reversed(list(enumerate(sorted(self.folder.glob("part-*.parquet"))))):
             self._number = number
             held = pq.read_metadata(str(file.absolute())).num_rows

@@ -83,8 +83,11 @@ class Files:
                 for g in range(group if n == file else 0, opened.num_row_groups):
                     if not opened.metadata.row_group(g).num_rows:
                         continue  # what is read in blocks has none for it
-                    for table in _tables(opened, g, list(columns), size):
-                        yield self._cast(table)
+                    if opened.metadata.row_group(g).num_rows <= size:  # at once: a reader that continues holds memory
+                        yield self._cast(opened.read_row_group(g, list(columns)))
+                        continue
+                    for batch in opened.iter_batches(size, [g], list(columns)):
+                        yield self._cast(pa.Table.from_batches([batch]))
 
     @property
     def changed(self) -> InputError:
@@ -135,10 +138,7 @@ class Folder:
 
 
 def open_folder(path: Path | str) -> Folder:
-    """Look at the files of a trace folder, which a path or a URL names.
-
-    Raises InputError with what is wrong, where, and what to do.
-    """
+    """Look at the files of a trace folder, which a path or a URL names. Raise InputError."""
     location = Location.of(path)
     requests, parts = _files(location)
     with ThreadPoolExecutor(AT_ONCE if location.remote else 1) as pool:
@@ -172,15 +172,6 @@ def open_folder(path: Path | str) -> Folder:
     if not len(folder.listed):
         raise InputError(f"{where} lists no requests: the trace is empty")
     return folder
-
-
-def _tables(file: pq.ParquetFile, group: int, columns: list[str], size: int) -> Iterator[pa.Table]:
-    """Yield a row group at once if it has at most `size` rows: a reader that could continue would hold some memory."""
-    if file.metadata.row_group(group).num_rows <= size:
-        yield file.read_row_group(group, columns)
-    else:
-        for batch in file.iter_batches(size, [group], columns):
-            yield pa.Table.from_batches([batch])
 
 
 def require_known(columns: Iterable[str]) -> tuple[str, ...]:

@@ -109,10 +109,7 @@ def routing_schema(meta: TraceMeta, optional: Iterable[str] = ()) -> pa.Schema:
 
 
 def requests_schema(meta: TraceMeta, embedding: int | None = None) -> pa.Schema:
-    """Return the columns of requests.parquet. Row i is the request that routing rows call i.
-
-    embedding: the size of the prompts' embeddings, where the trace has them.
-    """
+    """Return the columns of requests.parquet, by request number; embedding: size of the prompts' embeddings."""
     eam = pa.list_(pa.uint32(), meta.layers * meta.experts)
     columns = [
         pa.field("id", pa.string(), nullable=False),

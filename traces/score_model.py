@@ -46,9 +46,7 @@ class Lengths:
         return float((self.cluster[1:] == self.cluster[:-1]).mean()) if len(self.cluster) > 1 else 1.0
 
     def of_length(self, prompt: int | None, decode: int | None) -> "Lengths":
-        """Return them with so many tokens of prompt and decode in each request, without those left empty; None: as
-        they are.
-        """
+        """Return them with so many tokens in each request (None: as they are), without those left empty."""
         changed = self
         if prompt is not None:
             same = np.full_like(self.prefill_rows, prompt)
@@ -85,10 +83,7 @@ class ScoreModel:
     lengths: Lengths
 
     def scaled(self, layers: int, experts: int, top_k: int) -> "ScoreModel":
-        """Return the parameters for a model of another shape.
-
-        A layer behaves as the one at the same relative depth; popularities keep their distribution, and shares stay.
-        """
+        """Return the parameters for another shape: a layer behaves as the one at the same relative depth."""
         depth = ((np.arange(layers) + 0.5) / layers * self.mean.shape[1]).astype(np.int64)
         old, new = ((np.arange(n) + 0.5) / n for n in (self.mean.shape[2], experts))
         mean = np.array([[np.interp(new, old, of_layer) for of_layer in phase[depth]] for phase in self.mean])

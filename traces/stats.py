@@ -70,9 +70,7 @@ class WorkingSet:
 
 @dataclass(frozen=True)
 class PhaseStats:
-    """One phase of a trace. Shares are of the L * E experts, averaged over the requests that routed in this
-    phase; None if none did.
-    """
+    """One phase of a trace. Shares are of the L * E experts, a mean over requests that routed; None if none did."""
 
     requests: int  # that routed in this phase
     tokens: int | None  # None: the trace holds EAMs only

@@ -86,10 +86,7 @@ def decode_steps(
     context: Int,
     lookahead: NDArray[np.integer] | None = None,
 ) -> RequestSteps:
-    """Run each token as a step of its own.
-
-    experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; context: [tokens].
-    """
+    """Run each token as a step. experts, lookahead: [tokens, L, k] ids in a layer or `sentinel`; context: [tokens]."""
     tokens, L, _ = experts.shape
     ahead = None if lookahead is None else Lookahead(L, *_token_by_token(lookahead, E, sentinel))
     phase, ones = np.full(tokens, DECODE, np.uint8), np.ones(tokens, np.int64)

@@ -18,10 +18,7 @@ REQUESTS = 1_024  # of a piece, at most
 
 
 def pieces(path: Path | str, columns: Iterable[str] = ()) -> Iterator[Trace]:
-    """The requests of a trace in order, some at a time, each piece checked as `Trace.read` would.
-
-    `columns` as there; memory is that of a piece. Raises InputError.
-    """
+    """Yield the requests of a trace in order, some at a time, each piece checked as `Trace.read` would."""
     wanted = require_known(columns)
     folder = open_folder(path)
     ends = Index.of(folder, folder.listing()).last + 1  # rows after which each request is whole

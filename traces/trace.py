@@ -76,20 +76,13 @@ class AnyTrace(ABC):
         return self._first(n)
 
     def as_decode(self) -> Self:
-        """Return the same tokens with the prefill run token by token, as if decoded; the name says so.
-
-        Routing is causal, so each token's experts are those that it would have had. It is still no decode:
-        the model did not write these tokens.
-        """
+        """Return the tokens with the prefill run token by token, as if decoded: routing is causal. The name says so."""
         if self.phases == "decode":
             raise InputError(f"{self.name} holds no prefill that could run as decode: leave `as_decode` out")
         return self._decoded(f"{self.name} (prefill as decode)")
 
     def steps(self, i: int) -> RequestSteps:
-        """Return request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one.
-
-        Raises InputError if its routing is wrong, or cannot be read (any more).
-        """
+        """Return request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one."""
         rows = self._rows_of(i)
         shape = int(self.prompts[i]), self.num_experts, self.sentinel
         return steps_of_rows(i, rows["experts"], rows["position"], *shape, rows.get("lookahead"), rows.get("token_id"))
@@ -319,10 +312,7 @@ def listed(
 
 
 def in_turn(lengths: NDArray[np.int64], prompts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """Return offsets, phase, position and step of requests that run one after the other.
-
-    lengths: [R] rows of each, of which the first prompts [R] are its prefill, one step.
-    """
+    """Return offsets, phase, position and step of requests in turn; lengths, prompts: [R] rows, of them prefill."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     phase = np.where(position < np.repeat(prompts, lengths), PREFILL, DECODE).astype(np.uint8)

@@ -51,10 +51,7 @@ FLUSH_SHARE = 0.1  # of the time, at most, is spent on flushing: after a slow fl
 
 
 def check_target(folder: Path, overwrite: bool, resume: bool = False, read: Iterable[Location] = ()) -> None:
-    """Raise InputError if a trace cannot be written at `folder`, or if it is one of those that are `read` for it.
-
-    Changes nothing.
-    """
+    """Raise InputError if no trace can be written at `folder`, or if it is one of those that are `read` for it."""
     refuse_address(folder)
     files, exists = _files(folder), folder.exists()
     is_read = exists and any(not each.remote and folder.samefile(each.root) for each in read)

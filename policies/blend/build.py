@@ -12,10 +12,7 @@ from policies.core.spec import make_policy
 
 
 def build(traces: Sequence[tuple[str, Requests]], shape: Shape, start: Path | None = None) -> Profile:
-    """Return what `eamc-blend` knows after the requests of the traces, by name and in order.
-
-    start: a profile to continue. Raises InputError for one that does not fit.
-    """
+    """Return what `eamc-blend` knows after the traces' requests, by name; start: a profile to continue."""
     runner = PolicyRunner(make_policy("eamc-blend", profile=str(start or "")), shape, ())
     ordinal = 0
     for _, requests in traces:

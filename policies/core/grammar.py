@@ -53,15 +53,10 @@ class Expression:
 
 def read(text: str, placements: Container[str] = ()) -> Expression:
     """Return the expression that `text` writes; any text is one. placements: names of such."""
-    policy, placement = _split_placement(text, placements)
-    policy, at, scope = policy.partition("@")
-    return Expression(tuple(map(read_term, policy.split("+", 1))), read_scope(scope) if at else None, placement)
-
-
-def _split_placement(text: str, placements: Container[str]) -> tuple[str, Term | None]:
     policy, slash, last = text.rpartition("/")
-    term = read_scope(last)
-    return (policy, term) if slash and term.name in placements else (text, None)
+    placement = read_scope(last) if slash and read_scope(last).name in placements else None
+    policy, at, scope = (policy if placement else text).partition("@")
+    return Expression(tuple(map(read_term, policy.split("+", 1))), read_scope(scope) if at else None, placement)
 
 
 def read_term(text: str) -> Term:
@@ -104,27 +99,20 @@ def split_list(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def split_alternatives(values: str) -> list[str]:
-    return values.split("|")
-
-
 def alternatives(text: str) -> Iterator[str]:
     """Yield a policy once for each combination of the alternatives that its options list."""
     between = _ALTERNATIVES.split(text)
-    for chosen in itertools.product(*map(split_alternatives, _ALTERNATIVES.findall(text))):
+    for chosen in itertools.product(*(values.split("|") for values in _ALTERNATIVES.findall(text))):
         yield between[0] + "".join(value + rest for value, rest in zip(chosen, between[1:], strict=True))
 
 
 def count_alternatives(text: str) -> int:
     """Return how many policies `alternatives` yields, without making them."""
-    return math.prod(len(split_alternatives(values)) for values in _ALTERNATIVES.findall(text))
+    return math.prod(len(values.split("|")) for values in _ALTERNATIVES.findall(text))
 
 
 def split_size(text: str, scopes: Container[str]) -> tuple[str, str]:
-    """Return policy and cache size, each empty where it is not named, of `policy@size`: `lru@layer@25%`.
-
-    scopes: names that are no sizes.
-    """
+    """Return policy and size of `policy@size`, each empty where not named; scopes: names that are no sizes."""
     policy, at, size = text.rpartition("@")
     return (policy, size) if at and read_scope(size).name not in scopes else (text, "")
 

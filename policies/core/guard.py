@@ -46,10 +46,7 @@ def own_classes(cls: type) -> list[type]:
 
 
 def guarded(cls: type, name: str, call: Callable[..., T]) -> Callable[..., T]:
-    """Return `call`, which runs code of `cls`, its `name`: what that raises is a PolicyError if the class is a user's.
-
-    That includes SystemExit, which would end a sweep without a word.
-    """
+    """Return `call` of a user's class so that all that it raises, SystemExit too, is a PolicyError with its place."""
     if not own_classes(cls):
         return call
 

@@ -163,12 +163,6 @@ def tables() -> tuple[dict[str, type[RetentionPolicy]], dict[str, type[Prefetche
     return _retention, _prefetch
 
 
-def names_another(cls: type[Any]) -> bool:
-    """Return whether the name of a class is that of another policy, or of a preset."""
-    held = [table[cls.name] for table in tables() if cls.name in table]
-    return preset(cls.name) is not None or (bool(held) and cls not in held)
-
-
 def is_pair(name: str) -> bool:
     return all(name in table for table in tables())
 

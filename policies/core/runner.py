@@ -43,10 +43,7 @@ class PolicyRunner:
         self._states = np.zeros(shape.total, np.int64)
 
     def residency(self, room: int, sizes: Int | None = None) -> PolicyResidency:
-        """Return the residency of a cache under this retention, divided as its scope says.
-
-        room: slots, or bytes where experts differ in size; sizes: bytes of each expert then, int64[L*E].
-        """
+        """Return the residency of a cache of `room` slots, or bytes where `sizes` [L*E] are the experts' bytes."""
         if sizes is not None and self._per_layer:
             raise InputError("scope layer divides a cache by slots: where experts differ in size, use scope global")
         # rule 6: one scale only where both halves are one policy with the same options

@@ -72,10 +72,7 @@ class Part:
         return replace(self, options=changed, stated=self.stated | options.keys())
 
     def build(self, shape: Shape) -> Any:
-        """Return a fresh instance of a half, guarded if it is a user's own (`policies.core.guard`).
-
-        Its options are a copy: what a policy writes into them lasts for a run.
-        """
+        """Return a fresh instance with options of its own, guarded if it is a user's (`policies.core.guard`)."""
         return guard.built(self.cls, lambda: self.cls(shape, copy(self.options)), shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -243,10 +240,7 @@ class PolicySpec:
         return len(self.typed.halves) == 1 or self.shares
 
     def with_options(self, values: Mapping[str, Any]) -> "PolicySpec":
-        """Return the same policy with options of these values, as it would be typed.
-
-        Raise InputError for an option that there is not, or a value that the policy refuses.
-        """
+        """Return the same policy with options of these values, as it would be typed. Raise InputError."""
         known = {option.name: option for option in self.declared()}
         halves, changed = list(self.typed.halves), dict[str, dict[str, Any]]()
         for name, value in values.items():
@@ -319,10 +313,7 @@ FETCHED = Part(Fetch, Fetch.Options(), Fetch.name)
 
 
 def parse(policy: Policy) -> PolicySpec:
-    """Return the policy that a text, an eviction policy's class, or a spec says.
-
-    InputError for an unknown name (near ones are offered) or option.
-    """
+    """Return the policy that a text, an eviction policy's class or a spec says. InputError for an unknown name."""
     if isinstance(policy, str):
         return _read(policy)
     return policy if isinstance(policy, PolicySpec) else PolicySpec.of(policy)
@@ -375,7 +366,8 @@ def _part(half: Any, find: Callable[[Any], Any]) -> Part:
         return half
     if isinstance(half, type):
         part = Part.of(find(half))
-        if registry.names_another(part.cls):
+        same = [table[part.name] for table in registry.tables() if part.name in table]
+        if registry.preset(part.name) or (same and part.cls not in same):
             raise InputError(f"there is another policy called {part.name}: give the class another name")
         return part
     term = read_term(half) if isinstance(half, str) else half
@@ -386,10 +378,7 @@ def _part(half: Any, find: Callable[[Any], Any]) -> Part:
 
 
 def _read_again(term: Term, stated: frozenset[str]) -> Part:
-    """Return the half of a user's file in another process; of a file that no longer has it, one without content.
-
-    An error here would end that process without a message: whoever compares `PolicySpec.files` reports it.
-    """
+    """Return a user's half in another process; without content where it is gone (`PolicySpec.files` tells)."""
     try:
         return replace(_part(term, user_file.load), stated=stated)
     except InputError:

@@ -85,10 +85,7 @@ def _module(path: str, changed_ns: int) -> ModuleType:
 
 
 def read_with(file: str) -> tuple[Path, ...]:
-    """Return the file and the user's own modules that it imports, found without running any, in the order of names.
-
-    A user's own are those beside the file and on the import path outside of Python, installed packages and this one.
-    """
+    """Return the file and the user's own modules that it imports, found without running any, by name."""
     path = Path(file).resolve()
     ours = Path(__file__).parents[2]
     installed = {Path(each).resolve() for each in (*sysconfig.get_paths().values(), *site.getsitepackages())}

@@ -16,10 +16,7 @@ from traces.trace import Trace
 
 
 def build(trace: Trace, policy: str, capacity: int | None = None) -> Predictor:
-    """Return the collections of `policy`, as given, after all requests of the trace. InputError if it has none.
-
-    capacity: of these, where the policy does not state it.
-    """
+    """Return the collections of `policy` after all requests; capacity: of these, where the policy states none."""
     predictor = predictor_of(policy, Shape(trace.layers, trace.num_experts), capacity)
     if predictor.options.replacement == "least-used" and trace.aggregate is None:
         for i in range(len(trace.requests)):

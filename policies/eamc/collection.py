@@ -181,10 +181,7 @@ class Collection:
 
 
 def similarities(eams: Int, eam: Int, rows: int) -> Float:
-    """Cosines [n] of EAMs [n, L*E] with one [L*E], all layers: the mean over `rows` rows; 1 row: flattened.
-
-    A row that is all zero on either side has the cosine 0.
-    """
+    """Cosines [n] of EAMs [n, L*E] with one: the mean over `rows` rows (1: flattened), 0 of a row of zeros."""
     ours, theirs = eams.reshape(len(eams), rows, -1), eam.reshape(rows, -1)
     dots = np.einsum("nrx,rx->nr", ours, theirs)
     norms = np.sqrt(np.einsum("nrx,nrx->nr", ours, ours)) * np.sqrt(np.einsum("rx,rx->r", theirs, theirs))

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from policies.core.grammar import read_options, split_alternatives, value_text
+from policies.core.grammar import read_options, value_text
 from policies.core.policy import Shape
 from policies.core.spec import Option, PolicySpec
 from sim.tuning.journal import optuna
@@ -87,7 +87,7 @@ def _stated(option: Option, text: str) -> Dimension:
         if -math.inf < low < high < math.inf:
             return _range(option, low, high)
         raise ValueError("a range is from a number to a higher one")
-    return _choices(option, tuple(dict.fromkeys(map(read, split_alternatives(text)))))
+    return _choices(option, tuple(dict.fromkeys(map(read, text.split("|")))))
 
 
 def _range(option: Option, low: float, high: float) -> Dimension:

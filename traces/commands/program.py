@@ -48,10 +48,7 @@ class Command(TyperCommand):
 def group(
     text: str, table: Mapping[str, tuple[Any, str]], cls: type[TyperGroup] = TyperGroup, *, bare_is_help: bool = True
 ) -> typer.Typer:
-    """Return a group of commands with this help. table: name -> (`module:function` or another table, one-line help).
-
-    bare_is_help: without a command, show the help.
-    """
+    """Return a group of commands. table: name -> (`module:function` or another table, one-line help)."""
     app = typer.Typer(help=text, no_args_is_help=bare_is_help, cls=cls, **SETTINGS)
     app.callback()(lambda: None)  # keeps the name of a single command
     for name, (function, line) in table.items():

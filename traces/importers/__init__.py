@@ -42,13 +42,9 @@ class Format:
         return bool(self.suffix) and self.suffix in suffixes and self.fits(source)
 
 
-def _has_offsets(source: Source) -> bool:
-    return source.path.is_file() and (source.facts.offsets is not None or plain.offsets_beside(source.path).is_file())
-
-
 FORMATS = {
     "npz": Format("plain arrays: experts[tokens, layers, k] and offsets", plain.read_npz, ".npz"),
-    "npy": Format("experts[tokens, layers, k], offsets in X.offsets.npy", plain.read_npy, ".npy", fits=_has_offsets),
+    "npy": Format("experts[tokens, layers, k], offsets in X.offsets.npy", plain.read_npy, ".npy", fits=plain.fits),
     "vllm": Format("vLLM: a .npy for each request, or answers, .json or .jsonl", vllm.read, ".npy", vllm.is_answer),
     "sglang": Format("SGLang: answers, .json or .jsonl", sglang.read, is_answer=sglang.is_answer),
     "sglang-pt": Format("SGLang: dumps of its recorder, .pt", recorder.read, ".pt"),

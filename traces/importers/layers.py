@@ -17,10 +17,7 @@ _PART = re.compile(r"(\d+)|(\d+)-(\d+)|(\d*):")
 
 
 def parse_layer_map(spec: str, layers: int) -> tuple[int, ...]:
-    """Return the layers that `spec` names, of `layers`: "1-26", "3:", "0,2,4-8" or a JSON list; ascending.
-
-    Raises InputError.
-    """
+    """Return the layers, of `layers`, that `spec` names, ascending: "1-26", "3:", "0,2,4-8" or in brackets."""
     numbers: list[int] = []
     parts = [_PART.fullmatch(part.strip()) for part in spec.strip().removeprefix("[").removesuffix("]").split(",")]
     for match in filter(None, parts):

@@ -17,6 +17,8 @@ from traces.errors import InputError
 from traces.importers.dump import Dump, integers
 from traces.importers.source import Request, Source
 
+BESIDE = ".offsets.npy"
+
 _PER_TOKEN = {"phase": np.uint8, "position": np.uint32, "step": np.uint32, "token_id": np.int32}
 """Optional arrays [tokens], and their types in a trace."""
 
@@ -28,12 +30,12 @@ def read_npz(source: Source) -> Dump:
 def read_npy(source: Source) -> Dump:
     """Read a .npy of the experts; the offsets are X.offsets.npy beside X.npy, or in the JSON. Raises InputError."""
     stated = source.facts.offsets
-    offsets = arrays.read_npy(offsets_beside(source.path)) if stated is None else np.array(stated)
+    offsets = arrays.read_npy(source.path.with_suffix(BESIDE)) if stated is None else np.array(stated)
     return _dump(source, {"experts": arrays.read_npy(source.path), "offsets": offsets})
 
 
-def offsets_beside(path: Path) -> Path:
-    return path.with_suffix(".offsets.npy")
+def fits(source: Source) -> bool:
+    return source.path.is_file() and (source.facts.offsets is not None or source.path.with_suffix(BESIDE).is_file())
 
 
 def token_ids(path: Path, tokens: int) -> NDArray[np.int32]:
