@@ -61,12 +61,7 @@ class Report:
 
 
 def check_policy(policy: Policy, seed: int = 0) -> Report:
-    """Return a report on whether a policy, given by name or as a class, keeps the contract.
-
-    seed: draws other routing. Whatever the policy raises is a failure in the report.
-
-    Raises InputError if the name or an option is wrong.
-    """
+    """Return a report on whether a policy keeps the contract; seed: draws other routing. InputError for its name."""
     spec = parse(policy)
     failures: dict[str, str] = {}  # by rule, the first of each
     events = 0

@@ -93,11 +93,9 @@ class Runner:
         firsts, news = everything[:, :start].tolist(), everything[:, start:].tolist()
         answers = []
         for row, (prompt, first, new) in enumerate(zip(prompts, firsts, news, strict=True)):
-            n = self._ended(new, limit)
-            if n is None:
-                raise InputError(
-                    f"{self.loaded.name} stopped early: neither at an end of sequence nor after {limit} tokens"
-                )
+            ends = (n for n, token in enumerate(new, start=1) if token in self.loaded.stop_ids or n == limit)
+            if (n := next(ends, 0)) == 0:
+                raise InputError(f"{self.loaded.name} stopped early: neither at an end nor after {limit} tokens")
             own = slice((row + 1) * ids.shape[1] - len(prompt), (row + 1) * ids.shape[1])
             routed = [(part, slice(row, row + 1)) for part in self._passes(ids.shape, n)]
             if self.hook.stacks == 2:
@@ -155,13 +153,6 @@ class Runner:
         self._on_step(len(input_ids))
         self._on_tokens(input_ids[:, -1].tolist())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def _ended(self, new: Tokens, limit: int) -> int | None:
-        """How many tokens a row generated, its end included; None if it has not finished."""
-        for n, token in enumerate(new, start=1):
-            if token in self.loaded.stop_ids:
-                return n
-        return limit if len(new) >= limit else None
 
     def _passes(self, shape: torch.Size, n: int) -> list[Pass]:
         """The first n passes of the stack that decodes; InputError if they are no prefill and then one token a row."""

@@ -72,10 +72,7 @@ def find_gate(site: Site, output: Any, index: Tensor, weights: Tensor) -> Gate:
 
 
 def _spread(probabilities: Tensor, index: Tensor, weights: Tensor) -> float:
-    """How far from constant weight / probability is over each token's experts: 0 if exactly; else up to infinity.
-
-    With one expert a token, over tokens. Infinity also for scores that are no probabilities of all experts.
-    """
+    """Return how far weight / probability is from constant over a token's experts (k = 1: over tokens), 0 to inf."""
     E, k = probabilities.shape[1], index.shape[1]
     if (probabilities < 0).any() or (probabilities > 0).sum(-1).max() <= min(k, E - 1):
         return float("inf")

@@ -28,10 +28,7 @@ class _AnswerError(Exception):
 
 
 class Lookahead:
-    """Tries each layer on what entered the one before it; `chosen` holds the choices of the present pass.
-
-    A choice that is reported while `trying` is to be given to `answer`.
-    """
+    """Tries each layer on what entered the one before; a choice reported while `trying` is to be given to `answer`."""
 
     def __init__(self) -> None:
         self.trying = False

@@ -66,20 +66,16 @@ def read_prompts(path: Path, columns: Columns) -> list[Prompt]:
     stem of their file before them ("snarks/0"). Raise InputError with the file and row that cannot be used.
     """
     if path.is_dir():  # all: whether their ids need the name of the file must not depend on the limit
-        prompts = _read_folder(path, replace(columns, limit=None))[: columns.limit]
+        all_of_it = replace(columns, limit=None)
+        rows = [(file, one) for file in sorted(path.iterdir()) if is_table(file) for one in _read_file(file, all_of_it)]
+        if len({prompt.id for _, prompt in rows}) < len(rows):
+            rows = [(file, replace(prompt, id=f"{stem(file)}/{prompt.id}")) for file, prompt in rows]
+        prompts = [prompt for _, prompt in rows[: columns.limit]]
     else:
         prompts = _read_file(path, columns)
     if not prompts:
         raise InputError(f"{path} holds no prompts")
     return prompts
-
-
-def _read_folder(path: Path, columns: Columns) -> list[Prompt]:
-    files = [file for file in sorted(path.iterdir()) if is_table(file)]
-    rows = [(file, prompt) for file in files for prompt in _read_file(file, columns)]
-    if len({prompt.id for _, prompt in rows}) < len(rows):
-        rows = [(file, replace(prompt, id=f"{stem(file)}/{prompt.id}")) for file, prompt in rows]
-    return [prompt for _, prompt in rows]
 
 
 def _read_file(path: Path, columns: Columns) -> list[Prompt]:

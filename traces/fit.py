@@ -171,10 +171,7 @@ class _Correlations:
         return _Correlations(*(np.clip(np.where(np.isnan(m), own, own + t - m), 0, MOST) for own, t, m in each))
 
     def shares(self, kind: Floats, stay: float) -> Floats:
-        """Return the terms' shares of the variance, [L, terms].
-
-        kind: [L], lowered where too little is left; stay: share of the requests that follow one of their cluster.
-        """
+        """Return the terms' shares of the variance [L, terms]; kind: [L]; stay: share of requests after their own."""
         measured = ~np.isnan(self.at_lag[0])
         share = np.zeros((len(kind), PASSAGE + len(PASSAGES)))
         common, run = np.nan_to_num(self.in_cluster), np.zeros(len(kind))

@@ -90,9 +90,7 @@ class ScoreModel:
         return replace(self, top_k=top_k, mean=mean, share=self.share[:, depth])
 
     def generate(self, meta: TraceMeta, requests: int, seed: int) -> Trace:
-        """Return a trace of `requests` requests of the model that `meta` describes, which has the shape of these
-        parameters. The same arguments give the same trace, and more requests begin with those of fewer.
-        """
+        """Return a trace of so many requests of the model of `meta`; more requests begin with those of fewer."""
         rng = np.random.default_rng(seed)
         L, E = self.mean.shape[1:]
         order = np.argsort(rng.random((L, E)), axis=1)

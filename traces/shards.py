@@ -45,11 +45,7 @@ class Shards(AnyTrace):
 
     @staticmethod
     def open(path: Path | str, lookahead: bool = True) -> "Shards":
-        """Open a trace folder, a path or a URL; `lookahead`: read that column too, if it is there.
-
-        Routing of requests that are not listed is left out: its writer was killed before they were whole.
-        Raises InputError with what is wrong, where, and what to do; so does `steps` for what the routing shows.
-        """
+        """Open a trace folder, a path or a URL; lookahead: read that column too. Raise InputError."""
         folder = open_folder(path)
         requests = folder.listing()
         index = Index.of(folder, requests)

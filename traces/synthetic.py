@@ -19,10 +19,7 @@ REUSE = 2.0
 def synthetic(
     requests: int, tokens: int, layers: int, experts: int, top_k: int, seed: int, prompt_tokens: int = 0
 ) -> Trace:
-    """Make a trace of `requests` requests that decode `tokens` tokens each, after `prompt_tokens` of prefill.
-
-    With `prompt_tokens` 0 the trace holds no prefill. The same arguments give the same trace.
-    """
+    """Make a trace of requests that decode `tokens` tokens after `prompt_tokens` of prefill (0: none)."""
     meta = TraceMeta(
         model="synthetic",
         layers=layers,

@@ -21,10 +21,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What commands print of a field whose annotation holds this, as in `Annotated[Positive, Option("Layers.")]`.
-
-    panel: the heading under which its help stands. shown: the default as the help shows it, where it is not the value.
-    """
+    """What commands print of a field annotated with it. shown: the default in the help, where it is not the value."""
 
     help: str
     panel: str | None = None

@@ -126,7 +126,11 @@ class TraceWriter:
         began = time.monotonic()
         with self._writing():
             if not self.written:
-                self._make_folder()
+                shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)  # of a process that was killed
+                for folder in (ROUTING, GROWING):
+                    (self._place / folder).mkdir(parents=True, exist_ok=True)
+                if self._place == self.folder:
+                    self._remove_old()
             for files in (self._rows, self._requests):
                 if files.grown:
                     parquet.write(files.path, files.table())
@@ -136,11 +140,8 @@ class TraceWriter:
         ended = time.monotonic()
         self._next_flush = ended + max(FLUSH_SECONDS, (ended - began) / FLUSH_SHARE)
 
-    def close(self) -> None:
+    def close(self, write: bool = True) -> None:
         """Flush, join the requests' files into requests.parquet, and let others write there."""
-        self._end(write=True)
-
-    def _end(self, write: bool) -> None:
         with self._kept:
             try:
                 if write:
@@ -157,17 +158,14 @@ class TraceWriter:
             if files := sorted(growing.glob("part-*.parquet")):
                 parquet.join(files, self._place / REQUESTS)
             shutil.rmtree(growing)
-            if self._place != self.folder:
-                self._take_place()
-
-    def _take_place(self) -> None:
-        """Move the whole trace to where an old one lies, requests last."""
-        self._remove_old()
-        shutil.rmtree(self.folder / GROWING, ignore_errors=True)  # of a recording that was cut off
-        (self.folder / ROUTING).mkdir(exist_ok=True)
-        for part in sorted((self._place / ROUTING).iterdir()):
-            os.replace(part, self.folder / ROUTING / part.name)
-        os.replace(self._place / REQUESTS, self.folder / REQUESTS)
+            if self._place == self.folder:
+                return
+            self._remove_old()  # whose place the whole trace takes, requests last
+            shutil.rmtree(self.folder / GROWING, ignore_errors=True)  # of a recording that was cut off
+            (self.folder / ROUTING).mkdir(exist_ok=True)
+            for part in sorted((self._place / ROUTING).iterdir()):
+                os.replace(part, self.folder / ROUTING / part.name)
+            os.replace(self._place / REQUESTS, self.folder / REQUESTS)
 
     def _remove_old(self) -> None:
         """Remove an old trace, requests first, so that it is never half a trace."""
@@ -180,7 +178,7 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(write=error is None or self._place == self.folder)
+        self.close(write=error is None or self._place == self.folder)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -191,13 +189,6 @@ class TraceWriter:
                 f"{self.written} requests are readable there" if self._place == self.folder else "no new trace is there"
             )
             raise InputError(f"cannot write {self.folder}: {error.strerror or error}; {left}") from error
-
-    def _make_folder(self) -> None:
-        shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)  # of a process that was killed
-        for folder in (ROUTING, GROWING):
-            (self._place / folder).mkdir(parents=True, exist_ok=True)
-        if self._place == self.folder:
-            self._remove_old()
 
     def _resume(self) -> None:
         """Continue the trace that is there: its requests stay, routing of others goes."""

@@ -64,10 +64,7 @@ class Host(Placement):
 
 
 class Split(Placement):
-    """Compute each miss where it is expected to end first, the link's and the host's earlier work included.
-
-    After Fiddler (arXiv 2402.07033) and HybriMoE (arXiv 2504.05897), as rule 13 says it.
-    """
+    """Compute each miss where it ends first, after Fiddler (arXiv 2402.07033) and HybriMoE (2504.05897); rule 13."""
 
     name, number = "split", SPLIT
 

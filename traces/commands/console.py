@@ -27,11 +27,7 @@ WIDEST = 100_000
 
 
 def say(part: RenderableType) -> None:
-    """Print a line as it is, or a table, on standard output.
-
-    A table is never narrower than its names, which are not cut: a terminal wraps its lines then. In a pipe or a file
-    each row is one line.
-    """
+    """Print a line as it is, or a table, never narrower than its names; outside a terminal a row is one line."""
     _print(part, out, stderr=False)
 
 

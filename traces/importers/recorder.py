@@ -59,10 +59,7 @@ class Recording:
 
 @dataclass
 class Rebuilt:
-    """Requests as they are rebuilt pass by pass, each with the position that it will continue from.
-
-    SGLang keeps the order of requests in a batch, drops those that are finished, and appends new ones.
-    """
+    """Requests as they are rebuilt from passes; SGLang keeps their order, drops the finished and appends new ones."""
 
     alone: bool  # requests were sent one at a time
     count: int = 0  # requests so far
