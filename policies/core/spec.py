@@ -160,10 +160,6 @@ class PolicySpec:
         return bool(self.prefetch.cls.needs_lookahead)
 
     @property
-    def draws(self) -> bool:
-        return self.seed is not None
-
-    @property
     def not_compiled(self) -> str | None:
         """Why compiled engines cannot run it; None if they can."""
         evict, prefetch = self.evict.cls, self.prefetch.cls

