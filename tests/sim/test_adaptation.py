@@ -85,23 +85,6 @@ def test_requests_needed_are_those_before_the_first_whole_window_within_one_poin
     assert requests_needed(np.array(differences), window) == read_aloud(differences, window)
 
 
-@pytest.mark.parametrize(
-    ("points", "window", "needed"),
-    [
-        ([0, 0, 0], 3, 0),
-        ([-0.9, -0.9], 1, 0),
-        ([-1.1, 0, 0], 1, 1),
-        ([-1.9, 0, 0], 2, 0),  # the mean of the first window is within a point already
-        ([-5, -5, -5, 0, 0], 2, 3),
-        ([-5, -5, 9, -5, -5], 2, 1),  # the first time counts, also if it is lost again
-        ([-5, -5, -5, -5, 0], 2, None),  # a window cut short by the end would have had it
-        ([5, 5], 2, 0),
-    ],
-)
-def test_examples_of_the_definition(points, window, needed):
-    assert requests_needed(np.array(points) / 100, window) == needed
-
-
 # Closed forms
 
 
@@ -249,13 +232,6 @@ def test_the_seed_decides_all_and_another_draws_otherwise(routed):
     others = [plan(routed.whole, replace(few, seed=seed)) for seed in range(1, 5)]
     assert all(other.orders != made.orders for other in others)
     assert any(other.shifts != made.shifts for other in others)
-
-
-def test_results_do_not_depend_on_the_number_of_workers(routed):
-    few = replace(SMALL, pairs=2)
-    alone, together = (measure(routed, "lru,eamc", 6, few, workers=workers).rows for workers in (1, 2))
-    assert alone == together
-    assert len(alone) == 2 * 2 * 2
 
 
 # Groups and pairs

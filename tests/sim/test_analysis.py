@@ -1,6 +1,4 @@
 import json
-import re
-from contextlib import chdir
 from dataclasses import replace
 
 import numpy as np
@@ -8,12 +6,10 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from policies.core import parse
 from sim.analysis import analyse, sentence, to_play
 from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, figure, save
-from sim.commands import app
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.profiles.model_profile import model
@@ -166,18 +162,3 @@ def test_json_holds_the_answer_and_quiet_says_nothing(home):
     assert answer["locality"][2]["srp"] is None  # no request has 64 tokens
     done = moe_sim(*arguments, "--quiet", cwd=home)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("--cache-size", "200%"), "a cache of 200% is impossible"),
-        (("--cache-size", ""), "is empty"),
-        (("--policies", "lruu"), "did you mean lru"),
-        (("--requests", "9"), "holds 4 requests"),
-    ],
-)
-def test_bad_input_ends_in_one_line_before_anything_is_written(home, arguments, error):
-    with chdir(home), pytest.raises(InputError, match=re.escape(error)):
-        CliRunner().invoke(app, ("analyze", "both", "--out", "never", *arguments), catch_exceptions=False)
-    assert not (home / "never").exists()

@@ -242,11 +242,6 @@ def test_a_cell_is_the_same_on_either_engine_and_a_sweep_on_compiled_refuses_bef
         Experiment(trace=str(demo_trace()), engine="compild")
 
 
-def test_an_engine_that_there_is_not_is_told() -> None:
-    with pytest.raises(InputError, match="engine"):
-        engine.check("compild")
-
-
 def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
     with patch.object(simpy_engine, "play", side_effect=AssertionError("SimPy was asked")):
         trace = synthetic(requests=1, tokens=5, layers=2, experts=5, top_k=2, seed=3)

@@ -193,15 +193,11 @@ def test_a_small_machine_without_a_gpu_streams_from_the_disk():
             {**DESKTOP, "precision": "bf16"},
             r"17\.\d GB are missing; give --host-memory 49GiB or --disk .*at --precision q8_0 it fits",
         ),
-        ({"host_memory": "18GiB"}, r"are missing; .*at --precision q3_k_m it fits"),
-        ({"gpu_memory": "12GiB"}, r"are missing; give --host-memory \d+GiB"),
         ({"gpu_memory": "2GiB"}, r"do not hold the dense part .* are missing, or --host-memory"),
         ({"host_memory": "4GiB", "disk": "3GB/s", "precision": "bf16"}, r"beside experts .* are missing"),
         ({}, "a machine without memory: give --gpu-memory"),
-        ({"gpu_memory": "12GiB", "link": "pcie9x8"}, "unknown link 'pcie9x8'"),
         ({"gpu": "RTX 3O90"}, r"RTX 3090.*\(for another GPU, give --gpu-memory and --gpu-bandwidth\)$"),
         ({"host_memory": "64GiB", "gpu_bandwidth": "fast"}, "a GPU without memory: give --gpu-memory"),
-        ({"gpu_memory": "80GiB", "cpu_bandwidth": "50GB/s"}, "--cpu-bandwidth without host memory"),
     ],
 )
 def test_what_cannot_be_is_said_with_what_is_missing(options, message):
@@ -220,11 +216,6 @@ def test_a_model_that_does_not_fit_as_published_is_planned_at_the_next_precision
 )
 def test_a_precision_means_the_same_however_it_is_spelled(name, odd, plain):
     assert quick(name, precision=odd, **DESKTOP) == quick(name, precision=plain, **DESKTOP)
-
-
-def test_an_unknown_model_is_told_the_near_ones():
-    with pytest.raises(InputError, match="qwen3-30b-a3b"):
-        plan("qwen3-30b-a3", **DESKTOP)
 
 
 def test_a_config_gives_its_model_the_name_of_its_folder(tmp_path: Path) -> None:

@@ -62,11 +62,6 @@ def test_a_whole_number_is_below_two_to_the_63():
     assert [parse_whole(text) for text in ("", "-1", "1.0", str(2**63))] == [None] * 4
 
 
-def test_bytes_are_refused_where_nothing_states_the_size_of_an_expert():
-    with pytest.raises(InputError):
-        parse_cache_size("8GiB", 768, None)
-
-
 def test_bytes_are_exact_and_rounded_down():
     assert parse_bytes("0.1GB", "x") == 100_000_000
     assert parse_bytes("1.5KiB", "x") == 1536

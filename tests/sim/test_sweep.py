@@ -1,5 +1,5 @@
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -92,19 +92,6 @@ def test_a_size_that_holds_as_many_experts_as_another_one_is_not_run_and_said(fo
     assert list(asked.sizes) == ["25%", "50%"]
     notes = [f"a cache of {size} holds 16 experts, as many as one of 25%, which alone is run" for size in sizes[1:3]]
     assert list(report.sizes_note(loaded, asked, sizes)) == notes
-
-
-def test_results_do_not_depend_on_the_number_of_workers(folder):
-    loaded = TimedRun.of(Experiment(folder))
-    alone, together = (played(loaded, grid("lru,eamc,clock"), workers) for workers in (1, 2))
-    assert alone.rows == together.rows
-    assert alone.bound == together.bound
-
-
-def test_all_requests_are_reported_as_played(folder):
-    loaded, told = TimedRun.of(Experiment(folder)), list[int]()
-    played(loaded, grid("lru,belady"), advance=told.append)
-    assert sum(told) == 4 * 4
 
 
 def test_belady_is_drawn_unasked_but_gets_no_row(folder):
@@ -298,18 +285,6 @@ def test_a_key_tells_apart_all_that_a_cell_depends_on(folder, prefill, tmp_path)
     mine.write_text(text + "    # changed\n")
     assert key(*cells[4]) == keys[4]  # it is what was imported that runs
     assert key(one, parse(f"{mine}:Mine"), 16) != keys[4]
-
-
-def test_an_option_may_be_a_text_longer_than_the_name_of_a_file(folder):
-    @dataclass(frozen=True)
-    class Options:
-        words: str = "word " * 100
-
-    class Wordy(ScorePolicy):
-        pass
-
-    Wordy.Options = Options
-    assert key(TimedRun.of(Experiment(folder, hardware="a5000")), parse(Wordy), 16)
 
 
 def test_the_key_of_a_class_does_not_depend_on_who_else_holds_its_code(folder):

@@ -515,15 +515,3 @@ def test_a_file_is_one_json_object_and_the_same_zipped(tmp_path: Path) -> None:
     assert whole["otherData"] == {"policy": 'l"ru'}
     place = {"pid": 1, "tid": 2, "ts": 0.001, "dur": 0.001}
     assert whole["traceEvents"][-1] == {"ph": "X", "name": "s", **place, "args": {"expert": 3}}
-
-
-def test_events_are_written_as_they_come(tmp_path: Path) -> None:
-    sizes = []
-    with writing(tmp_path / "a.json", dict) as timeline:
-        track = timeline.track(timeline.process("p"), "t")
-        timeline.open(0)
-        for i in range(20_000):
-            timeline.slice(track, "s", i, i + 1, {})
-            if i % 5_000 == 0:
-                sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
-    assert sorted(set(sizes)) == sizes

@@ -300,10 +300,7 @@ def test_an_unasked_space_is_what_the_policy_declares_and_accepts():
         ("lru", None, "lru has no options to search"),
         ("random", None, "no option of random has a scale to search on"),
         ("eamc", "capacty=1..5", "unknown option of eamc 'capacty'; did you mean capacity"),
-        ("expert-map+previous", "depth=1..2", "did you mean evict.depth or prefetch.depth"),
         ("eamc", "capacity", "write capacity=LOW..HIGH or capacity=A|B|C"),
-        ("eamc", "threshold=0..inf", "a range is from a number to a higher one"),
-        ("eamc", "split=yes|no", "'yes'; write split="),
     ],
 )
 def test_a_space_that_the_policy_does_not_have_is_refused(policy, search, complaint):

@@ -149,16 +149,6 @@ def test_a_worker_process_that_is_killed_while_it_counts_is_told_in_one_line(loa
         list(Local(2).results(tasks, lambda requests: None))
 
 
-def test_a_script_without_a_main_is_told_so(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from sim.sweeps import workers\nwith workers._processes(1) as (_, pool):\n    pool.submit(int).result()\n"
-    )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert 'needs `if __name__ == "__main__":`' in ended.stderr.splitlines()[-1]
-
-
 def killed(loaded, advance):
     workers._worker["counter"].get_lock().acquire()
     os.kill(os.getpid(), signal.SIGKILL)
