@@ -166,7 +166,6 @@ class Experiment:
 
 
 def options_of(described: type) -> dict[str, Option]:
-    """Return what there is to know of the fields of a dataclass, by name."""
     hints = get_type_hints(described, include_extras=True)
     return {name: next(each for each in get_args(kind) if isinstance(each, Option)) for name, kind in hints.items()}
 

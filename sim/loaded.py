@@ -124,7 +124,6 @@ class Loaded(ABC):
         return spec, slots
 
     def compiled(self, policy: PolicySpec) -> bool:
-        """Return whether the compiled engine runs the policy's cells."""
         return False
 
     def versions(self, policies: Iterable[PolicySpec]) -> list[bool]:

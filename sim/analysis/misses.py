@@ -65,29 +65,16 @@ LOCALITY = pa.schema([("segment", COUNT), *[(name, SHARE) for name in ("srp", "s
 """Columns of locality.parquet, a row per segment length (sim.analysis.locality)."""
 
 
-@dataclass(frozen=True)
-class Split:
-    """The misses of one policy at one size, by what would have avoided them."""
+def split(cell: Row, lookups: int, compulsory: int, capacity: int, policy_misses: int) -> Row:
+    """Return a row of `SPLITS`: the misses of a cell, by what would have avoided them.
 
-    policy: str  # as given
-    oracle: bool
-    cache_experts: int
-    cache_fraction: float
-    lookups: int
-    compulsory: int  # first uses: only prefetch
-    capacity: int  # Belady's beyond those: only a larger cache, or a smaller working set
-    policy_misses: int  # a better policy
-
-    @property
-    def misses(self) -> int:
-        return self.compulsory + self.capacity + self.policy_misses
-
-    @property
-    def hit_rate(self) -> float | None:
-        return 1 - self.misses / self.lookups if self.lookups else None
-
-    def row(self) -> Row:
-        return {name: getattr(self, name) for name in SPLITS.names}
+    compulsory: first uses, only prefetch. capacity: Belady's beyond those, only a larger cache, or a smaller working
+    set. policy_misses: a better policy. The hit rate is None where nothing is looked up.
+    """
+    misses = compulsory + capacity + policy_misses
+    parts = {"lookups": lookups, "compulsory": compulsory, "capacity": capacity, "policy_misses": policy_misses}
+    row = {**cell, **parts, "misses": misses, "hit_rate": 1 - misses / lookups if lookups else None}
+    return {name: row[name] for name in SPLITS.names}
 
 
 @dataclass(frozen=True)
@@ -100,10 +87,9 @@ class Analysis:
     demand: int  # experts of one decoded token
     reuse: Reuse
     locality: list[Locality]
-    splits: list[Split]  # by size as given, then by policy
+    splits: list[Row]  # of `SPLITS`, by size as given, then by policy
 
     def curves(self) -> list[Row]:
-        """As rows of `CURVES`, from one slot to room for all."""
         total = len(self.lru) - 1
         return [
             {
@@ -118,7 +104,6 @@ class Analysis:
         ]
 
     def distances(self) -> list[Row]:
-        """As rows of `REUSE`."""
         bins = zip(self.reuse.accesses.tolist(), self.reuse.tokens.tolist(), strict=True)
         return [
             {"at_least": 2**b, "at_most": 2 ** (b + 1) - 1, "by_accesses": accesses, "by_tokens": tokens}
@@ -163,13 +148,15 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
         reuse=reuse(accesses),
         locality=locality(loaded.whole),
         splits=[
-            Split(
-                policy=policy.text,
-                oracle=policy.oracle,
-                cache_experts=slots,
-                cache_fraction=slots / loaded.all_experts,
-                lookups=len(accesses.experts),
-                compulsory=first_uses,
+            split(
+                {
+                    "policy": policy.text,
+                    "oracle": policy.oracle,
+                    "cache_experts": slots,
+                    "cache_fraction": slots / loaded.all_experts,
+                },
+                len(accesses.experts),
+                first_uses,
                 capacity=int(belady[slots]) - first_uses,
                 policy_misses=misses(policy, slots) - int(belady[slots]),
             )
@@ -184,22 +171,22 @@ def to_play(grid: Grid) -> int:
     return len(grid.sizes) * sum(policy.text not in CURVED for policy in grid.policies)
 
 
-def sentence(splits: Sequence[Split]) -> str:
+def sentence(splits: Sequence[Row]) -> str:
     """Return the main cause of misses at each size, for the best policy there that is no oracle (else the best)."""
     clauses = []
-    for slots in dict.fromkeys(split.cache_experts for split in splits):
-        here = [split for split in splits if split.cache_experts == slots]
-        best = min([split for split in here if not split.oracle] or here, key=lambda split: split.misses)
-        clauses.append(f"at {slots} slots ({100 * best.cache_fraction:.3g}%) {_verdict(best)}")
+    for slots in dict.fromkeys(split["cache_experts"] for split in splits):
+        here = [split for split in splits if split["cache_experts"] == slots]
+        best = min([split for split in here if not split["oracle"]] or here, key=lambda split: split["misses"])
+        clauses.append(f"at {slots} slots ({100 * best['cache_fraction']:.3g}%) {_verdict(best)}")
     text = "; ".join(clauses)
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _verdict(split: Split) -> str:
-    name = split.policy
-    if not split.misses:
+def _verdict(split: Row) -> str:
+    name = split["policy"]
+    if not split["misses"]:
         return f"neither policy nor cache size causes misses: {name} has none"
-    own, room, first = (part / split.misses for part in (split.policy_misses, split.capacity, split.compulsory))
+    own, room, first = (split[name] / split["misses"] for name in ("policy_misses", "capacity", "compulsory"))
     if own > max(room, first):
         return f"the policy is the main cause: {own:.0%} of {name}'s misses are not Belady's"
     if room >= first:
@@ -215,10 +202,13 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
         sizes = 100 * np.arange(total + 1) / total
         axes.plot(sizes, 1 - found.lru / lookups, color=plot.COLOURS[0], linewidth=1.6, label="lru")
         axes.plot(sizes, 1 - found.belady / lookups, **plot.BOUND)
-        others = {split.policy: split.oracle for split in found.splits if split.policy not in CURVED}
+        others = {split["policy"]: split["oracle"] for split in found.splits if split["policy"] not in CURVED}
         for i, (policy, oracle) in enumerate(others.items(), start=1):
-            points = [split for split in found.splits if split.policy == policy]
-            shares, rates = [100 * one.cache_fraction for one in points], [1 - one.misses / lookups for one in points]
+            points = [split for split in found.splits if split["policy"] == policy]
+            shares, rates = (
+                [100 * one["cache_fraction"] for one in points],
+                [1 - one["misses"] / lookups for one in points],
+            )
             axes.plot(shares, rates, **plot.look(i), linestyle="", label=plot.wrapped(policy_title(policy, oracle)))
         if loaded.trace.phases != "prefill":
             axes.axvline(100 * found.demand / total, **plot.DEMAND)
@@ -229,7 +219,7 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
 def save(found: Analysis, loaded: Loaded, folder: Path) -> list[Path]:
     """Write the tables and the plot of the curves into `folder`; the files. InputError where that is impossible."""
     rows = (
-        ([split.row() for split in found.splits], SPLITS),
+        (found.splits, SPLITS),
         (found.curves(), CURVES),
         (found.distances(), REUSE),
         ([asdict(metrics) for metrics in found.locality], LOCALITY),

@@ -179,7 +179,6 @@ class Sensitivity:
 
 
 def parameters(point: Point) -> list[Parameter]:
-    """Return all that a cell has."""
 
     def field(name: str, unit: str, path: str, whole: bool = False) -> Parameter:
         def at(here: Point, value: float) -> Point:

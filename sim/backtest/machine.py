@@ -21,7 +21,6 @@ DATA = Path(__file__).parent / "data"
 
 @cache
 def table(name: str) -> Mapping[str, Any]:
-    """Return a shipped table: `factors` or `systems`."""
     return tomllib.loads((DATA / f"{name}.toml").read_text("utf-8"))
 
 

@@ -46,7 +46,6 @@ def profile_of(facts: Model) -> ModelProfile:
 
 
 def _of_bytes(facts: Model) -> ModelProfile:
-    """Return the profile of a model of which sizes are stated and no more."""
     size = facts.expert_bytes or facts.expert_mb * 1e6 or max(facts.layer_expert_bytes, default=0)
     shape = {"layers": facts.layers, "experts": facts.experts, "top_k": facts.top_k}
     stated = {**shape, "expert_bytes": size, "dense_bytes": facts.dense_bytes}

@@ -14,7 +14,6 @@ Cells = list[str]
 
 
 def rows_of(test: Backtest) -> list[dict[str, Any]]:
-    """Return each row with its prediction and error, for JSON."""
     return [_row(result) for result in test.results]
 
 

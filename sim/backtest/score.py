@@ -191,12 +191,10 @@ def errors(results: Iterable[Result]) -> dict[str, Any]:
 
 
 def blind_errors(results: Iterable[Result]) -> dict[str, Any]:
-    """Return the same of the predictions with no parameter fitted."""
     return errors(replace(result, predicted=result.blind) for result in results)
 
 
 def summary(test: Backtest) -> dict[str, Any]:
-    """Return the errors of all rows, of parts of them and by their groups."""
     scored = [result for result in test.results if result.scored]
     timed = [result for result in scored if result.row.timed]
     fitted = {(fit.file, fit.machine) for fit in test.fits}
@@ -229,7 +227,6 @@ def summary(test: Backtest) -> dict[str, Any]:
 
 
 def grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
-    """Return the results by a key, in the order of their first one."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(key(result), []).append(result)

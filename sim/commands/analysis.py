@@ -50,7 +50,7 @@ def analyze(
     output.show(
         lambda: {
             "answer": answer,
-            "misses": [split.row() for split in found.splits],
+            "misses": found.splits,
             "reuse": found.distances(),
             "locality": [asdict(metrics) for metrics in found.locality],
         },
@@ -87,7 +87,6 @@ def compare(
 
 
 def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> list[tuple[SweptRun, SweptRun]]:
-    """(baseline, cell): what was asked for."""
 
     def named(text: str) -> list[SweptRun]:
         folder, policy, own_size = split_name(text)
@@ -121,13 +120,14 @@ def _cell(one: SweptRun) -> dict[str, object]:
 def _misses(found: Analysis) -> Table:
     shown = table("cache", "policy", "hit rate", "misses", "compulsory", "capacity", "policy's own", gap=1)
     for split, following in zip(found.splits, [*found.splits[1:], None], strict=True):
-        parts = (split.compulsory, split.capacity, split.policy_misses)
-        shares = [f"{part / max(split.misses, 1):.1%}" for part in parts]
-        size = f"{split.cache_experts} ({100 * split.cache_fraction:.3g}%)"
-        last = following is None or following.cache_experts != split.cache_experts
-        hit_rate = f"{1 - split.misses / max(split.lookups, 1):.1%}"
-        policy = policy_title(split.policy, split.oracle)
-        shown.add_row(size, policy, hit_rate, f"{split.misses:,}", *shares, end_section=last)
+        shares = [
+            f"{split[part] / max(split['misses'], 1):.1%}" for part in ("compulsory", "capacity", "policy_misses")
+        ]
+        size = f"{split['cache_experts']} ({100 * split['cache_fraction']:.3g}%)"
+        last = following is None or following["cache_experts"] != split["cache_experts"]
+        hit_rate = f"{1 - split['misses'] / max(split['lookups'], 1):.1%}"
+        policy = policy_title(split["policy"], split["oracle"])
+        shown.add_row(size, policy, hit_rate, f"{split['misses']:,}", *shares, end_section=last)
     return shown
 
 

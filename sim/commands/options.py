@@ -101,7 +101,6 @@ class CellOptions:
     def announce(
         self, loaded: Loaded, policy: PolicySpec, slots: int, stated: Mapping[str, Any], output: "OutputOptions"
     ) -> None:
-        """Print which defaults were taken, and the warnings about the cell."""
         output.note(*self.taken(loaded.experiment, stated))
         for warning in report.warnings(loaded, Grid((policy,), {self.size: slots})):
             warn(warning)
@@ -165,7 +164,6 @@ class ResumableOptions(ResultOptions):
 
 
 def warn(text: str) -> None:
-    """Print a warning, in which options of a run stand as flags."""
     console.warn(with_flags(text, OPTIONS))
 
 

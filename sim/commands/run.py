@@ -128,7 +128,6 @@ def _block(row: Row) -> str:
 
 
 def _more(row: Row, elapsed: float) -> dict[str, str]:
-    """What the host, the disk and several users did, where there are any."""
     lines = {}
     if row["on_host"]:
         share = _share(row["on_host"], row["misses"])

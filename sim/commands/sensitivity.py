@@ -63,7 +63,6 @@ def _share(text: str) -> float:
 
 
 def _table(found: Sensitivity) -> Table:
-    """A row per parameter that has an effect, the largest first."""
     metric = METRICS[found.metric]
     shown = table("parameter", "here", "lower", metric, "higher", metric, "elast.")
     for effect in found.effective:

@@ -122,7 +122,6 @@ def _free(parent: Path, name: str, output: options.ResumableOptions) -> Path:
 
 
 def _taken(made: Sweep, values: Mapping[str, Any]) -> list[str]:
-    """Return the note on the defaults that were taken, if any was."""
     lists = {"policies": defaults.POLICIES, "cache_sizes": defaults.CACHE_SIZES, "hardware": defaults.HARDWARE}
     taken = {f"the shipped trace {made.traces[0]}": "traces" not in values}
     taken |= {f"{name.replace('_', ' ')} {text}": name not in values for name, text in lists.items()}

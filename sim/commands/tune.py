@@ -123,7 +123,6 @@ def _title(search: Search, found: Result) -> str:
 
 
 def _table(found: Result, oracle: bool) -> Table:
-    """The policy as given, and the best on the first half; of these the first alone was run on the second."""
     metric = METRICS[found.metric]
     shown = table("options", *[f"{metric}, {half} half" for half in ("first", "second")], gap=1, fold=True)
     policy = policy_title(found.typed.policy, oracle)

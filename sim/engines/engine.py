@@ -52,5 +52,4 @@ def _play(engine: str, run: Run, ended: Ended) -> None:
 
 
 def simulate(engine: str, run: Run) -> RunLog:
-    """The same, the log kept whole."""
     return whole(partial(play, engine), run)

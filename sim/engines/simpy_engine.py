@@ -258,5 +258,4 @@ def play(run: Run, ended: Ended, observer: LoopObserver | None = None) -> None:
 
 
 def simulate(run: Run) -> RunLog:
-    """Run everything and keep its log whole."""
     return whole(play, run)

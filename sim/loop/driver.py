@@ -111,7 +111,6 @@ class Driver:
             self._step_ended_at[place.seat] = self._began
 
     def end(self, step: Step) -> StepRow:
-        """Its head has ended; return its row."""
         session, ended = self.session, self.session.clock
         for place in step.ends:
             session.decider.end_request(place.seat)

@@ -5,12 +5,10 @@ safetensors (`sim.profiles.safetensors_files`). No weights are read.
 """
 
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,30 +99,11 @@ def _expert_tensors(path: Path) -> Iterator[tuple[StoredTensor, re.Match[str]]]:
 
 
 def _gguf(file: Path) -> Iterator[StoredTensor]:
-    try:
-        from gguf import GGUFReader, GGUFValueType
-    except ImportError as error:
-        raise InputError("reading GGUF files needs gguf: pip install 'moe-expert-cache[gguf]'") from error
-
-    class Header(GGUFReader):  # type: ignore[misc, unused-ignore]  # no types where gguf is not installed
-        """A reader that skips lists, such as a vocabulary, each value of which gguf's own reader makes an array."""
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type == GGUFValueType.ARRAY:
-                kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-                at = orig_offs + 12
-                if kind == GGUFValueType.STRING:
-                    length = struct.Struct("<Q" if self.byte_order == "I" else ">Q")
-                    for _ in range(count):
-                        at += 8 + length.unpack_from(self.data.data, at)[0]
-                    return at - orig_offs, [], [], []
-                if kind in self.gguf_scalar_to_np:
-                    return 12 + count * np.dtype(self.gguf_scalar_to_np[GGUFValueType(kind)]).itemsize, [], [], []
-            return super()._get_field_parts(orig_offs, raw_type)
+    from gguf import GGUFReader
 
     try:
-        tensors = Header(file).tensors
-    except (OSError, ValueError, LookupError, OverflowError, MemoryError, RecursionError, struct.error) as error:
+        tensors = GGUFReader(file).tensors
+    except (OSError, ValueError, LookupError, OverflowError, MemoryError, RecursionError) as error:
         raise InputError(f"{file} cannot be read as GGUF, it is damaged or cut off: {error}") from error
     for tensor in tensors:
         shape, kind = tuple(tensor.shape.tolist()[::-1]), tensor.tensor_type.name

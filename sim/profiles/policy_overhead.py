@@ -58,6 +58,5 @@ def _at(layers: int, experts: int, row: tuple[float, float]) -> float:
 
 @cache
 def _table() -> dict[str, dict[str, tuple[float, float]]]:
-    """Return rows by kind (retention, prefetch, pair, preset) and name."""
     kinds = tomllib.loads(TABLE.read_text("utf-8"))["us"]
     return {kind: {name: (small, large) for name, (small, large) in rows.items()} for kind, rows in kinds.items()}

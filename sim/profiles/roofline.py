@@ -91,7 +91,6 @@ class Roofline:
         return math.ceil(max(reading, flop / (self.hardware.host_compute_tflop_per_s * 1_000)))
 
     def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
-        """Return the time to read k rows a token and write one."""
         if not self.model.runs(layer, tokens, context):
             return 0
         if tokens not in self._combine_ns:

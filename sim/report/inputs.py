@@ -58,7 +58,7 @@ class Results:
             return None
         try:
             return load(self.experiment)
-        except InputError as error:
+        except (InputError, ModuleNotFoundError) as error:
             self.note(f"{self.folder}: its trace or profiles cannot be read again: {error}")
             return None
 

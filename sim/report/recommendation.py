@@ -30,7 +30,6 @@ def text(sweep: Results) -> str:
 
 
 def _against_lru(sweep: Results, best: Row, by: str) -> Iterator[str]:
-    """Yield what the best policy gains over LRU at its size, with its interval."""
     if best["policy"] == "lru":
         others = [row for row in sweep.rows if row["cache_experts"] == best["cache_experts"] and row is not best]
         if any(not row["oracle"] for row in others):

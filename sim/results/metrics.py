@@ -32,7 +32,6 @@ TEXT, COUNT, SHARE, MS = pa.string(), pa.int64(), pa.float64(), pa.float64()
 
 
 def _required(names: Sequence[str], kind: pa.DataType) -> list[pa.Field]:
-    """Return columns in which each row has a value."""
     return [pa.field(name, kind, nullable=False) for name in names]
 
 
@@ -312,7 +311,6 @@ def size_text(row: Row | pd.Series) -> str:
 
 
 def cell_text(row: Row) -> str:
-    """Return a cell's policy, marked if it sees the future, and cache size."""
     return f"{policy_title(row['policy'], row['oracle'])}, {size_text(row)}"
 
 

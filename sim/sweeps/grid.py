@@ -223,7 +223,6 @@ def _save(found: Outcome, store: Store) -> list[Path]:
 
 
 def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> tuple[Row, pa.Table]:
-    """One cell, summed up where it is run: its row, and those of its requests."""
     summary = summed(loaded, policy, slots, played)
     return summary.row(), summary.requests()
 

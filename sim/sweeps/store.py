@@ -77,7 +77,6 @@ class Store:
                 writer.write_table(table)
 
     def clear(self) -> None:
-        """The cells have become tables: remove their files."""
         _clear(self.folder)
 
     def _take(self, folder: Path) -> None:

@@ -26,7 +26,6 @@ from policies.core.spec import PolicySpec
 from sim.experiment import Experiment
 from sim.loaded import Loaded, load
 from sim.results.provenance import sources
-from traces.commands import console
 from traces.errors import InputError, located
 from traces.location import absolute
 
@@ -36,9 +35,6 @@ T = TypeVar("T")
 
 Played = Generator[tuple[int, T], None, None]
 """(place of a task, its result), as they finish; who closes it, as Ctrl-C does, stops what is running."""
-
-LOOK = 100
-"""Looks at what has ended, ten a second, between two at whether a cluster still has workers."""
 
 ANSWER_S = 10
 """Seconds in which a scheduler has to answer."""
@@ -96,7 +92,7 @@ class Local:
             for place, task in enumerate(tasks):
                 yield place, task.play(task.loaded, *task.arguments, advance)
             return
-        stopped, lock, seen = threading.Event(), threading.Lock(), 0
+        stopped, lock = threading.Event(), threading.Lock()
 
         def played(requests: int) -> None:
             if stopped.is_set():
@@ -107,22 +103,18 @@ class Local:
         def work(task: Task[T]) -> T:
             if task.compiled or task.stays or not processes:
                 return task.play(task.loaded, *task.arguments, played)
-            found: T = processes.submit(_in_process, *task.elsewhere).result()
+            found: T = processes.submit(_elsewhere, *task.elsewhere).result()
+            played(task.requests)
             return found
 
         with ExitStack() as stack:
             threads = stack.enter_context(Threads(self.workers))
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-            counter, processes = None, None
+            processes = None
             if not all(task.compiled or task.stays for task in tasks):
-                counter, processes = stack.enter_context(_processes(min(self.workers, len(tasks))))
+                processes = stack.enter_context(_processes(min(self.workers, len(tasks))))
             stack.callback(stopped.set)
             for finished in _as_completed(lambda task: threads.submit(work, task), tasks, 2 * self.workers):
-                if counter is not None:
-                    ran = counter.get_obj().value  # its lock may be held by a process that was killed
-                    with lock:
-                        advance(ran - seen)
-                    seen = ran
                 yield from finished
 
 
@@ -157,14 +149,12 @@ class Cluster:
         executor = self._client.get_executor(pure=False)
 
         def submit(task: Task[T]) -> Future[T]:
-            future: Future[T] = executor.submit(_anywhere, *task.elsewhere)
+            future: Future[T] = executor.submit(_elsewhere, *task.elsewhere)
             return future
 
         at_a_time = 4 * max(1, sum(self._client.nthreads().values()))
         try:
-            for turn, finished in enumerate(_as_completed(submit, tasks, at_a_time), 1):
-                if turn % LOOK == 0 and not self._client.nthreads():
-                    console.warn(f"{self.address} has no workers any more: waiting; Ctrl-C keeps what is finished")
+            for finished in _as_completed(submit, tasks, at_a_time):
                 for place, result in finished:
                     advance(tasks[place].requests)
                     yield place, result
@@ -212,13 +202,7 @@ def _loaded(experiment: Experiment, fingerprint: str) -> Loaded:
     return loaded
 
 
-def _anywhere(*task: Any) -> Any:
-    """A cell in a process of a cluster."""
-    return _as_read(lambda requests: None, *task)
-
-
-def _as_read(
-    advance: Advance,
+def _elsewhere(
     experiment: Experiment,
     fingerprint: str,
     machine: Mapping[str, Any],
@@ -236,34 +220,20 @@ def _as_read(
                 raise InputError(f"{name} was changed, or what it imports, since the run began: run it again")
     loaded = _loaded(experiment, fingerprint)
     here = loaded if loaded.machine == machine else replace(loaded, **machine)
-    return play(here, *arguments, advance)
+    return play(here, *arguments, lambda requests: None)
 
 
 def _version() -> str:
     return sources()
 
 
-_worker: dict[str, Any] = {}
-"""What a process of `Local` holds: the counter of requests run."""
-
-
-def _in_process(*task: Any) -> Any:
-    def played(requests: int) -> None:
-        with _worker["counter"].get_lock():
-            _worker["counter"].value += requests
-
-    return _as_read(played, *task)
-
-
 @contextmanager
-def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
-    """Processes that leave Ctrl-C to this one, and the counter of requests that they have run."""
-    context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
+def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that leave Ctrl-C to this one."""
     strangers = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(workers, context, _begin, (counter,)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin) as pool:
         try:
-            yield counter, pool
+            yield pool
         except BrokenProcessPool as error:
             raise InputError(
                 "a worker process has ended, possibly out of memory: try fewer `workers`; a script that asks for "
@@ -275,9 +245,8 @@ def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _begin(counter: Any) -> None:
+def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _worker["counter"] = counter
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

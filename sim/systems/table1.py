@@ -70,7 +70,6 @@ class Row:
 
 
 def applies(loaded: TimedRun) -> bool:
-    """Whether the paper's table is of this model and machine."""
     return (loaded.profile.name, loaded.hardware.name) == (MODEL, HARDWARE)
 
 
@@ -90,7 +89,6 @@ def require(loaded: TimedRun) -> None:
 
 
 def rows(predictions: Iterable[Prediction]) -> list[Row]:
-    """Return those of the predictions that the paper has a row for."""
     table = []
     for each in predictions:
         paper = printed().get(each.system.name)

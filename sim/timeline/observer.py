@@ -61,7 +61,6 @@ class TimelineObserver(LoopObserver):
         return self._window.last is not None and self._position() >= self._window.last
 
     def close(self) -> None:
-        """Show what is under way up to now, and nothing more."""
         if self._timeline.is_open:
             for tracks in (self._link, self._host, self._seats, self._residency):
                 tracks.show_unfinished()
@@ -71,7 +70,6 @@ class TimelineObserver(LoopObserver):
         return self._decoded if self._window.of == "decode steps" else self._requests
 
     def step_begins(self, step: Step, began: int) -> None:
-        """Open the timeline where the window begins."""
         began -= self._scene.origin
         if self._position() >= self._window.first and not self.is_over and not self._timeline.is_open:
             self._timeline.open(began)

@@ -289,7 +289,6 @@ class ResidencyTracks(LoopObserver):
         self._count()
 
     def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
-        """The link takes a transfer, perhaps a paused one, or none."""
         if expert >= 0:
             self._arriving = expert
             if self._tracks and expert not in self._held:

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import parse
-from sim.analysis import analyse, sentence, to_play
-from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, figure, save
+from sim.analysis import analyse, misses, sentence, to_play
+from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, figure, save
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.profiles.model_profile import model
+from sim.results.metrics import Row
 from sim.sweeps import Grid
 from tests.support.command import moe_sim
 from traces import MARKER, InputError, write_trace
@@ -35,29 +36,32 @@ def loaded(home):
 GRID = Grid(tuple(map(parse, ("lru", "lfu", "belady", "lru+popular"))), {"10%": 5, "25%": 12, "100%": 48})
 
 
-def split(policy="lru", compulsory=0, capacity=0, own=0, slots=12, oracle=False) -> Split:
-    return Split(policy, oracle, slots, slots / 48, 1_000, compulsory, capacity, own)
+def split(policy="lru", compulsory=0, capacity=0, own=0, slots=12, oracle=False) -> Row:
+    cell = {"policy": policy, "oracle": oracle, "cache_experts": slots, "cache_fraction": slots / 48}
+    return misses.split(cell, 1_000, compulsory, capacity, own)
 
 
 def test_misses_split_into_parts_that_sum_to_the_untimed_count(loaded):
     found = analyse(loaded, GRID)
     cells = [(policy, slots) for slots in GRID.sizes.values() for policy in GRID.policies]
-    assert [(one.policy, one.cache_experts) for one in found.splits] == [
+    assert [(one["policy"], one["cache_experts"]) for one in found.splits] == [
         (policy.text, slots) for policy, slots in cells
     ]
     for one, (policy, slots) in zip(found.splits, cells, strict=True):
         log, belady = loaded.log(policy, slots), loaded.log(parse("belady"), slots)
-        assert one.misses == log.misses.sum()
-        assert one.lookups == (log.misses + log.hits).sum()
-        assert one.compulsory == len(np.unique(np.concatenate([r.experts for r in map(loaded.trace.steps, range(4))])))
-        assert one.compulsory + one.capacity == belady.misses.sum()
-        assert min(one.compulsory, one.capacity, one.policy_misses) >= 0
+        assert one["misses"] == log.misses.sum()
+        assert one["lookups"] == (log.misses + log.hits).sum()
+        assert one["compulsory"] == len(
+            np.unique(np.concatenate([r.experts for r in map(loaded.trace.steps, range(4))]))
+        )
+        assert one["compulsory"] + one["capacity"] == belady.misses.sum()
+        assert min(one["compulsory"], one["capacity"], one["policy_misses"]) >= 0
 
 
 def test_with_room_for_all_only_first_uses_miss(loaded):
     for one in analyse(loaded, GRID).splits:
-        if one.cache_experts == 48:
-            assert (one.capacity, one.policy_misses) == (0, 0)
+        if one["cache_experts"] == 48:
+            assert (one["capacity"], one["policy_misses"]) == (0, 0)
 
 
 def test_experts_of_several_sizes_are_refused_as_curves_count_experts(home):
