@@ -134,16 +134,6 @@ def test_a_key_that_does_nothing_in_its_row_is_warned_of(tmp_path, changed, said
     assert warned == [f"{path}: row one: setting: {said} (ignored)"]
 
 
-def test_the_size_of_a_models_file_says_more_than_its_precision(tmp_path):
-    sized = {"profile": "gpt-oss-20b", "file_gb": 9.0}
-    both = {**ROW, "figure": "both", "model": {**sized, "precision": "q8_0", "dense_precision": "bf16"}}
-    path, warned = written(tmp_path, {**ROW, "model": sized}, both), list[str]()
-    alone, beside = file.read(path, warned.append)
-    assert beside.model == alone.model
-    said = "has no effect beside file_gb (ignored)"
-    assert warned == [f"{path}: row both: model: {key} {said}" for key in ("precision", "dense_precision")]
-
-
 @pytest.mark.parametrize(
     ("setting", "unused"),
     [

@@ -1,7 +1,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -295,15 +294,6 @@ def test_a_second_sweep_without_a_folder_of_its_own_goes_beside_the_first(home, 
     assert moe_sim(*asked, "lfu,fifo", "--overwrite", "-q", cwd=tmp_path).returncode == 0
     rows = {name: len(pd.read_parquet(tmp_path / f"results/{name}/results.parquet")) for name in ("tiny", "tiny-2")}
     assert rows == {"tiny": 2, "tiny-2": 1}
-
-
-def test_a_trace_called_cells_keeps_its_results(home, tmp_path):
-    for name in ("cells", "other"):
-        shutil.copytree(home / "tiny", tmp_path / name)
-    done = moe_sim("sweep", "cells", "other", "--policies", "lru", "--cache-sizes", "24", "--out", "o", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for name in ("cells-trace", "other"):
-        assert len(pd.read_parquet(tmp_path / "o" / name / "results.parquet")) == 1
 
 
 def test_a_policy_of_the_users_that_fails_is_told_with_its_line(home, tmp_path):

@@ -1,6 +1,5 @@
 import json
 import shutil
-import tracemalloc
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -68,15 +67,6 @@ def mean_interval_of_normal(values):
 def test_the_interval_of_many_values_is_that_of_the_central_limit_theorem():
     values = np.random.default_rng(1).gamma(4.0, 2.0, 3_000)
     assert interval(values, seed=2) == pytest.approx(mean_interval_of_normal(values), abs=0.02)
-
-
-def test_resamples_are_drawn_a_part_at_a_time():
-    values = np.random.default_rng(1).random(100_000)
-    tracemalloc.start()
-    interval(values, resamples=200)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 100e6, "all at once are 160 MB of indices and as much of values"
 
 
 def test_the_interval_of_two_values_is_known_exactly():

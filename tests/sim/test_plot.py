@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from sim.results.plot import draw, draw_users, figure, users, wrapped
+from sim.results.plot import draw, figure, users, wrapped
 
 
 def rows(policy, **columns):
@@ -48,18 +48,6 @@ def test_users_at_cache_sizes_that_are_as_good_as_one_share_are_a_line_each():
     sizes = ({**row, "cache_experts": slots} for slots in (2000, 2001) for row in rows("lru", cache_fraction=0.2))
     drawn = users({"": [{**row, "max_batch": i // 3 + 1, "tokens_per_s": 1.0} for i, row in enumerate(sizes)]})
     assert [line.get_label() for line in drawn.axes[0].get_lines()] == ["lru, 2,000 (20%)", "lru, 2,001 (20%)"]
-
-
-NAMES = [r"a$x_{$\frac{b} $y$", "a$^$", "\\alpha{", "two\nlines\t\x1b[31m", "%s {} [/red] :smile: 🅱"]
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", NAMES)
-def test_no_name_is_a_formula_or_anything_else_but_itself(name, tmp_path):
-    named = {"model": name, "trace": name, "hardware": name}
-    cells = [{**row, "max_batch": i, "tokens_per_s": 1.0} for i, row in enumerate(rows(f"{name}.py:Mine", **named), 1)]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in draw(cells, cells, 0.1, ("hit_rate",), tmp_path))
-    assert draw_users({"": cells, name: cells}, tmp_path)[0].read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_policy_whose_file_begins_with_an_underscore_is_in_the_legend():

@@ -185,14 +185,6 @@ def test_a_value_that_the_policy_refuses_is_left_out_and_said_so(home):
     assert any(text.startswith("small at 1.08: s3fifo needs small above 0 and below 1") for text in left_out)
 
 
-def test_a_value_that_is_rounded_to_0_is_left_out_and_said_so(home):
-    variants, left_out = plan(
-        point_of(TimedRun.of(Experiment(str(home / "some"), predictor_us=0.001)), parse("lru"), 16), 0.99
-    )
-    assert "predictor at 1e-05: it is rounded to 0" in left_out
-    assert all(variant.value for variant in variants)
-
-
 def test_a_layers_own_slots_cannot_become_fewer_than_the_layers(home):
     effects, _, left_out = measured(home, "some", "lru@layer", 4, requests=1)
     assert effects["cache size"].down is None

@@ -14,13 +14,12 @@ import pytest
 
 from policies.core import Shape, parse
 from sim.commands import main
-from sim.commands.tune import _table
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.sweeps import config
 from sim.sweeps.grid import play_cell
-from sim.tuning import NAME, Halves, Journal, Result, Search, save, space_of
-from sim.tuning.tune import Judged, tune
+from sim.tuning import NAME, Halves, Journal, Search, save, space_of
+from sim.tuning.tune import tune
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces import MARKER, InputError, read_toml, write_trace
@@ -331,26 +330,6 @@ def command(home, tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize(("policy", "titled"), [("lru+oracle", "lru+oracle (oracle)"), ("lru+markov", "lru+markov")])
-def test_a_policy_that_sees_the_future_is_marked(policy, titled):
-    given = Judged(policy, 1.0, 1.0)
-    (shown,) = _table(Result("tpot_mean_ms", [], given, given), parse(policy).oracle).columns[0].cells
-    assert shown == f"{titled} as given"
-
-
-def test_a_cache_of_experts_of_several_sizes_is_printed_in_experts(command, tmp_path):
-    """Half of all bytes, of layers of 1, 2 and 3 times 6,144 bytes, are 24 experts of mean size."""
-    shape = "hub_ids = []\nmoe_layers = 3\nexperts = 16\ntop_k = 2\nhidden_size = 64\nexpert_intermediate_size = 16\n"
-    rest = "heads = 4\nhead_size = 16\nvocabulary = 64\ndense_bytes_per_parameter = 2.0\n"
-    sizes = "expert_bytes_per_parameter = 2.0\nlayer_expert_bytes = [6144, 12288, 18432]\n"
-    (tmp_path / "sized.toml").write_text(shape + rest + sizes)
-    for given in ("50%", "24", "294912B"):
-        asked = ("--policy", "clock", "--trials", "1", "--untimed", "--model-profile", "sized.toml", "--workers", "1")
-        status, out, err = command(*asked, "--cache-size", given, "--out", given)
-        assert status == 0, err
-        assert "sized, untimed: 24 slots, 1 trials" in " ".join(out.split())
-
-
 ASKED = ("--policy", "eamc", "--search", "capacity=2..40:matches=1|2", "--trials", "6", "--workers", "2")
 
 
@@ -432,12 +411,3 @@ def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(h
         assert moe_sim(*asked, "--out", *out, cwd=tmp_path).returncode == 0
     ended = [(tmp_path / name / "trials.parquet").read_bytes() for name in ("whole", "cut")]
     assert ended[0] == ended[1]
-
-
-def test_a_journal_without_trials_is_in_nobodys_way(home, tmp_path):
-    one, other = (search_of(home, "eamc", space, 2) for space in ("capacity=5..6", "capacity=7..8"))
-    Journal(tmp_path).begin(one.searched())
-    assert Journal(tmp_path).workers is None
-    tune(other, Journal(tmp_path), lambda played: None)
-    assert Journal(tmp_path).searched == other.searched()
-    assert Journal(tmp_path).workers == 1
