@@ -206,14 +206,6 @@ class TimedRun(Loaded):
         """What was measured with this model on this machine, which then stands for its rates; None: nothing was."""
         return self.hardware.measured_with(self.profile)
 
-    def check_memory(self) -> None:
-        """Raise InputError where the GPU's memory does not hold even what is no expert."""
-        if self.memory < self.profile.dense_bytes:
-            raise InputError(
-                f"{self.hardware.name} has {show_bytes(self.memory)} of memory, and {self.profile.name} needs "
-                f"{show_bytes(self.profile.dense_bytes)} without any expert: choose another `hardware`"
-            )
-
     def predictor_us(self, policy: PolicySpec) -> float | None:
         """Return the policy overhead of an event, as stated, measured here, or shipped; None: unknown."""
         if self.experiment.predictor_us is not None:
@@ -302,7 +294,11 @@ def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | Tim
     if profile is None or experiment.untimed:
         return CountedRun(experiment, requests, profile, in_memory=in_memory)
     timed = TimedRun(experiment, requests, profile, hardware(experiment.hardware), in_memory=in_memory)
-    timed.check_memory()
+    if timed.memory < profile.dense_bytes:
+        raise InputError(
+            f"{timed.hardware.name} has {show_bytes(timed.memory)} of memory, and {profile.name} needs "
+            f"{show_bytes(profile.dense_bytes)} without any expert: choose another `hardware`"
+        )
     users(experiment, requests)  # refuses arrivals that cannot be
     return timed
 

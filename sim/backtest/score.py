@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 
-from sim.backtest import phone
 from sim.backtest.case import Case, Outcome
 from sim.backtest.file import Machine, Row
-from sim.backtest.machine import Rates, rates
+from sim.backtest.machine import DATA, Rates, rates
 from sim.backtest.routing import PHONE
 from sim.quantities import show_share
 from traces.errors import InputError, located
+from traces.steps import DECODE
 
 SEARCH = 8.0
 """A rate is searched between its value over and times this."""
@@ -27,6 +29,8 @@ OVERHEADS_US = 1.0, 30_000.0
 STEPS = 18
 """Of a golden-section search: finds a rate to 0.1%."""
 GOLDEN = (math.sqrt(5) - 1) / 2
+LANES = 4
+"""Reads in flight at once; the device adds up the time of each."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def backtest(
             Result(row, figure(row, final), figure(row, outcomes[row.figure]), final.hit_rate, case.stand_in)
         )
     of_phone = next((outcomes[row.figure] for row in rows if row.setting.trace == PHONE and row.timed), None)
-    return Backtest(results, list(fits.values()), phone.token_by_token(of_phone) if of_phone else None)
+    return Backtest(results, list(fits.values()), token_by_token(of_phone) if of_phone else None)
 
 
 def rates_of(row: Row) -> Rates | None:
@@ -231,3 +235,28 @@ def grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str
     for result in results:
         groups.setdefault(key(result), []).append(result)
     return groups
+
+
+def token_by_token(outcome: Outcome) -> dict[str, Any]:
+    """Compare the phone's run with what the device measured; totals in bytes and in seconds of the disk."""
+    log = outcome.log
+    decoded = log.phase == DECODE
+    measured = pd.read_parquet(DATA / f"{PHONE}.tokens.parquet")
+    hit_rate = float(log.hits.sum() / (log.hits + log.late + log.misses).sum())
+    return {
+        "tokens": len(measured),
+        "hit_rate": {"predicted": hit_rate, "measured": float(measured.cache_hit_pct.iloc[-1] / 100)},
+        "bytes_read": _compared(log.demand_bytes[decoded], measured.read_bytes.to_numpy()),
+        "io_s": _compared(log.link_busy_ns[decoded] / 1e9, measured.io_ms.to_numpy() / 1e3 / LANES),
+        "wall_s": _compared(log.step_ns[decoded] / 1e9, measured.wall_ms.to_numpy() / 1e3),
+    }
+
+
+def _compared(predicted: NDArray[Any], measured: NDArray[Any]) -> dict[str, float]:
+    """Return totals, the correlation over tokens, and the median of the tokens' absolute errors."""
+    return {
+        "predicted": float(predicted.sum()),
+        "measured": float(measured.sum()),
+        "correlation": float(np.corrcoef(predicted, measured)[0, 1]),
+        "median_abs_error": float(np.median(np.abs(predicted / measured - 1))),
+    }

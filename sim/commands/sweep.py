@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
 from policies.core.grammar import split_list
@@ -14,12 +15,12 @@ from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
-from sim.commands.swept import shown
 from sim.engines import compiling
 from sim.loaded import Loaded, TimedRun, load
-from sim.quantities import parse_whole, show_bytes
+from sim.quantities import parse_whole, show_bytes, show_share
 from sim.results import diagnosis
 from sim.results.compare import SweptRun
+from sim.results.metrics import Row, size_text
 from sim.sweeps import report
 from sim.sweeps.config import NAME as TOML
 from sim.sweeps.config import Sweep
@@ -233,7 +234,63 @@ def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, outpu
 
 def _shown(outcomes: Sequence[Outcome], runs: Sequence[Sequence[SweptRun]]) -> Iterator[str | RichTable]:
     for found, of_it in zip(outcomes, runs, strict=True):
-        yield from shown(found, of_it)
+        yield from _of_table(found, of_it)
         loaded = found.table.loaded
         yield from diagnosis.lines(found.rows, found.bound, loaded.token_experts / loaded.all_experts)
         yield ""
+
+
+def _of_table(outcome: Outcome, runs: Sequence[SweptRun]) -> Iterator[str | RichTable]:
+    """Yield what was run on what, the table, and what its marks mean. runs: those of the rows."""
+    marks = report.marks(outcome, runs)
+    yield _title(outcome)
+    yield _cells(outcome, marks)
+    if report.EQUAL in marks.values():
+        yield report.equal_note(runs[0], outcome.judged_by)
+
+
+def _title(outcome: Outcome) -> str:
+    first, loaded = outcome.rows[0], outcome.table.loaded
+    machine = f" on {loaded.hardware.title}" if isinstance(loaded, TimedRun) else ", untimed"
+    played = f"{first['requests']} requests of {first['trace']}, {first['tokens']:,} tokens"
+    return f"{first['model']}{machine}: {played}"
+
+
+def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
+    """A row per cell, those of one size together, which stands there as stated."""
+    latencies = _latencies(outcome.rows)
+    sized = ["GiB"] if outcome.rows[0]["cache_bytes"] else []
+    shown = RichTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("cache", "experts", *sized, "policy"):
+        shown.add_column(heading, justify="left" if heading in ("cache", "policy") else "right", no_wrap=True)
+    moved = ["MB/token"] if outcome.table.loaded.expert_bytes else []
+    for heading in ("hit rate", *latencies, "idle" if latencies else "misses", *moved, ""):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    stated = {slots: text for text, slots in outcome.table.grid.sizes.items()}
+    typed = [stated[slots] for _, slots in outcome.table.grid.requested()]
+    for size, row, following in zip(typed, outcome.rows, [*typed[1:], None], strict=True):
+        mark = marks.get((row["cache_experts"], row["policy"]), "oracle" if row["oracle"] else "")
+        cells = [size, size_text(row)]
+        cells += [f"{row['cache_bytes'] / 2**30:.3g}"] if sized else []
+        cells += [row["policy"], show_share(row["hit_rate"])]
+        cells += [f"{row[column]:,.2f}" for column in latencies.values()]
+        cells.append(_idle(row) if latencies else f"{row['misses']:,}")
+        if moved:
+            cells.append(_megabytes((row["bytes_demand"] + row["bytes_prefetch"]) / row["tokens"]))
+        style = {report.BEST: "bold green", report.EQUAL: "green"}.get(mark)
+        shown.add_row(*cells, mark, style=style, end_section=following != size)
+    return shown
+
+
+def _latencies(rows: list[Row]) -> dict[str, str]:
+    offered = {"TTFT ms": "ttft_mean_ms", "TPOT ms": "tpot_mean_ms", "p99": "tpot_p99_ms"}
+    return {heading: column for heading, column in offered.items() if all(row[column] is not None for row in rows)}
+
+
+def _idle(row: Row) -> str:
+    elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
+    return show_share(row["gpu_idle_ms"] / elapsed if elapsed else None)
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.1f}" if size >= 1e7 else f"{size / 1e6:.3g}"

@@ -11,10 +11,9 @@ import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from traces.output import check_file, replacing
 
@@ -22,18 +21,10 @@ Args = Mapping[str, object]
 """What a slice or an instant shows when it is selected; None is left out."""
 
 
-@dataclass(frozen=True)
-class Process:
-    """A named group of tracks; counters belong to it."""
-
-    id: int
-
-
-@dataclass(frozen=True)
-class Track:
+class Track(NamedTuple):
     """A named line of slices and instants, which nest or follow one another."""
 
-    process: Process
+    process: int
     id: int
 
 
@@ -50,14 +41,15 @@ class Timeline:
         self._since = 0
         self.is_open = False
 
-    def process(self, name: str) -> Process:
-        process = Process(next(self._numbers))
-        self._name("process", name, process.id, process.id)
+    def process(self, name: str) -> int:
+        """Return the number of a new group of tracks; counters belong to it."""
+        process = next(self._numbers)
+        self._name("process", name, process, process)
         return process
 
-    def track(self, process: Process, name: str) -> Track:
+    def track(self, process: int, name: str) -> Track:
         track = Track(process, next(self._numbers))
-        self._name("thread", name, process.id, track.id)
+        self._name("thread", name, process, track.id)
         return track
 
     def open(self, now: int) -> None:
@@ -70,17 +62,17 @@ class Timeline:
         if not self.is_open or (ended <= self._since and began < self._since):
             return
         began = max(began, self._since)
-        where = f'"pid":{track.process.id},"tid":{track.id},"ts":{_us(began)},"dur":{_us(ended - began)}'
+        where = f'"pid":{track.process},"tid":{track.id},"ts":{_us(began)},"dur":{_us(ended - began)}'
         self._event(f'"ph":"X","name":{json.dumps(name)},{where},"args":{_shown(args)}')
 
     def instant(self, track: Track, name: str, at: int, args: Args) -> None:
         if self.is_open:
-            where = f'"pid":{track.process.id},"tid":{track.id},"ts":{_us(at)}'
+            where = f'"pid":{track.process},"tid":{track.id},"ts":{_us(at)}'
             self._event(f'"ph":"i","s":"t","name":{json.dumps(name)},{where},"args":{_shown(args)}')
 
-    def counter(self, process: Process, name: str, at: int, values: Mapping[str, int]) -> None:
+    def counter(self, process: int, name: str, at: int, values: Mapping[str, int]) -> None:
         if self.is_open:
-            where = f'"pid":{process.id},"ts":{_us(at)}'
+            where = f'"pid":{process},"ts":{_us(at)}'
             self._event(f'"ph":"C","name":{json.dumps(name)},{where},"args":{json.dumps(values)}')
 
     def _name(self, kind: str, name: str, pid: int, tid: int) -> None:
@@ -96,7 +88,7 @@ class Timeline:
 class ComputeTrack:
     """The track of the compute stream: steps, in them layers, in these parts and stalls."""
 
-    def __init__(self, timeline: Timeline, process: Process) -> None:
+    def __init__(self, timeline: Timeline, process: int) -> None:
         self._timeline = timeline
         self._track = timeline.track(process, "compute")
         self._began = 0  # of the step

@@ -12,7 +12,7 @@ from sim.loop.log import PREDICTOR, STALLS
 from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.loop.schedule import Step
-from sim.timeline.file import ComputeTrack, Process, Timeline, Track
+from sim.timeline.file import ComputeTrack, Timeline, Track
 
 Args = dict[str, object]
 
@@ -22,7 +22,7 @@ class Scene:
     """What all tracks of a run draw from."""
 
     timeline: Timeline
-    process: Process  # of compute and link
+    process: int  # of compute and link
     run: Run
     residency: PolicyResidency
     now: Callable[[], int]  # the device's clock since the run began
