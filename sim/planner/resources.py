@@ -84,10 +84,7 @@ def resources(
 ) -> Resources:
     """Return the machine of these options. Raise InputError for what cannot be read or would do nothing."""
     assumed: list[str] = []
-    try:
-        sheet = gpu_data_sheet(gpu or "")
-    except InputError as error:
-        raise InputError(f"{error} (for another GPU, give --gpu-memory and --gpu-bandwidth)") from error
+    sheet = gpu_data_sheet(gpu or "")
     memory = _memory(gpu_memory, "--gpu-memory")
     if gpu_memory is None and gpu:
         if not sheet.get("memory_gib"):

@@ -22,6 +22,8 @@ Rows = Sequence[Mapping[str, Any]]
 RESULTS_FILE, REQUESTS_FILE = "results.parquet", "requests.parquet"
 """Tables of results: a row per cell, and a row per cell and request."""
 
+A_SWEEP = "name a folder that moe-sim sweep has written, of several sweeps in one the folder of one"
+
 NO_COLUMNS = pa.schema([])
 
 Drawn = Callable[[], "Figure"]
@@ -51,7 +53,7 @@ def read(path: Path, schema: pa.Schema, also: pa.Schema = NO_COLUMNS) -> pa.Tabl
     version wrote it, whose columns are others.
     """
     if not path.is_file():
-        raise InputError(f"{path.parent} holds no {path.name}: {tables_below(path.parent)}")
+        raise InputError(f"{path.parent} holds no {path.name}: {A_SWEEP}")
     try:
         names = set(pq.read_schema(path).names) if also else ()
         wanted = pa.schema([*schema, *(field for field in also if field.name in names)])
@@ -61,14 +63,6 @@ def read(path: Path, schema: pa.Schema, also: pa.Schema = NO_COLUMNS) -> pa.Tabl
         raise InputError(
             f"{path} is damaged, or of another version of moe-sim: run it again with --overwrite"
         ) from error
-
-
-def tables_below(folder: Path) -> str:
-    """Return what to say of a folder that holds no table itself: which folders in it do."""
-    below = sorted(str(file.parent) for file in folder.glob(f"*/{REQUESTS_FILE}"))
-    if below:
-        return f"it holds several sweeps: name one of {', '.join(below)}"
-    return "name a folder that moe-sim sweep has written"
 
 
 def write_figure(figure: "Figure", path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.experiment import Experiment
-from sim.results.files import tables_below
+from sim.results.files import A_SWEEP
 from sim.results.metrics import Row
 from traces.errors import InputError
 from traces.files import read_toml
@@ -79,7 +79,7 @@ def read(folder: Path) -> tuple[Experiment, list[Winner]]:
     """Return what the sweep in `folder` ran, and its winners. Raise InputError where there is no such sweep."""
     path = folder / NAME
     if not path.exists():
-        raise InputError(f"{folder} holds no {NAME}: {tables_below(folder)}")
+        raise InputError(f"{folder} holds no {NAME}: {A_SWEEP}")
     held = read_toml(path)
     where = f"{path} is not what moe-sim sweep writes"
     found = typed(_File, held, where)

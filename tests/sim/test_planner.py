@@ -196,7 +196,7 @@ def test_a_small_machine_without_a_gpu_streams_from_the_disk():
         ({"gpu_memory": "2GiB"}, r"do not hold the dense part .* are missing, or --host-memory"),
         ({"host_memory": "4GiB", "disk": "3GB/s", "precision": "bf16"}, r"beside experts .* are missing"),
         ({}, "a machine without memory: give --gpu-memory"),
-        ({"gpu": "RTX 3O90"}, r"RTX 3090.*\(for another GPU, give --gpu-memory and --gpu-bandwidth\)$"),
+        ({"gpu": "RTX 3O90"}, "did you mean RTX 3090"),
         ({"host_memory": "64GiB", "gpu_bandwidth": "fast"}, "a GPU without memory: give --gpu-memory"),
     ],
 )
