@@ -151,9 +151,8 @@ class Case:
             reuse, k, tokens, loaded = np.ones(E), E, STILL, E
         elif self.static:
             tokens, loaded = STILL, k if setting.batch == 1 else E
-            reuse = (
-                routing.same_each_time(E, k) if setting.batch == 1 else np.full(E, k / E)
-            )  # of several, each its own
+            same_each_time = (np.arange(E) < k).astype(np.float64)
+            reuse = same_each_time if setting.batch == 1 else np.full(E, k / E)  # of several, each its own
         elif setting.hit_rate >= 0:
             reuse = routing.of_hit_rate(self.aim, self.slots_per_layer, E, k)
         else:

@@ -25,11 +25,6 @@ Reuse = Float
 PHONE, PHONE_PROMPT, PHONE_SHAPE = "bigmoeonedge-qwen3-30b", 28, (48, 128, 6)
 
 
-def same_each_time(experts: int, top_k: int) -> Reuse:
-    """Return the reuse of tokens that each choose the experts of the one before."""
-    return (np.arange(experts) < top_k).astype(np.float64)
-
-
 def of_hit_rate(hit_rate: float, slots: float, experts: int, top_k: int) -> Reuse:
     """Return the reuse with which a cache of so many slots a layer hits at this rate. Raise InputError if none can."""
     inside = min(max(round(slots), 1), experts)

@@ -276,7 +276,8 @@ def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
         cells += [f"{row[column]:,.2f}" for column in latencies.values()]
         cells.append(_idle(row) if latencies else f"{row['misses']:,}")
         if moved:
-            cells.append(_megabytes((row["bytes_demand"] + row["bytes_prefetch"]) / row["tokens"]))
+            size_b = (row["bytes_demand"] + row["bytes_prefetch"]) / row["tokens"]
+            cells.append(f"{size_b / 1e6:,.1f}" if size_b >= 1e7 else f"{size_b / 1e6:.3g}")
         style = {report.BEST: "bold green", report.EQUAL: "green"}.get(mark)
         shown.add_row(*cells, mark, style=style, end_section=following != size)
     return shown
@@ -290,7 +291,3 @@ def _latencies(rows: list[Row]) -> dict[str, str]:
 def _idle(row: Row) -> str:
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
     return show_share(row["gpu_idle_ms"] / elapsed if elapsed else None)
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.1f}" if size >= 1e7 else f"{size / 1e6:.3g}"

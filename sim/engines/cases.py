@@ -130,14 +130,6 @@ class Case:
 KEYS = {field.name for field in fields(Case)}
 
 
-def read_cases(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the cases of a JSONL file. Raise InputError for a line that is no JSON."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield parse_json(line, f"{path}, line {number}")
-
-
 def run_file(path: Path, out: TextIO, engine: str = AUTO, warn: Callable[[str], None] = lambda text: None) -> int:
     """Write one result line for each case of `path`, run on `engine` (`sim.engines.engine`); return how many.
 
@@ -146,7 +138,9 @@ def run_file(path: Path, out: TextIO, engine: str = AUTO, warn: Callable[[str], 
     """
     check(engine)
     count, known, unused = 0, set(KEYS), set[str]()
-    for count, values in enumerate(read_cases(path), 1):
+    lines = [(at, line) for at, line in enumerate(path.read_text("utf-8").split("\n"), 1) if line.strip()]
+    for count, (at, line) in enumerate(lines, 1):
+        values = parse_json(line, f"{path}, line {at}")
         for key in sorted(values.keys() - known):
             warn(f"{path}, case {count}: {unknown('key', key, known)} (ignored)")
             known.add(key)

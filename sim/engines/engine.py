@@ -22,7 +22,17 @@ def play(engine: str, run: Run, ended: Ended) -> None:
     InputError where it cannot run the policy, or where a time is beyond what a clock of 64 bits counts.
     """
     with counting(run):
-        _play(engine, run, ended)
+        if engine != SIMPY:
+            from sim.engines import compiled_engine
+
+            try:
+                return compiled_engine.play(run, ended)
+            except compiled_engine.NotServedError:
+                if engine == COMPILED:
+                    raise
+        from sim.engines import simpy_engine
+
+        return simpy_engine.play(run, ended)
 
 
 @contextmanager
@@ -35,20 +45,6 @@ def counting(run: Run) -> Iterator[None]:
             f"{run.policy.text}: its times are beyond what a clock of 64 bits counts in ns: "
             "check the times, sizes and rates in the profiles"
         ) from error
-
-
-def _play(engine: str, run: Run, ended: Ended) -> None:
-    if engine != SIMPY:
-        from sim.engines import compiled_engine
-
-        try:
-            return compiled_engine.play(run, ended)
-        except compiled_engine.NotServedError:
-            if engine == COMPILED:
-                raise
-    from sim.engines import simpy_engine
-
-    return simpy_engine.play(run, ended)
 
 
 def simulate(engine: str, run: Run) -> RunLog:

@@ -37,7 +37,8 @@ def items(sweep: Results) -> Iterator[Item]:
     whole = eams.sum(axis=0)
     places = np.linspace(0, len(names) - 1, min(MAPPED, len(names))).round().astype(int)
     maps = {"all requests": plot.shares(whole)} | {
-        _short(names[i]): plot.shares(eams[i]) for i in dict.fromkeys(places.tolist())
+        names[i] if len(names[i]) <= 24 else f"{names[i][:21]}...": plot.shares(eams[i])
+        for i in dict.fromkeys(places.tolist())
     }
     caption = (
         f"Expert activation matrices of {phase}: how much of a layer's routing each expert has. The mean request uses "
@@ -62,7 +63,3 @@ def _similarity(requests: pd.DataFrame, eams: Any) -> Iterator[Item]:
     title = f"{len(order)} requests{f', ordered by task ({len(tasks)})' if tasks else ''}"
     caption = "How alike requests are: bright blocks along the diagonal are tasks whose requests use the same experts."
     yield figure_item(plot.similarity_map(cosines, title), caption)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 24 else f"{name[:21]}..."

@@ -206,7 +206,9 @@ def _search(search: Search, journal: Journal, metric: str, workers: Local, advan
         study.add_trial(package.trial.create_trial(state=state, value=one["value"], **drawn))
     total = max(search.trials, kept)
     while (begun := len(records)) < total:
-        study.sampler = package.samplers.TPESampler(seed=_seed(search.seed, begun))
+        study.sampler = package.samplers.TPESampler(
+            seed=int(np.random.SeedSequence([search.seed, begun]).generate_state(1)[0])
+        )
         batch = [study.ask(distributions) for _ in range(min(search.workers, total - begun))]
         tried = [_tried(search, trial.params) for trial in batch]
         fresh = {policy.text: policy for policy in tried if isinstance(policy, PolicySpec) and policy.text not in known}
@@ -238,10 +240,6 @@ def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
     except InputError as error:
         return str(error)
     return policy
-
-
-def _seed(seed: int, begun: int) -> int:
-    return int(np.random.SeedSequence([seed, begun]).generate_state(1)[0])
 
 
 def _ranked(trials: Sequence[Trial]) -> list[tuple[float, Trial]]:

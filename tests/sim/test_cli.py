@@ -95,16 +95,6 @@ def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
     assert {found["mine.py:Worst"] for found in (best, equal)}.isdisjoint({"best", "equal"})
 
 
-@pytest.mark.parametrize("what", ["policies", "hardware", "models"])
-def test_lists_are_json_if_asked_and_never_cut(what, tmp_path):
-    listed = json.loads(moe_sim(what, "--json", cwd=tmp_path).stdout)
-    lines = moe_sim(what, cwd=tmp_path).stdout.splitlines()
-    assert [each["name"] for each in listed] == [line.split()[0] for line in lines[1:]]
-    assert not any("\u2026" in line for line in lines)
-    if what == "policies":
-        assert json.loads(moe_sim(what, "lru", "--json", cwd=tmp_path).stdout)["kind"] == "retention"
-
-
 def test_json_is_the_rows_and_quiet_is_quiet(home):
     arguments = ["sweep", "tiny", "--policies", "lru", "--cache-sizes", "24", "--out", "json", "--workers", "1"]
     rows = json.loads(moe_sim(*arguments, "--json", cwd=home).stdout)
