@@ -134,9 +134,9 @@ class Cell:
 class Summary:
     """The row of a run, and a row for each request counted, from logs as they come.
 
-    `requests`: those of the trace, so that `log.request` are places in it. `prefetch_coverage` is null until
-    `coverage` is known. Without hardware all times are null, without a size of experts all bytes. What grows with a
-    trace are its requests, and eight bytes a step, for the percentiles.
+    `requests`: those of the trace, so that `log.request` are places in it. `prefetch_coverage` is null: it needs the
+    misses of the same cell without prefetch. Without hardware all times are null, without a size of experts all bytes.
+    What grows with a trace are its requests, and eight bytes a step, for the percentiles.
     """
 
     def __init__(self, cell: Cell, requests: pd.DataFrame) -> None:
@@ -288,11 +288,6 @@ def summarise(log: RunLog, cell: Cell, requests: pd.DataFrame) -> tuple[Row, pa.
     summary = Summary(cell, requests)
     summary.add(log)
     return summary.row(), summary.requests()
-
-
-def coverage(misses: int, without_prefetch: int) -> float | None:
-    """Return misses avoided over the misses of the same cell without prefetch; null if there were none."""
-    return _ratio(without_prefetch - misses, without_prefetch)
 
 
 def _identity(cell: Cell) -> Row:

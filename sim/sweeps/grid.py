@@ -163,8 +163,8 @@ def outcome(table: Table, store: Store) -> Outcome:
     misses = {cell: row["misses"] for cell, row in asked}
     for (policy, slots), row in asked:
         without = misses.get((policy.without_prefetch(), slots))
-        if policy.prefetches and without is not None:
-            row["prefetch_coverage"] = metrics.coverage(row["misses"], without)
+        if policy.prefetches and without:
+            row["prefetch_coverage"] = (without - row["misses"]) / without
     rows = [row for _, row in asked]
     return Outcome(
         table=table,

@@ -19,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from policies.core import user_file
 from policies.core.spec import PolicySpec
@@ -73,16 +73,8 @@ class Task(Generic[T]):
         return len(self.loaded.trace.requests)
 
 
-class Workers(Protocol):
-    """What runs tasks."""
-
-    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
-        """Run them; `advance` gets the number of requests run, from any thread."""
-        ...
-
-
 class Local:
-    """`workers` cells at a time on this machine."""
+    """`workers` cells at a time on this machine; `advance` gets the number of requests run, from any thread."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -143,7 +135,7 @@ class Cluster:
             raise InputError(f"the workers of {address} need the version of this package that runs here: {found}")
 
     def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
-        """As `Workers` says; `advance` is told when a cell has ended. InputError where the cluster is lost."""
+        """Run tasks; `advance` is told when a cell has ended. InputError where the cluster is lost."""
         if stays := [task.stays for task in tasks if task.stays]:
             raise InputError(f"no worker of {self.address} can run this: {stays[0]}")
         executor = self._client.get_executor(pure=False)
@@ -166,6 +158,9 @@ class Cluster:
             raise InputError(f"the Dask scheduler at {self.address} is gone") from error
         finally:
             self._client.close(timeout=2)
+
+
+Workers = Local | Cluster
 
 
 class _Stopped(Exception):  # noqa: N818

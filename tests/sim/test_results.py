@@ -8,7 +8,6 @@ import pytest
 
 from sim.loop import RequestLog, RunLog
 from sim.results import REQUESTS, RESULTS, Cell, summarise, write_rows
-from sim.results.metrics import coverage
 from traces import DECODE, PREFILL
 
 MS = 1_000_000
@@ -156,12 +155,6 @@ def test_without_hardware_there_are_no_times():
     assert row["overlap"] is row["tokens_per_s"] is None
     assert requests[0]["ttft_ms"] is requests[0]["tpot_mean_ms"] is None
     assert row["hits"] == 21
-
-
-def test_coverage_is_the_share_of_misses_that_prefetch_avoided():
-    assert coverage(misses=25, without_prefetch=100) == 0.75
-    assert coverage(misses=150, without_prefetch=100) == -0.5
-    assert coverage(misses=0, without_prefetch=0) is None
 
 
 def test_rows_survive_parquet_with_their_types(tmp_path):
