@@ -100,7 +100,7 @@ class Local:
             return found
 
         with ExitStack() as stack:
-            threads = stack.enter_context(Threads(self.workers))
+            threads = stack.enter_context(Threads(self.workers, initializer=_leave_ctrl_c))
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             processes = None
             if not all(task.compiled or task.stays for task in tasks):
@@ -224,7 +224,7 @@ def _version() -> str:
 
 @contextmanager
 def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that leave Ctrl-C to this one."""
+    """Processes, each of which ends with this one."""
     strangers = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin) as pool:
         try:
@@ -240,8 +240,13 @@ def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _leave_ctrl_c() -> None:
+    """Leave Ctrl-C to the main thread: what a thread starts, a process while it imports too, inherits that."""
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
