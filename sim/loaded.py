@@ -104,9 +104,8 @@ class Loaded(ABC):
 
     def exceeds(self, cache_size: str) -> bool:
         """Return whether a cache of this size, as stated, is larger than all experts."""
-        if self.sizes is not None:
-            return exceeds(cache_size, self.all_experts, int(self.sizes.sum()))
-        return exceeds(cache_size, self.all_experts, self.expert_bytes and self.all_experts * self.expert_bytes)
+        alike = self.expert_bytes and self.all_experts * self.expert_bytes
+        return exceeds(cache_size, self.all_experts, alike if self.sizes is None else int(self.sizes.sum()))
 
     def experts_in(self, slots: int) -> int:
         """Return how many experts such a cache holds, of mean size where they differ."""
