@@ -107,7 +107,6 @@ class Choice:
         return self.loaded.run(self.policy, self.slots)
 
     def on(self, timing: Timing, link: Link) -> Run:
-        """Return the run on a machine with this timing and link."""
         window = experts_per_layer(timing, link, self.loaded.trace.layers, self.loaded.trace.top_k)
         return self.run.on(timing, link, window)
 
@@ -120,12 +119,10 @@ class Choice:
 
     @property
     def most_tokens(self) -> int:
-        """Return the tokens of the longest step."""
         return int(self.steps[:, 0].max())
 
     @property
     def most_context(self) -> int:
-        """Return the tokens of the longest KV cache."""
         return int(self.steps[:, 1].max())
 
     @property

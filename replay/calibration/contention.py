@@ -99,7 +99,6 @@ class Busy:
 
     @property
     def together(self) -> int:
-        """Return for how long both are."""
         return min(max(0, self.link - self.exposed), self.compute)
 
 

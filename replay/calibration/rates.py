@@ -95,7 +95,6 @@ def _by_size(total: int, copy: Callable[[slice], object], wait: Callable[[], obj
 
 
 def _multiplied(n: int, device: torch.device | str, dtype: torch.dtype) -> Callable[[int], object]:
-    """Return a matmul of n x n matrices."""
     a, b, c = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
     return lambda _: torch.mm(a, b, out=c)
 

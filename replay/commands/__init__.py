@@ -53,5 +53,4 @@ app = program.group(
 
 
 def main() -> None:
-    """Run `moe-replay`."""
     program.main(app, "moe-replay")

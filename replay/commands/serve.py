@@ -69,7 +69,6 @@ def serve(
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether only this computer reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

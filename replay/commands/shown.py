@@ -54,7 +54,6 @@ def table(outcome: Outcome) -> Table:
 
 
 def title(outcome: Outcome) -> str:
-    """Return what was run on what."""
     row = outcome.row
     machine = row["device_name"] or f"a logical clock for {row['hardware']}"
     ran = f"{row['requests']} requests of {row['trace']}, {row['tokens']:,} tokens"
@@ -113,5 +112,4 @@ def _show(value: float | None, form: str) -> str:
 
 
 def as_json(outcome: Outcome) -> Row:
-    """Return the row, with the figures of every prediction."""
     return {**outcome.row, "predictions": {one.machine: one.row for one in outcome.predictions}}

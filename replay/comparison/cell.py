@@ -87,7 +87,6 @@ class CellOutcome:
 
     @property
     def decoded(self) -> NDArray[np.bool_]:
-        """Return the decode steps that count: bool[S]."""
         return decoded_steps(self.choice, self.measured.log)
 
     @property
@@ -98,7 +97,6 @@ class CellOutcome:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Return the errors of the prediction, by `replay.comparison.errors`."""
         decoded, row = self.decoded, self.measured.row
         each = errors.time_errors(*(latencies(side.log)[decoded] for side in (self.measured, self.predicted)))
         if row["ttft_mean_ms"] is not None:
@@ -109,7 +107,6 @@ class CellOutcome:
 
     @property
     def divergence(self) -> dict[str, float]:
-        """Return how far both sides decided differently."""
         sides, first = (self.measured, self.predicted), self.choice.loaded.experiment.warmup_requests
         evictions = [{request: of for request, of in side.evictions.items() if request >= first} for side in sides]
         return {
@@ -146,7 +143,6 @@ class CellOutcome:
         return 2 * (high - low) / (high + low)
 
     def figures(self) -> Row:
-        """Return what `replay.comparison.record` keeps of the cell, beside what it is."""
         return {
             "tokens": int(self.decoded.sum()),
             "measured": self.measured.row,

@@ -97,7 +97,6 @@ class Record:
         self.put(key, {**cell, ERROR: " ".join(str(error).split())})
 
     def write(self) -> None:
-        """Write the file as it stands now."""
         with replacing(self.path) as part:
             part.write_text(self.text() + "\n", encoding="utf-8")
 

@@ -7,7 +7,7 @@ ceiling of the link is a large copy by plain calls in the same process, before a
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -54,10 +54,18 @@ class Comparison:
     def cells(self) -> dict[str, tuple[Choice, str]]:
         """Return (choice, mode) by key, in the order of sizes, policies, modes."""
         choices = [replace(self.choice, policy=policy, slots=slots) for policy, slots in self.grid.requested()]
-        return {self._key(choice, mode): (choice, mode) for choice in choices for mode in self.modes}
+        decides = {
+            "device": self.choice.target.key(),
+            "calibrated": self.is_calibrated,
+            "repeat": self.repeat,
+        }
+        return {
+            key_of(cell=key(choice.loaded, choice.policy, choice.slots), mode=mode, **decides): (choice, mode)
+            for choice in choices
+            for mode in self.modes
+        }
 
     def due(self, record: Record) -> dict[str, tuple[Choice, str]]:
-        """Return those that are not finished."""
         return {key: cell for key, cell in self.cells().items() if key not in record}
 
     def run(self, record: Record, on_step: OnStep | None = None, say: Callable[[str], None] = lambda _: None) -> None:
@@ -69,7 +77,7 @@ class Comparison:
         if not due:
             _sum_up(record)
             return
-        with self._stage() as stage:
+        with nullcontext() if self.choice.device == "virtual" else self.choice.stage() as stage:
             machine = Machine(self.choice, stage, self.is_calibrated, max(self.grid.sizes.values()))
             record.begin(**self._facts(stage, machine))
             for key, (choice, mode) in due.items():
@@ -80,7 +88,8 @@ class Comparison:
                 except InputError as error:
                     record.fail(key, head, error)
                     continue
-                tokens = _tokens_file(choice, mode, key)
+                policy = re.sub(r"[^\w.+-]+", "-", choice.policy.text)[:60].strip("-")
+                tokens = f"{TOKENS}/{policy}-{choice.slots}-{mode}-{key[:8]}.csv"
                 content = outcome.per_token().to_csv(index=False).encode()
                 make_folder(self.folder / TOKENS)
                 with replacing(self.folder / tokens) as part:
@@ -91,20 +100,6 @@ class Comparison:
             if stage and (before := record.facts["ceiling_gb_per_s"]):
                 record.set_facts(ceiling_gb_per_s=max(before, ceiling_gb_per_s(stage)))
                 record.write()
-
-    def _key(self, choice: Choice, mode: str) -> str:
-        return key_of(
-            cell=key(choice.loaded, choice.policy, choice.slots),
-            mode=mode,
-            device=choice.target.key(),
-            calibrated=self.is_calibrated,
-            repeat=self.repeat,
-        )
-
-    def _stage(self) -> "AbstractContextManager[Stage | None]":
-        if self.choice.device == "virtual":
-            return nullcontext()
-        return self.choice.stage()
 
     def _facts(self, stage: "Stage | None", machine: "Machine") -> Row:
         here: Row = stage.facts if stage else {}
@@ -212,12 +207,6 @@ def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
         "host_experts": stage.store.distinct if stage else None,
         "dense": choice.target.dense,
     }
-
-
-def _tokens_file(choice: Choice, mode: str, key: str) -> str:
-    """Return where a cell's tokens go, seen from the comparison's folder."""
-    policy = re.sub(r"[^\w.+-]+", "-", choice.policy.text)[:60].strip("-")
-    return f"{TOKENS}/{policy}-{choice.slots}-{mode}-{key[:8]}.csv"
 
 
 def copy_gb_per_s(record: Record) -> float | None:

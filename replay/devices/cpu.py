@@ -60,7 +60,6 @@ class LinkThreads(Device):
         self._stuck = False
 
     def _slots(self, slots: int) -> NDArray[np.uint8]:
-        """Return uint8[slots, stride]."""
         pool = anonymous(slots * self.store.stride).reshape(slots, self.store.stride)
         pool.fill(1)  # touch every page now
         return pool
@@ -136,7 +135,6 @@ class LinkThreads(Device):
 
     @timed
     def poll(self) -> Completion | None:
-        """Return what a thread has done by now."""
         try:
             return self._ended(self._outcomes.get_nowait())
         except Empty:
@@ -303,11 +301,9 @@ class Stream(Thread):
         self.start()
 
     def submit(self, work: Callable[[], None], report: Report) -> None:
-        """Do `work`, then report its end, or what it raised."""
         self._work.put((work, report))
 
     def close(self, wait: bool) -> None:
-        """End once what was submitted is done."""
         self._work.put(None)
         if wait:
             self.join()

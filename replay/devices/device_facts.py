@@ -23,7 +23,6 @@ def facts(gpu: Gpu | None, store: ExpertSource) -> Row:
 
 
 def machine_name(device: str) -> str:
-    """Return the name of the GPU, or of the processor."""
     return torch.cuda.get_device_name() if device == "cuda" else _processor()
 
 

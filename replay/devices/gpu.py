@@ -52,7 +52,6 @@ class Stream:
         self._stream.wait_event(event)
 
     def synchronize(self) -> None:
-        """Block the host until all has ended."""
         self._stream.synchronize()
 
 
@@ -66,7 +65,7 @@ class Gpu:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.device)
         # torch deals its streams from a ring of 32: whoever asks again and again gets one that is in use.
-        self._compute, self._copy, self._side = (_new_stream() for _ in range(3))
+        self._compute, self._copy, self._side = (torch.cuda.Stream() for _ in range(3))  # type: ignore[no-untyped-call]
 
     def compute_stream(self) -> Stream:
         """Return the stream on which all is computed, made torch's current one; tasks on other streams only copy."""
@@ -78,12 +77,10 @@ class Gpu:
         return Stream(self._copy, back_to=self._compute)
 
     def current_stream(self) -> Stream:
-        """Return the stream on which this thread computes."""
         return Stream(torch.cuda.current_stream(self.device))
 
     def event(self) -> Event:
-        made: Callable[[], torch.cuda.Event] = torch.cuda.Event
-        return made()
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def capture(self, tasks: list[Task]) -> list[Task]:
         """Each as one launch: run twice to warm up, then captured as a CUDA graph, on a side stream.
@@ -134,7 +131,6 @@ class Gpu:
         return torch.cuda.mem_get_info()[0] + unused
 
     def total_bytes(self) -> int:
-        """Return the size of its memory, as the driver says."""
         return int(torch.cuda.mem_get_info()[1])
 
     def peak_bytes(self) -> int:
@@ -142,17 +138,10 @@ class Gpu:
         return int(torch.cuda.max_memory_allocated())
 
     def release(self) -> None:
-        """Give memory that nothing holds any more back to the driver."""
         torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """Block the host until all streams have ended."""
         torch.cuda.synchronize(self.device)
-
-
-def _new_stream() -> torch.cuda.Stream:
-    made: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
-    return made()
 
 
 class _OnDevice:
@@ -169,5 +158,4 @@ class _OnDevice:
 
 
 def _runtime() -> Any:
-    annotated: Callable[[], Any] = torch.cuda.cudart
-    return annotated()
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -73,7 +73,10 @@ class Stage:
         gpu_bytes = slots * self.store.stride
         needed = f"{slots} slots beside the dense weights"
         try:
-            self._require_gpu_memory(gpu_bytes, needed)
+            if self.gpu is None:
+                require_host_memory(gpu_bytes, needed, SMALLER)
+            elif gpu_bytes > (free := self.gpu.free_bytes()):
+                raise _out_of_memory(needed, gpu_bytes, f", but {show_bytes(free)} of GPU memory are free")
             if self.gpu and self.launches:
                 device: Device = path(self.host, self.network, slots, self.gpu, self.launches, verify)
             else:
@@ -100,12 +103,6 @@ class Stage:
         if folder := self.target.weights:
             return f"the checkpoint in {folder} does not fit, or is damaged"
         return "try another --seed"
-
-    def _require_gpu_memory(self, needed_bytes: float, what: str) -> None:
-        if self.gpu is None:
-            require_host_memory(needed_bytes, what, SMALLER)
-        elif needed_bytes > (free := self.gpu.free_bytes()):
-            raise _out_of_memory(what, needed_bytes, f", but {show_bytes(free)} of GPU memory are free")
 
 
 @contextmanager

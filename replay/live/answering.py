@@ -31,7 +31,6 @@ class TextStream:
         return self._new(self._loaded.text(self.tokens).rstrip(UNFINISHED))
 
     def end(self) -> str:
-        """Return what is left."""
         return self._new(self._loaded.text(self.tokens))
 
     def _new(self, text: str) -> str:

@@ -62,7 +62,6 @@ class LayerExperts:
         self._added = {}
 
     def expert(self, expert: int, slot: int) -> None:
-        """Compute one of its experts."""
         rows = self._view(expert, slot)
         if self._chosen:
             place, token = self._chosen.index(expert), self._first

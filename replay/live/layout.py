@@ -85,7 +85,6 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
 
 
 def without_interface(name: str) -> InputError:
-    """Return the error for a model, or a module, that is none of transformers' stacked experts."""
     return InputError(
         f"{name} does not have the experts interface of transformers 5 (stacked experts behind "
         "use_experts_implementation): it cannot generate from a cache of experts"
@@ -119,11 +118,6 @@ class Piece(NamedTuple):
     offset: int  # in the file
     begin: int  # byte of the expert
     size: int
-
-    def continues(self, before: "Piece") -> bool:
-        """Return whether it lies directly behind another one, in the file as in the expert."""
-        ends = before.shard, before.offset + before.size, before.begin + before.size
-        return (self.shard, self.offset, self.begin) == ends
 
 
 @dataclass
@@ -258,11 +252,11 @@ class InSlot:
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return pieces of which none continues another one."""
+    """Return pieces of which none lies directly behind another one, in the file as in the expert."""
     joined = [pieces[0]]
     for piece in pieces[1:]:
         last = joined[-1]
-        if piece.continues(last):
+        if piece[:3] == (last.shard, last.offset + last.size, last.begin + last.size):
             joined[-1] = last._replace(size=last.size + piece.size)
         else:
             joined.append(piece)

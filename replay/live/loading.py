@@ -177,22 +177,18 @@ class _Converting:
         rows = self._layers[layer].rows
         if layer != self._layer:
             self._made, self._layer = {}, layer
-            for row in rows:
-                self._convert(f"{self._layers[layer].name}.{row.name}", row.dtype)
         for row in rows:
             name = f"{self._layers[layer].name}.{row.name}"
+            if name not in self._made:
+                model = self._model.loaded.model
+                with blaming(f"{name} cannot be made of the checkpoint"):
+                    made = self._model.sources[name].converted(model, model.config)
+                self._made |= {each: tensor.to(row.dtype) for each, tensor in made.items()}
             stacked, expected = self._made[name], (self._layers[layer].experts, *row.shape)
             if stacked.shape != expected:
                 raise InputError(f"{name} has the shape {tuple(stacked.shape)} in the checkpoint, not {expected}")
             content = stacked[number].contiguous()
             np.copyto(target[row.begin : row.begin + row.nbytes], content.view(-1).view(torch.uint8).numpy())
-
-    def _convert(self, name: str, dtype: torch.dtype) -> None:
-        if name not in self._made:
-            model = self._model.loaded.model
-            with blaming(f"{name} cannot be made of the checkpoint"):
-                made = self._model.sources[name].converted(model, model.config)
-            self._made |= {each: tensor.to(dtype) for each, tensor in made.items()}
 
 
 def _origin(model: Opened, layers: list[ExpertLayer]) -> str:

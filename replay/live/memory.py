@@ -32,7 +32,6 @@ class Memory:
     fixed: int  # of any
 
     def kv(self, tokens: int) -> int:
-        """Return the bytes of the KV cache of so many tokens."""
         return self.kv_per_token * tokens
 
     def workspace(self, context: int) -> int:
@@ -43,7 +42,6 @@ class Memory:
         return self.program + self.dense + self.slots + self.kv(context) + self.workspace(context)
 
     def sentence(self, context: int, peak: int) -> str:
-        """Return it in words, beside the peak, in bytes."""
         parts = {
             "program": self.program,
             "dense": self.dense,
@@ -71,7 +69,6 @@ def memory_of(loaded: Any, dense: int, slots: int, expert: int, top_k: int, kv_p
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return what a KV cache of transformers holds."""
     held: dict[int, int] = {}
     seen: set[int] = set()
 
@@ -81,11 +78,8 @@ def cache_bytes(cache: Any) -> int:
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
             held[thing.data_ptr()] = thing.nbytes
-        elif isinstance(thing, dict):
-            for value in thing.values():
-                walk(value)
-        elif isinstance(thing, list | tuple):
-            for value in thing:
+        elif isinstance(thing, dict | list | tuple):
+            for value in thing.values() if isinstance(thing, dict) else thing:
                 walk(value)
         elif type(thing).__module__.startswith("transformers.cache_utils"):
             walk(vars(thing))
@@ -95,7 +89,6 @@ def cache_bytes(cache: Any) -> int:
 
 
 def resident_bytes() -> int:
-    """Return what this process has in memory now."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):

@@ -24,13 +24,11 @@ class Mean:
         self.total = self.count = 0
 
     def add(self, value: int, count: int = 1) -> None:
-        """Take the sum of `count` numbers."""
         self.total += value
         self.count += count
 
     @property
     def value(self) -> int:
-        """Return the mean; 0 where there was none."""
         return self.total // max(1, self.count)
 
 
@@ -46,7 +44,6 @@ class Parts:
         self._since = 0
 
     def lap(self) -> int:
-        """Return the ns since the last call."""
         now = perf_counter_ns()
         took, self._since = now - self._since, now
         return took

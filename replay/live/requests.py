@@ -56,7 +56,6 @@ class ServedSampling(Sampling):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings of `generate`."""
         drawn = {"top_k": max(0, self.top_k), "min_p": self.min_p or None} if self.temperature else {}
         return {**super().settings, **drawn, "repetition_penalty": self.repetition_penalty}
 
@@ -120,7 +119,6 @@ class Requested(Sampled):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Return the texts that end an answer."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in stop if text)
 
@@ -155,7 +153,6 @@ class Message(BaseModel):
 
     @property
     def for_template(self) -> dict[str, str]:
-        """Return what chat templates read."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 

@@ -225,7 +225,6 @@ class Shape:
         self._is_chat = is_chat
 
     def whole(self, text: str, finish: str, usage: dict[str, int]) -> dict[str, Any]:
-        """Return an answer that has ended."""
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._sent(kind, finish, text, {"message": {"role": "assistant", "content": text}}) | {"usage": usage}
 
@@ -242,7 +241,6 @@ class Shape:
 async def _events(
     job: Job, first: str, texts: AsyncIterator[str], shape: Shape, usage: bool
 ) -> AsyncIterator[str | bytes]:
-    """Yield server-sent events."""
     text = first
     try:
         while text:

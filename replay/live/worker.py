@@ -80,7 +80,6 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Return how many jobs have not begun."""
         return max(0, len(self._jobs) - 1)
 
     def put(self, job: Job) -> bool:

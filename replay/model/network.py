@@ -58,7 +58,6 @@ class Network:
 
     @property
     def loaded_share(self) -> float:
-        """Return the share of the dense parameters that is loaded from the checkpoint."""
         return self._source.loaded_parameters / max(1, self._source.parameters)
 
     def bucket(self, tokens: int, context: int) -> int:
