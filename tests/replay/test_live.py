@@ -458,7 +458,8 @@ def test_from_host_memory_to_a_gpu_logits_are_equal(
     """Copies of one that is simulated are late, and made in any order that its streams allow."""
     gpus = [Gpu() if is_real else FakeGpu(seed) for seed in range(3)]
     ids = prompt(17).to(gpus[0].device)
-    monkeypatch.setattr(opening, "_gpu", lambda: gpus.pop())
+    monkeypatch.setattr(opening, "require_cuda", lambda instead: None)
+    monkeypatch.setattr(opening, "Gpu", lambda: gpus.pop())
     folder = saved(tmp_path, architecture, dtype)
     model = whole_model(folder)
     for parameter in model.parameters():
