@@ -133,10 +133,7 @@ class Recording:
         on_tokens: Callable[[Tokens], None] = lambda tokens: None,
         on_turn: Callable[[], None] = lambda: None,
     ):
-        """`on_tokens` gets the newest token of each row, as it comes; `on_turn` is called as a turn is answered.
-
-        See `record` for the others.
-        """
+        """`on_tokens` gets the newest token of each row as it comes; `on_turn` is called as a turn is answered."""
         _require_turns(prompts, options)
         if hook.alone and options.batch_size > 1:
             on_note(f"{loaded.name} routes a prompt otherwise beside others: prompts run one at a time")

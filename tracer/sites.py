@@ -78,10 +78,7 @@ class Interface(Site):
 
     @property
     def experts(self) -> int:
-        """E: the routed experts that a module names, else the least length of its weights, else what it says.
-
-        Some weights may be longer than E, for experts that compute nothing.
-        """
+        """Return E: the routed experts that a module names, else the least length of its weights, else what it says."""
         lengths = [len(weight) for weight in self.weights if weight.dim() == 3]
         count = getattr(self.module, "num_routed_experts", min(lengths) if lengths else None)
         return count if isinstance(count, int) else super().experts

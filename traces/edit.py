@@ -67,16 +67,18 @@ def join(
     if not any(source.keep.any() for source in sources):
         paths = ", ".join(str(source.folder.path) for source in sources)
         raise InputError(f"none of the requests of {paths} is chosen: nothing was written")
-    meta = _common([source.folder for source in sources])
+    folders = [source.folder for source in sources]
+    meta = _common(folders)
     names = [source.labels["id"].to_numpy(object) for source in sources]
     if prefix:
-        folders = [source.folder.location.name for source in sources]
-        names = [np.array([f"{of}/{one}" for one in ids], object) for of, ids in zip(folders, names, strict=True)]
+        own = zip(folders, names, strict=True)
+        names = [np.array([f"{of.location.name}/{one}" for one in ids], object) for of, ids in own]
     kept = pd.Series(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]))
     if (repeated := kept.duplicated()).any():
         advice = "give each trace once, in folders of different names" if prefix else "--prefix-ids tells traces apart"
         raise InputError(f"the request id {kept[repeated].iloc[0]!r} would occur twice; {advice}")
-    columns = [name for name in EXTRA if all(_has(source.folder, name) for source in sources)]
+    held = [{"token_id", *of.optional, *["embedding"] * (of.embedding is not None)} for of in folders]
+    columns = [name for name in EXTRA if all(name in each for each in held)]
     with TraceWriter(out, meta, overwrite, whole=True) as writer:
         next_step = 0
         for source, ids in zip(sources, names, strict=True):
@@ -116,7 +118,3 @@ def _common(folders: Sequence[Folder]) -> TraceMeta:
                 )
     common["settings"] = {key: value for key, value in common["settings"].items() if key != "requests"}
     return TraceMeta(**common)
-
-
-def _has(folder: Folder, name: str) -> bool:
-    return name == "token_id" or name in folder.optional or (name == "embedding" and folder.embedding is not None)

@@ -16,11 +16,6 @@ class InputError(ValueError):
     def __init__(self, text: str):
         super().__init__(" ".join(text.splitlines()))
 
-    @property
-    def of_option(self) -> str:
-        """The text where a value was typed as an option, not read from a file."""
-        return str(self)
-
 
 def refuse(*cases: tuple[object, str]) -> None:
     """Raise InputError with the text of the first case that applies."""

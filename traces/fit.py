@@ -63,7 +63,9 @@ def fit(trace: Trace) -> ScoreModel:
             f"{trace.name} has MoE layers without routing in a phase, as encoder-decoders have: a synthetic trace can "
             "be fitted only to one in which all layers route"
         )
-    lengths = _lengths(trace)
+    cluster, prompt = _k_means(trace), trace.requests["prompt_tokens"].fillna(-1).to_numpy(np.int64)
+    names = tuple(f"cluster-{number}" for number in range(int(cluster.max()) + 1))
+    lengths = Lengths(prompt, trace.prompts, np.diff(trace.offsets) - trace.prompts, cluster, names)
     real = [measure(trace, phase, lengths.cluster) for phase in phases]
     mean = [popularity(each.chosen, trace.top_k) for each in real]
     tables = [overlap_table(each, trace.top_k) for each in mean]
@@ -276,18 +278,6 @@ def _nonnegative(basis: Floats, values: Floats) -> Floats:
     for _ in range(2_000):
         x *= wanted / np.maximum(x @ (basis.T @ basis), 1e-12)
     return x
-
-
-def _lengths(trace: Trace) -> Lengths:
-    cluster = _k_means(trace)
-    prefill = trace.prompts
-    return Lengths(
-        prompt_tokens=trace.requests["prompt_tokens"].fillna(-1).to_numpy(np.int64),
-        prefill_rows=prefill,
-        decode_rows=np.diff(trace.offsets) - prefill,
-        cluster=cluster,
-        names=tuple(f"cluster-{number}" for number in range(int(cluster.max()) + 1)),
-    )
 
 
 def _k_means(trace: Trace) -> Int:

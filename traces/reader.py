@@ -114,7 +114,7 @@ class Folder:
     routing: Files
     optional: tuple[str, ...]  # those of OPTIONAL that the routing files hold
     embedding: int | None  # size of the prompts' embeddings; None: the trace has none
-    fingerprint: str  # of the content, as `_fingerprint` describes
+    fingerprint: str  # of the files' names, sizes and last bytes: a trace that took this one's place has another
 
     @property
     def path(self) -> str:
@@ -160,6 +160,8 @@ def open_folder(path: Path | str) -> Folder:
     def files(names: Sequence[str], schema: pa.Schema, where: str) -> Files:
         return Files(location, tuple(names), tuple(footers[name].row_groups for name in names), schema, where)
 
+    # the last bytes hold the footer, which lists how long each column is and its least and greatest value
+    digest = sha256(b"".join(name.encode() + b"\0" + footers[name].digest for name in sorted(footers)))
     folder = Folder(
         location=location,
         meta=meta,
@@ -167,7 +169,7 @@ def open_folder(path: Path | str) -> Folder:
         routing=files(parts, routing_schema(meta, optional), location.within(ROUTING)),
         optional=optional,
         embedding=embedding,
-        fingerprint=_fingerprint({name: footer.digest for name, footer in footers.items()}),
+        fingerprint=digest.hexdigest()[:16],
     )
     if not len(folder.listed):
         raise InputError(f"{where} lists no requests: the trace is empty")
@@ -260,12 +262,3 @@ def _footer(location: Location, name: str) -> _Footer:
         file = pq.ParquetFile(pa.BufferReader(tail))
         rows = tuple(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
         return _Footer(file.schema_arrow, rows, sha256(size.to_bytes(8) + tail).digest())
-
-
-def _fingerprint(files: dict[str, bytes]) -> str:
-    """Return 16 hex digits of the files' names, sizes and last bytes: a trace that was replaced by another has others.
-
-    The last bytes hold the footer, which lists how long each column is and the least and greatest of it. What is in
-    the middle of a file counts by its length alone; where the folder lies, and when it was written, does not count.
-    """
-    return sha256(b"".join(name.encode() + b"\0" + files[name] for name in sorted(files))).hexdigest()[:16]

@@ -110,7 +110,13 @@ class ScoreModel:
             for first, ranks in self._tokens(fixed, kinds, opening, int(prefill[r]), int(decode[r]), own):
                 rows = slice(offsets[r] + first, offsets[r] + first + len(ranks))
                 ids[rows] = np.sort(np.take_along_axis(order[None], ranks, axis=2), axis=2)
-        return self._trace(meta, ids, offsets, drawn)
+        prompt = self.lengths.prompt_tokens[drawn]
+        columns, before = in_turn(np.diff(offsets), prefill), np.where(prefill > 0, 0, np.maximum(prompt, 0))
+        columns["position"] += np.repeat(before, np.diff(offsets)).astype(np.uint32)
+        names = [self.lengths.names[cluster] for cluster in self.lengths.cluster[drawn]]
+        prompts, outputs = [None if p < 0 else int(p) for p in prompt], np.where(decode > 0, decode + 1, 0)
+        listing = listed([str(r) for r in range(requests)], "synthetic", names, prompts, outputs, "synthetic")
+        return Trace(name="synthetic", meta=meta, requests=listing, experts=ids, **columns)
 
     def _tokens(
         self, fixed: Singles, kinds: Singles, opening: Singles, prefill: int, decode: int, rng: np.random.Generator
@@ -153,30 +159,6 @@ class ScoreModel:
         terms -= np.tensordot(weights, terms, 1).astype(np.float32)
         spread = np.sqrt(np.tensordot(weights, terms**2, 1).mean())
         return terms if len(weights) == 1 else (terms / spread).astype(np.float32)
-
-    def _trace(
-        self, meta: TraceMeta, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], drawn: NDArray[np.int64]
-    ) -> Trace:
-        lengths = self.lengths
-        prompt, prefill, decode = (
-            array[drawn] for array in (lengths.prompt_tokens, lengths.prefill_rows, lengths.decode_rows)
-        )
-        columns, before = in_turn(np.diff(offsets), prefill), np.where(prefill > 0, 0, np.maximum(prompt, 0))
-        columns["position"] += np.repeat(before, np.diff(offsets)).astype(np.uint32)
-        return Trace(
-            name="synthetic",
-            meta=meta,
-            requests=listed(
-                [str(r) for r in range(len(drawn))],
-                "synthetic",
-                [lengths.names[cluster] for cluster in lengths.cluster[drawn]],
-                [None if p < 0 else int(p) for p in prompt],
-                np.where(decode > 0, decode + 1, 0),
-                "synthetic",
-            ),
-            experts=ids,
-            **columns,
-        )
 
 
 quantile = np.vectorize(NormalDist().inv_cdf, otypes=[np.float64])

@@ -43,17 +43,14 @@ class AnyTrace(ABC):
 
     @property
     def layers(self) -> int:
-        """L: MoE layers."""
         return self.meta.layers
 
     @property
     def num_experts(self) -> int:
-        """E: routed experts of a layer."""
         return self.meta.experts
 
     @property
     def top_k(self) -> int:
-        """k: experts that a token may choose in a layer."""
         return self.meta.top_k
 
     @property

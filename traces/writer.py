@@ -196,9 +196,9 @@ class TraceWriter:
             return  # killed before any request was written
         held = open_folder(self.folder)
         if held.meta != self.meta:
-            raise InputError(
-                f"{self.folder} cannot be resumed, it was recorded otherwise: {_differ(held.meta, self.meta)}"
-            )
+            a, b = ({**vars(meta), **meta.settings, "settings": None} for meta in (held.meta, self.meta))
+            odd = [f"{key} was {a.get(key)!r}, now {b.get(key)!r}" for key in {**a, **b} if a.get(key) != b.get(key)]
+            raise InputError(f"{self.folder} cannot be resumed, it was recorded otherwise: {'; '.join(odd)}")
         try:
             Index.of(held, held.listing())
         except InputError as error:
@@ -222,11 +222,6 @@ class TraceWriter:
 
 def _rows_of_a_file(meta: TraceMeta, optional: Iterable[str]) -> int:
     return min(FILE_ROWS, max(1, ROUTING_BYTES // row_bytes(routing_schema(meta, optional))))
-
-
-def _differ(held: TraceMeta, wanted: TraceMeta) -> str:
-    a, b = ({**vars(meta), **meta.settings, "settings": None} for meta in (held, wanted))
-    return "; ".join(f"{key} was {a.get(key)!r}, now {b.get(key)!r}" for key in {**a, **b} if a.get(key) != b.get(key))
 
 
 def _last_step(parts: list[Path], requests: int) -> int:

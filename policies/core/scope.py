@@ -48,10 +48,7 @@ class Global(Scope):
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """profile: a trace folder of the same model, whose misses under LRU give each layer its slots; else even.
-
-    Its path holds no colon.
-    """
+    """profile: a trace folder of the model (no colon in its path) whose misses under LRU divide the slots."""
 
     profile: str = ""
 

@@ -66,14 +66,12 @@ class Recorder(ResidencyObserver):
     def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
         if expert < 0:
             return
-        if expert == self._paused:
+        act = Act.RESUME if expert == self._paused else Act.PREFETCH if prefetch else Act.DEMAND
+        if act is Act.RESUME:
             self._paused = NO_EXPERT
-            self._write(Act.RESUME, expert, victim)
         elif prefetch:
             self._running = expert
-            self._write(Act.PREFETCH, expert, victim)
-        else:
-            self._write(Act.DEMAND, expert, victim)
+        self._write(act, expert, victim)
 
     def interrupted(self, expert: int, victim: int) -> None:
         if expert >= 0:

@@ -21,10 +21,7 @@ MOST_LOOKUPS = 3
 
 @dataclass(frozen=True)
 class S3FIFOOptions(Options, policy="s3fifo"):
-    """small, ghost: length of the queues, a share of the slots, rounded down.
-
-    threshold: lookups that lead from small to main.
-    """
+    """small, ghost: share of the slots that the queues have, rounded down; threshold: lookups that lead to main."""
 
     small: float = bounded(0.1, above=0, below=1)
     ghost: float = bounded(0.9, least=0, most=100)

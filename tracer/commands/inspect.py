@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tracer.commands.shared import TraceArgument, size, suggest, warn_if_unfinished
+from tracer.commands.shared import TraceArgument, size, warn_if_unfinished
 from traces.commands import console
 from traces.reader import EXTRA, open_folder
 from traces.stats import summary
@@ -30,7 +30,7 @@ def info(
     else:
         _print_info(facts)
         if held.aggregate is None:
-            suggest(f"moe-sim sweep {trace}")
+            console.say(f"next: moe-sim sweep {trace}")
 
 
 def validate(trace: TraceArgument) -> None:
@@ -42,7 +42,7 @@ def validate(trace: TraceArgument) -> None:
     folder = open_folder(trace)
     warn_if_unfinished(folder)
     console.say(f"{trace} is a valid trace: {size(folder, tokens)}")
-    suggest(f"moe-trace info {trace}")
+    console.say(f"next: moe-trace info {trace}")
 
 
 def _print_info(facts: dict[str, Any]) -> None:

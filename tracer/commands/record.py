@@ -21,10 +21,7 @@ from traces.writer import check_target
 
 
 class Meter:
-    """A bar of the requests, and the place where an interruption takes effect: the end of a forward pass.
-
-    So it never falls into the writing of a file; a second interruption does not wait.
-    """
+    """A bar of requests; an interruption takes effect at the end of a forward pass, never in the writing of a file."""
 
     def __init__(self, advance: console.Advance) -> None:
         self.done = 0

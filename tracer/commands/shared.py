@@ -35,8 +35,4 @@ def warn_if_unfinished(folder: Folder) -> None:
 def report(path: Path, quiet: bool) -> None:
     if not quiet:
         console.say(f"{path}: {size(open_folder(path))}")
-        suggest(f"moe-trace info {path}")
-
-
-def suggest(command: str) -> None:
-    console.say(f"next: {command}")
+        console.say(f"next: moe-trace info {path}")

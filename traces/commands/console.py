@@ -28,7 +28,7 @@ WIDEST = 100_000
 
 def say(part: RenderableType) -> None:
     """Print a line as it is, or a table, never narrower than its names; outside a terminal a row is one line."""
-    _print(part, out, stderr=False)
+    _print(part, out)
 
 
 def say_json(value: object) -> None:
@@ -37,10 +37,10 @@ def say_json(value: object) -> None:
 
 def say_on_stderr(part: RenderableType) -> None:
     """Print a text or a table on standard error, where standard output is a result of its own."""
-    _print(part, err, stderr=True)
+    _print(part, err)
 
 
-def _print(part: RenderableType, to: Console, stderr: bool) -> None:
+def _print(part: RenderableType, to: Console) -> None:
     if isinstance(part, str):
         to.print(part, soft_wrap=True)
         return
@@ -52,7 +52,7 @@ def _print(part: RenderableType, to: Console, stderr: bool) -> None:
             column.min_width = max(cells)
     room = Measurement.get(to, wide, part)
     width = max(to.width, room.minimum) if to.is_terminal else room.maximum
-    Console(**AS_THEY_ARE, width=width, stderr=stderr).print(part)
+    Console(**AS_THEY_ARE, width=width, stderr=to.stderr).print(part)
 
 
 def listing(name: str, *headings: str) -> Table:

@@ -54,7 +54,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
                 values[name] = make(**{each: values.pop(each) for each in names})
             command(**values)
         except InputError as error:
-            text = re.sub(r"^(\w+) = ", r"`\1` ", error.of_option)  # what `traces.typed` begins with
+            text = re.sub(r"^(\w+) = ", r"`\1` ", str(error))  # what `traces.typed` begins with
             error.args = (with_flags(text, parameters),)
             raise
 

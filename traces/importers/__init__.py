@@ -6,6 +6,7 @@ return what they assumed, a line each.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,7 @@ class Format:
         """Return whether a dump is of this kind, by name and first content."""
         path = source.path
         if path.suffix in (".json", ".jsonl"):
-            first = next(answers(path), None) if self.is_answer else None
-            return first is not None and self.is_answer is not None and self.is_answer(first.body)
+            return self.is_answer is not None and any(self.is_answer(one.body) for one in islice(answers(path), 1))
         suffixes = {one.suffix for one in path.iterdir()} if path.is_dir() else {path.suffix}
         return bool(self.suffix) and self.suffix in suffixes and self.fits(source)
 

@@ -95,18 +95,14 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
     meta = _meta(source, held.shape[1], k, E, layers, AGGREGATE)
     aggregate = np.zeros((2, R, held.shape[1] * E), np.uint32)
     aggregate[_phase(source)] = held.reshape(R, -1)
-    offsets, nothing = np.zeros(R + 1, np.int64), np.zeros(0, np.uint32)
-    phase = nothing.astype(np.uint8)
+    columns = in_turn(np.zeros(R, np.int64), np.zeros(R, np.int64))
     return Trace(
         name=source.path.stem,
         meta=meta,
-        requests=_frame(counts.requests, offsets, phase, AGGREGATE),
-        offsets=offsets,
+        requests=_frame(counts.requests, columns["offsets"], columns["phase"], AGGREGATE),
         experts=np.zeros((0, meta.layers, k), meta.id_type),
-        phase=phase,
-        position=nothing,
-        step=nothing,
         aggregate=aggregate,
+        **columns,
     )
 
 
