@@ -11,20 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Policy", "Prefetcher", "ScorePolicy", "Shape", "check_policy", "make_policy"]
 
-_HOME = {
-    "Event": ("policies.core.policy", "Event"),
-    "Policy": ("policies.core.policy", "RetentionPolicy"),
-    "Prefetcher": ("policies.core.policy", "Prefetcher"),
-    "ScorePolicy": ("policies.core.policy", "ScorePolicy"),
-    "Shape": ("policies.core.policy", "Shape"),
-    "check_policy": ("policies.checker", "check_policy"),
-    "make_policy": ("policies.core.spec", "make_policy"),
-}
-"""Where the public names are defined, which are imported when they are first asked for."""
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    """Import a public name where it is defined, when it is first asked for."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOME[name]
-    return getattr(import_module(module), attribute)
+    elsewhere = {"check_policy": "policies.checker", "make_policy": "policies.core.spec"}
+    module = import_module(elsewhere.get(name, "policies.core.policy"))
+    return getattr(module, "RetentionPolicy" if name == "Policy" else name)

@@ -26,6 +26,8 @@ PANEL = "Running the model"
 
 OFFLOADS = ("cpu", "disk")
 
+SLICED = (torch.float32, torch.bfloat16, torch.float16)
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -117,7 +119,9 @@ class LoadedModel:
             if module is not None:
                 with _loaded(module):
                     for weight in module.parameters():
-                        if weight.device.type != "meta" and (sample is None or _is_plain(weight)):
+                        # what packs the numbers of a quantized weight may not let them be sliced
+                        plain = type(weight.data) is torch.Tensor and weight.dtype in SLICED
+                        if weight.device.type != "meta" and (sample is None or plain):
                             numbers = weight.detach().flatten()[:: max(1, weight.numel() // sample) if sample else 1]
                             digest.update(numbers.float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
@@ -140,11 +144,6 @@ def _loaded(module: torch.nn.Module) -> Iterator[None]:
 
                 held.enter_context(align_module_device(part))
         yield
-
-
-def _is_plain(weight: torch.Tensor) -> bool:
-    """Whether a weight is not quantized: what packs its numbers may not let them be sliced."""
-    return type(weight.data) is torch.Tensor and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

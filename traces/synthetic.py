@@ -41,18 +41,12 @@ def synthetic(
         ids[:, token] = np.argsort(-score, axis=-1, kind="stable")[..., :top_k]
         reuse[:] = 0.0
         np.put_along_axis(reuse, ids[:, token].astype(np.int64), REUSE, axis=-1)
-    decoded = np.full(requests, tokens + 1 if tokens else 0, np.int64)
+    decoded, tasks = np.full(requests, tokens + 1 if tokens else 0, np.int64), [f"topic-{t}" for t in topic]
+    names, prompts = [str(r) for r in range(requests)], [prompt_tokens] * requests
     return Trace(
         name="synthetic",
         meta=meta,
-        requests=listed(
-            [str(r) for r in range(requests)],
-            "synthetic",
-            [f"topic-{t}" for t in topic],
-            [prompt_tokens] * requests,
-            decoded,
-            "synthetic",
-        ),
+        requests=listed(names, "synthetic", tasks, prompts, decoded, "synthetic"),
         experts=ids.reshape(requests * length, layers, top_k),
         **in_turn(np.full(requests, length, np.int64), np.full(requests, prompt_tokens, np.int64)),
     )

@@ -92,17 +92,14 @@ class Layers(Placement):
 
     name, number = "layers", LAYERS
     Options = LayersOptions
-
-    def __init__(self, options: LayersOptions) -> None:
-        super().__init__(options)
-        self._n = options.n
+    options: LayersOptions
 
     @property
     def layers(self) -> int:
-        return self._n
+        return self.options.n
 
     def on_host(self, layer: int, misses: Sequence[int], tokens: dict[int, int], costs: Costs) -> list[int]:
-        return list(misses) if layer < self._n else []
+        return list(misses) if layer < self.options.n else []
 
 
 PLACEMENTS: dict[str, type[Placement]] = {cls.name: cls for cls in (Fetch, Host, Split, Layers)}

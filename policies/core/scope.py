@@ -59,10 +59,7 @@ class Layer(Scope):
     name = "layer"
     per_layer = True
     Options = LayerOptions
-
-    def __init__(self, options: LayerOptions) -> None:
-        super().__init__(options)
-        self._profile = options.profile
+    options: LayerOptions
 
     def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
         """Each layer's, at least 1 and at most E."""
@@ -71,8 +68,8 @@ class Layer(Scope):
                 f"a cache of {slots} slots cannot be divided among {shape.layers} layers: scope layer needs "
                 f"{shape.layers} or more, scope global makes do with less"
             )
-        slots = min(slots, shape.total)
-        return optimal(_curves_of(self._profile, shape), slots) if self._profile else even(shape.layers, slots)
+        slots, profile = min(slots, shape.total), self.options.profile
+        return optimal(_curves_of(profile, shape), slots) if profile else even(shape.layers, slots)
 
 
 SCOPES: dict[str, type[Scope]] = {scope.name: scope for scope in (Global, Layer)}

@@ -125,11 +125,6 @@ def test_a_collection_that_does_not_fit_is_told_in_one_line(policy, shape, says,
     assert file in str(caught.value)
 
 
-def test_a_file_that_is_missing_is_one_line(tmp_path):
-    with pytest.raises(InputError, match=r"x\.npz: No such file or directory; make one with moe-sim eamc build"):
-        parse(f"eamc:collection={tmp_path / 'x.npz'}").require(Shape(4, 8))
-
-
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"real traces are not at {SHARED}")
 def test_on_a_real_trace_a_loaded_collection_decides_as_the_one_that_learned_it(tmp_path):
     trace, _ = import_dump(SHARED / "gpt-oss-20b-decode.npz", SHARED / "gpt-oss-20b-decode.json")

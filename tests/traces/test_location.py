@@ -1,7 +1,6 @@
 """A trace at a URL is the trace that it is in a folder, and what cannot be had is told in one line."""
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -91,14 +90,6 @@ def test_a_trace_on_a_web_server_is_the_same_trace(served: str, tmp_path: Path, 
     assert_same_shards(Trace.read(tmp_path / "t", ["lookahead"]), shards)
     assert shards.fingerprint == Shards.open(tmp_path / "t").fingerprint
     assert_same(Trace.read(tmp_path / "t"), Trace.read(f"{served}/t/"))
-
-
-def test_a_file_that_goes_while_it_is_read_over_the_network_is_told(served: str, tmp_path: Path) -> None:
-    write_trace(synthetic(3, 5, 2, 6, 2, seed=0), tmp_path / "t")
-    shards = Shards.open(f"{served}/t")
-    shutil.rmtree(tmp_path / "t")
-    with pytest.raises(InputError, match=rf"{served}/t/{PART} "):
-        shards.steps(0)
 
 
 def test_a_protocol_that_lacks_its_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,14 +85,11 @@ def _sequence(source: Source, answer: Answer) -> Sequence:
     layers, k = _shape(source, place, len(content) // kind.itemsize, rows)
     experts = np.frombuffer(content, kind.newbyteorder("<")).astype(kind, copy=False).reshape(-1, layers, k)
     generated = body.output_ids if body.output_ids and output in (None, len(body.output_ids)) else None
-    ids = taken_in(_prompt_ids(body, prompt), prompt, generated, len(experts))
+    # the prompt's ids: by themselves, or with logprobs, all of which are there if `logprob_start_len` was 0
+    logged = body.meta_info and body.meta_info.input_token_logprobs
+    told = [one[1] for one in logged] if logged and len(logged) == prompt else body.prompt_token_ids
+    ids = taken_in(told, prompt, generated, len(experts))
     return Sequence(place, answer.id, experts, prompt, output, ids)
-
-
-def _prompt_ids(body: Body, prompt: int | None) -> list[int] | None:
-    """The prompt's token ids: by themselves, or with logprobs, all of which are there if `logprob_start_len` was 0."""
-    tokens = body.meta_info and body.meta_info.input_token_logprobs
-    return [one[1] for one in tokens] if tokens and len(tokens) == prompt else body.prompt_token_ids
 
 
 def _shape(source: Source, place: str, ids: int, rows: int | None) -> tuple[int, int]:
