@@ -55,12 +55,13 @@ def check_target(folder: Path, overwrite: bool, resume: bool = False, read: Iter
     refuse_address(folder)
     files, exists = _files(folder), folder.exists()
     is_read = exists and any(not each.remote and folder.samefile(each.root) for each in read)
-    held = f"{folder} already holds a trace: replace it with --overwrite, or choose another folder; "
+    held = f"{folder} already holds a trace: replace it with --overwrite, or choose another folder"
+    continues = "`record --resume` continues with a recording that was interrupted"
     refuse(
         (exists and not folder.is_dir(), f"{folder} is a file; {ELSEWHERE}"),
         (is_read, f"{folder} is read and cannot be written at the same time; choose another folder with --out"),
         (files is None, f"{folder} is not empty and not a trace: it is left alone; {ELSEWHERE}"),
-        (files and not overwrite and not resume, f"{held}`record --resume` continues with an interrupted recording"),
+        (files and not overwrite and not resume, f"{held}; {continues}"),
     )
 
 
