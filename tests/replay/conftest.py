@@ -1,7 +1,12 @@
 """Settings of the tests of replay: a machine is measured for a short time, since none judges how exactly."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+from replay.commands import main
+from tests.support.command import run
 from tests.support.short_calibrations import shorten
 
 
@@ -10,3 +15,15 @@ def _short_calibrations(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Shorten them, but in the tests of measuring itself."""
     if request.path.name != "test_measure.py":
         shorten(monkeypatch.setattr)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """Run `moe-replay` in an empty folder: its exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        ended = run(main, *arguments)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    return invoke

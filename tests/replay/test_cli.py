@@ -15,7 +15,7 @@ import torch
 
 import sim.profiles
 from policies.core import Shape, parse
-from replay import commands, files
+from replay import files
 from replay.calibration import measure
 from replay.choice import first_steps
 from replay.device_choice import DeviceChoice
@@ -25,21 +25,6 @@ from sim.loop import COLUMNS, Driver, Requests, Share, StepRow
 from sim.results import REQUESTS, RESULTS
 from sim.sweeps import Grid, Store, Table, Winner, outcome, save, sweep, winner
 from traces import MARKER, InputError, Trace, demo_trace
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Run `moe-replay` in an empty folder: its exit status, stdout and stderr."""
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["moe-replay", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            commands.main()
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return invoke
 
 
 def test_virtual_measures_what_was_predicted(command, tmp_path: Path) -> None:

@@ -45,18 +45,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def command(command):
     """Run `moe-replay compare` in an empty folder: its exit status, stdout and stderr."""
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["moe-replay", "compare", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return invoke
+    return partial(command, "compare")
 
 
 def chosen(policy: str, slots: int = 40, **setup: Any) -> Choice:
