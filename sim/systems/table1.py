@@ -5,10 +5,9 @@ predicted / printed - 1. Of other models it prints only its own system's mean.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sim.loaded import TimedRun
 from sim.systems.predict import Prediction
@@ -30,21 +29,10 @@ OTHER_MODELS = {"mixtral-8x7b": 836.0, "nllb-moe-54b": 531.0, "switch-large-128"
 """What MoE-Infinity took a token of other models on the same machine, in ms, as the paper prints it."""
 
 
-@dataclass(frozen=True)
-class Printed:
-    """A row of the paper's table, ms a token; 0: not printed."""
-
-    name: str
-    mean_ms: float
-    cause: str  # of a deviation
-    idle_ms: float = 0.0
-    tail_ms: float = 0.0
-
-
 @cache
-def printed() -> dict[str, Printed]:
-    rows = read_toml(Path(__file__).parent / "table1.toml")
-    return {name: Printed(name, **row) for name, row in rows.items()}
+def printed() -> dict[str, dict[str, Any]]:
+    """Return the rows of the paper by system: mean_ms, idle_ms and tail_ms a token, and the cause of a deviation."""
+    return read_toml(Path(__file__).parent / "table1.toml")
 
 
 class Figure(NamedTuple):
@@ -58,8 +46,7 @@ class Figure(NamedTuple):
         return self.ours / self.theirs - 1 if self.theirs else None
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A system's prediction beside the paper's, ms a token. cause: of a mean that deviates by more than 15%."""
 
     name: str
@@ -93,9 +80,11 @@ def rows(predictions: Iterable[Prediction]) -> list[Row]:
     for each in predictions:
         paper = printed().get(each.system.name)
         if paper and each.tpot_mean_ms is not None:
-            mean, idle = Figure(each.tpot_mean_ms, paper.mean_ms), Figure(each.idle_ms or 0.0, paper.idle_ms)
-            cause = paper.cause if abs(mean.deviation or 0.0) > WITHIN else None
-            table.append(Row(paper.name, mean, idle, Figure(each.tpot_p99_ms or 0.0, paper.tail_ms), cause))
+            predicted = each.tpot_mean_ms, each.idle_ms or 0.0, each.tpot_p99_ms or 0.0
+            stated = (paper.get(name, 0.0) for name in ("mean_ms", "idle_ms", "tail_ms"))
+            mean, idle, tail = map(Figure, predicted, stated)
+            cause = paper["cause"] if abs(mean.deviation or 0.0) > WITHIN else None
+            table.append(Row(each.system.name, mean, idle, tail, cause))
     return table
 
 
