@@ -130,29 +130,24 @@ class Setting:
         return stated[0]
 
 
-BESIDE: dict[Any, dict[str, tuple[str, ...]]] = {
-    Setting: {
-        "trace": ("hit_rate", "like", "tokens", "context", "whole_layers"),
-        "hit_rate": ("like",),
-        "slots_per_layer": ("cache",),
-        "whole_layers": ("hit_rate", "like", "tokens"),
-        "free_copies": ("copy_back",),
-    },
-    Model: {"file_gb": ("precision", "dense_precision"), "expert_bytes": ("expert_mb",)},
+UNUSED: dict[Any, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
+    Setting: (
+        ("beside", "trace", ("hit_rate", "like", "tokens", "context", "whole_layers")),
+        ("beside", "hit_rate", ("like",)),
+        ("beside", "slots_per_layer", ("cache",)),
+        ("beside", "whole_layers", ("hit_rate", "like", "tokens")),
+        ("beside", "free_copies", ("copy_back",)),
+        ("without", "policy", ("cache", "slots_per_layer", "misses_from", "host_cache", "hit_rate", "like")),
+        ("without", "policy", ("copy_back", "whole_layers", "free_copies")),
+        ("without", "trace", ("prompts", "requests")),
+    ),
+    Model: (
+        ("beside", "file_gb", ("precision", "dense_precision")),
+        ("beside", "expert_bytes", ("expert_mb",)),
+    ),
+    Machine: (("without", "host_threads", ("host_gflop_per_s_per_thread",)),),
 }
-"""Keys that do nothing beside another one."""
-
-WITHOUT: dict[Any, dict[str, tuple[str, ...]]] = {
-    Setting: {
-        "policy": (
-            *("cache", "slots_per_layer", "misses_from", "host_cache"),
-            *("hit_rate", "like", "copy_back", "whole_layers", "free_copies"),
-        ),
-        "trace": ("prompts", "requests"),
-    },
-    Machine: {"host_threads": ("host_gflop_per_s_per_thread",)},
-}
-"""Keys that do nothing without another one."""
+"""Keys that do nothing beside or without another one."""
 
 
 @dataclass(frozen=True)
@@ -256,9 +251,12 @@ def _part(
 ) -> T:
     """Return a part of a row without the keys that do nothing in it, of which the stated ones are warned of."""
     values = {**defaults, **stated}
-    unused = {key: f"beside {one}" for one, keys in BESIDE.get(cls, {}).items() if one in values for key in keys}
-    for one, keys in WITHOUT.get(cls, {}).items():
-        unused |= {key: f"without {one}" for key in keys if one not in values}
+    unused = {
+        key: f"{relation} {one}"
+        for relation, one, keys in UNUSED.get(cls, ())
+        if (one in values) == (relation == "beside")
+        for key in keys
+    }
     for key, why in unused.items():
         if values.pop(key, None) is not None and key in stated:
             warn(f"{where}: {key} has no effect {why} (ignored)")
