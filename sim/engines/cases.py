@@ -21,7 +21,7 @@ from sim.experiment import AUTO, SIMPY
 from sim.loop.log import RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces.errors import located, refuse, unknown
+from traces.errors import InputError, located, unknown
 from traces.facts import parse_json
 from traces.steps import DECODE, PREFILL, RequestSteps
 from traces.typed import typed
@@ -75,7 +75,8 @@ class Case:
     host_capacity_bytes: Count | None = None
 
     def __post_init__(self) -> None:
-        refuse(*((True, text) for text in self._wrong()))
+        for text in self._wrong():
+            raise InputError(text)
 
     def _wrong(self) -> Iterator[str]:
         """Yield what no engine can run."""

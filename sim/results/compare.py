@@ -23,7 +23,7 @@ from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size, stated_bytes
 from sim.results import files
 from sim.results.metrics import REQUESTS, RESULTS, Row
-from traces.errors import InputError, refuse, unknown
+from traces.errors import InputError, unknown
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -222,7 +222,8 @@ def pairs_across(first: Sequence[SweptRun], second: Sequence[SweptRun]) -> list[
 
 def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: int = RESAMPLES) -> list[Difference]:
     """Return what `cell` has more than `baseline`, by measure. Raise InputError if they cannot be paired."""
-    refuse(*((True, f"cannot pair {difference}") for difference in _unpaired(baseline, cell)))
+    for difference in _unpaired(baseline, cell):
+        raise InputError(f"cannot pair {difference}")
     names = _names(baseline, cell)
     rows = []
     for measure in MEASURES:
