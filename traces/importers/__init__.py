@@ -36,9 +36,9 @@ class Format:
     def recognises(self, source: Source) -> bool:
         """Return whether a dump is of this kind, by name and first content."""
         path = source.path
-        if path.suffix in (".json", ".jsonl"):
-            return self.is_answer is not None and any(self.is_answer(one.body) for one in islice(answers(path), 1))
         suffixes = {one.suffix for one in path.iterdir()} if path.is_dir() else {path.suffix}
+        if {".json", ".jsonl"} & suffixes and not {".npy", ".npz"} & suffixes:
+            return self.is_answer is not None and any(self.is_answer(one.body) for one in islice(answers(path), 1))
         return bool(self.suffix) and self.suffix in suffixes and self.fits(source)
 
 

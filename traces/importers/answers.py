@@ -37,7 +37,11 @@ class Answer:
 
 
 def answers(path: Path) -> Iterator[Answer]:
-    """Yield the answers in a file, one at a time. Raises InputError."""
+    """Yield the answers in a file, or in those of a folder in the order of their names. Raises InputError."""
+    if path.is_dir():
+        for file in sorted(path.glob("*.json*")):
+            yield from answers(file)
+        return
     if path.suffix == ".json":
         value = read_json(path)
         for number, body in enumerate(value if isinstance(value, list) else [value]):

@@ -1,4 +1,4 @@
-"""Plain arrays: a .npz with `experts` and `offsets`, or a .npy of the experts with its offsets beside it.
+"""Plain arrays: a .npz with `experts` and `offsets`, a folder of them, or a .npy with its offsets beside it.
 
 `experts` is an integer array [tokens, layers, k] of ids within a layer, -1 where nothing was routed; `offsets`
 [requests + 1] rises from 0 to the number of tokens. Optional in a .npz: `weights` [tokens, layers, k], and, for
@@ -24,7 +24,13 @@ _PER_TOKEN = {"phase": np.uint8, "position": np.uint32, "step": np.uint32, "toke
 
 
 def read_npz(source: Source) -> Dump:
-    return _dump(source, arrays.read_npz(source.path))
+    """Read a .npz, or those of a folder in the order of their names, one behind the other. Raises InputError."""
+    files = sorted(source.path.glob("*.npz")) if source.path.is_dir() else [source.path]
+    held = [arrays.read_npz(file) for file in files]
+    joined = {name: np.concatenate([each[name] for each in held]) for name in held[0] if name != "offsets"}
+    lengths = np.concatenate([np.diff(each["offsets"].astype(np.int64)) for each in held])
+    begins = [each["offsets"][:1].astype(np.int64) for each in held[:1]]
+    return _dump(source, {**joined, "offsets": np.concatenate([*begins, begins[0] + np.cumsum(lengths)])})
 
 
 def read_npy(source: Source) -> Dump:

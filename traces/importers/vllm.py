@@ -48,7 +48,7 @@ class Body:
 
 def read(source: Source) -> Dump:
     """Read a .npy of one request, a folder of them, or answers. Raises InputError."""
-    if source.path.suffix not in (".json", ".jsonl"):
+    if source.path.suffix == ".npy" or any(source.path.glob("*.npy")):
         files = each_file(source.path, ".npy")
         return join(source, [Sequence(str(file), file.stem, integers(read_npy(file), str(file))) for file in files])
     sequences, dropped = [], 0
