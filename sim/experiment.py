@@ -12,11 +12,12 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from msgspec import Meta
 
-from sim import profiles
 from sim.defaults import HARDWARE
+from sim.profiles.hardware_profile import MACHINES
 from sim.quantities import cache_text, parse_bytes
 from traces.errors import refuse, unknown
 from traces.location import absolute
+from traces.models.profile import MODELS
 from traces.typed import typed
 
 CLOSED, TRACE, POISSON = ARRIVALS = ("closed", "trace", "poisson")
@@ -59,11 +60,11 @@ def _size(name: str, value: Any) -> Any:
 
 
 def _machine(name: str) -> str:
-    return profiles.absolute("hardware", name)
+    return MACHINES.absolute(name)
 
 
 def _model(name: str) -> str:
-    return profiles.absolute("models", name)
+    return MODELS.absolute(name)
 
 
 @dataclass(frozen=True)

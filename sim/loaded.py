@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,17 @@ from sim.experiment import COMPILED, SIMPY, Experiment
 from sim.loop.log import Ended, RunLog, joined
 from sim.loop.requests import Requests, users
 from sim.loop.run import Run, Tier, gpu_run
-from sim.profiles import model_profile
-from sim.profiles.expert_sizes import expert_bytes_by_layer
 from sim.profiles.hardware_profile import Hardware, hardware
 from sim.profiles.measured import MeasuredModel
-from sim.profiles.model_profile import ModelProfile
 from sim.profiles.policy_overhead import cost_us
 from sim.profiles.roofline import Roofline, disk_link, host_link
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.quantities import exceeds, parse_cache_bytes, parse_cache_size, show_bytes
 from sim.results.metrics import Cell
 from traces.errors import InputError, located, refuse
+from traces.models import profile as model_profile
+from traces.models.expert_sizes import expert_bytes_by_layer
+from traces.models.profile import ModelProfile
 from traces.reader import HEARD, open_folder
 from traces.shards import Shards
 from traces.trace import Trace
@@ -327,7 +326,7 @@ def _profile(experiment: Experiment, trace: Shards | Trace) -> ModelProfile | No
         return profile
     if profile is None:
         raise InputError("`expert_sizes` needs a model profile: name one with `model_profile`")
-    sizes = tuple(expert_bytes_by_layer(Path(experiment.expert_sizes), profile.experts).tolist())
+    sizes = tuple(expert_bytes_by_layer(experiment.expert_sizes, profile.experts).tolist())
     if len(sizes) != profile.moe_layers:
         raise InputError(f"{experiment.expert_sizes} has {len(sizes)} MoE layers, not {profile.moe_layers}")
     return replace(profile, layer_expert_bytes=sizes)

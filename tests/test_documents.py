@@ -21,8 +21,8 @@ import replay.commands
 import sim.commands
 import tracer.commands
 from tests.support.command import run
-from tracer.architectures import architectures
 from traces import Trace, demo_trace, write_trace
+from traces.models.architectures import architectures
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "traces"

@@ -9,5 +9,4 @@ from .prompts import Columns as Columns
 from .prompts import Prompt as Prompt
 from .prompts import read_prompts as read_prompts
 from .record import Options as Options
-from .sites import Interface as Interface
 from .torch_dumps import load as load

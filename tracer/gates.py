@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracer.sites import Site
 from traces.errors import InputError
+from traces.models.sites import Site
 
 TOLERANCE = 0.03
 """The spread of a constant ratio in bfloat16, which has 8 bits of precision, twice over."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tracer.gates import Gate, find_gate, read_gates
 from tracer.lookahead import Lookahead
 from tracer.nllb import mended
-from tracer.sites import Site, find_sites
 from traces.errors import InputError
+from traces.models.sites import Site, find_sites
 
 PROBE_TOKENS = 24
 """Enough for tokens to choose different experts, so that a wrong reading of a router shows itself."""

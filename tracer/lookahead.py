@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracer.sites import Site
 from traces.errors import InputError
+from traces.models.sites import Site
 
 Choice = tuple[Tensor, Tensor]
 """Index and weights, [T, k] each."""

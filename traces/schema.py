@@ -46,6 +46,8 @@ class TraceMeta:
     revision: str | None = None
     hidden_size: Size | None = None
     expert_intermediate_size: Size | None = None
+    expert_hidden_size: Size | None = None  # of what experts read and write, where it is not hidden_size
+    expert_matrices: Size = 3  # gate, up and down; 2 without a gate
     tools: dict[str, str] = field(default_factory=dict)  # name of a program or library -> its version
     settings: dict[str, Any] = field(default_factory=dict)  # of what made it: option -> plain value
 

@@ -51,9 +51,10 @@ def _require_known(cls: Any, values: Mapping[str, Any], prefix: str) -> None:
         if key not in known:
             raise InputError(f"{prefix}{unknown('key', key, known)}")
         inner = next(filter(dataclasses.is_dataclass, get_args(kinds[key])), None)
-        for i, table in enumerate(value if inner and isinstance(value, list) else ()):
+        tables = value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list) else ())
+        for place, table in tables if inner else ():
             if isinstance(table, Mapping):
-                _require_known(inner, table, f"{prefix}{key}[{i}]: ")
+                _require_known(inner, table, f"{prefix}{key}[{place}]: ")
 
 
 def _reason(text: str, values: Any) -> str:

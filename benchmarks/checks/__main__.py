@@ -19,10 +19,10 @@ from replay.comparison.summary import in_words
 from replay.device_choice import require_cuda
 from replay.devices.gpu import Gpu
 from replay.model.network import expert_dtype_of
-from sim.profiles import model_profile
 from sim.results.metrics import Row
 from traces.commands import console, program
 from traces.errors import InputError, unknown
+from traces.models import profile as model_profile
 from traces.output import check_file
 
 RESULTS = Path("replay/results")

@@ -18,10 +18,10 @@ from replay.choice import first_tokens
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
-from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError
+from traces.models import profile as model_profile
+from traces.models.profile import ModelProfile
 from traces.schema import TraceMeta
 from traces.shards import Shards
 from traces.synthetic import synthetic

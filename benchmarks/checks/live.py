@@ -40,15 +40,15 @@ from replay.warmup import undisturbed
 from sim.defaults import POLICY
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
-from sim.profiles.model_profile import ModelProfile
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
 from tracer import demo
 from tracer.models import Loading, load_model
 from tracer.record import Options
 from traces.errors import InputError
+from traces.models import profile as model_profile
+from traces.models.profile import ModelProfile
 from traces.trace import Trace
 
 LIVE, REPLAY, ACCELERATE = "live", "replay of the recorded trace", "accelerate's offload"

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from replay import kv_cache
-from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError, unknown
+from traces.models.profile import ModelProfile
 
 BLOCK = 1 << 20
 """Random numbers that weights are filled with again and again: drawing billions takes minutes."""
@@ -50,10 +50,10 @@ FAMILIES: dict[str, tuple[str, Callable[[ModelProfile], dict[str, Any]]]] = {
         "deepseek_v2",
         lambda of: {
             "n_routed_experts": of.experts,
-            "n_shared_experts": of.shared_intermediate_size // of.expert_intermediate_size,
+            "n_shared_experts": of.kinds["moe"].shared // of.expert_parameters,
             "moe_intermediate_size": of.expert_intermediate_size,
-            "intermediate_size": of.dense_intermediate_size,
-            "first_k_dense_replace": of.leading_dense_layers,
+            "intermediate_size": of.kinds["dense"].mlp // (3 * of.hidden_size),
+            "first_k_dense_replace": of.places[0],
             "kv_lora_rank": of.kv_latent_size,
             "q_lora_rank": None,
             "qk_nope_head_dim": of.head_size,
@@ -79,7 +79,7 @@ def build(profile: ModelProfile) -> Any:
     config = transformers.AutoConfig.for_model(
         kind,
         hidden_size=profile.hidden_size,
-        num_hidden_layers=profile.moe_layers + profile.leading_dense_layers,
+        num_hidden_layers=len(profile.order),
         num_attention_heads=profile.heads,
         num_key_value_heads=profile.kv_heads or profile.heads,
         num_experts_per_tok=profile.top_k,

@@ -53,13 +53,13 @@ from sim.loop.device import Device
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
-from sim.profiles import model_profile
 from sim.profiles.measured import MeasuredModel
-from sim.profiles.model_profile import ModelProfile
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import parse_cache_size, show_bytes
 from sim.results.metrics import Row
 from traces.errors import InputError
+from traces.models import profile as model_profile
+from traces.models.profile import ModelProfile
 from traces.steps import DECODE
 from traces.synthetic import synthetic
 from traces.typed import typed

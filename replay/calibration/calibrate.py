@@ -29,12 +29,12 @@ from sim.defaults import HARDWARE
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop.device import Device
-from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
-from sim.profiles.model_profile import ModelProfile
 from sim.results.metrics import Row
 from sim.results.provenance import commit
+from traces.models import profile as model_profile
+from traces.models.profile import ModelProfile
 from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.trace import concatenate

@@ -9,8 +9,8 @@ from policies.core.spec import PolicySpec
 from replay.calibration.meter import Meter
 from sim.loop.driver import Driver
 from sim.loop.run import Run
-from sim.profiles import MOST
 from sim.profiles.measured import TABLES, MeasuredModel
+from traces.models.profile import MOST
 from traces.steps import DECODE, RequestSteps
 
 FIRST_STEPS = 1

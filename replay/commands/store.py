@@ -10,10 +10,10 @@ from replay.devices.store import Stamps
 from replay.model.network import expert_dtype_of
 from replay.model.weights import Checkpoint
 from sim.commands.printed import progress
-from sim.profiles.model_profile import model
 from sim.quantities import show_bytes
 from traces.commands import console
 from traces.errors import InputError
+from traces.models.profile import model
 from traces.output import check_file
 
 

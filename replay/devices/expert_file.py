@@ -21,9 +21,9 @@ import msgspec
 
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
-from sim.profiles.model_profile import ModelProfile
-from sim.profiles.safetensors_files import header_of
 from traces.errors import InputError
+from traces.models.profile import ModelProfile
+from traces.models.safetensors_files import header_of
 from traces.output import replacing
 
 FORMAT = "moe-expert-cache experts 1"

@@ -66,7 +66,7 @@ def fused(network: Network) -> Fused | None:
     from replay.model.kernels import FusedExperts, is_small
 
     profile = network.profile
-    shape = profile.hidden_size, profile.expert_intermediate_size, profile.expert_matrices, network.expert_dtype
+    shape = profile.routed_size, profile.expert_intermediate_size, profile.expert_matrices, network.expert_dtype
     if network.hidden.dtype != network.expert_dtype or not is_small(*shape):
         return None
     kernel = FusedExperts(*shape, network.hidden.device)

@@ -25,10 +25,10 @@ from replay.devices.store import HostMemory, HostStore, require_host_memory, str
 from replay.model.network import Network
 from replay.model.weights import Checkpoint
 from sim.loop.device import Device
-from sim.profiles.model_profile import ModelProfile
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
 from traces.errors import InputError
+from traces.models.profile import ModelProfile
 
 
 @dataclass(frozen=True)

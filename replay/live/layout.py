@@ -66,6 +66,12 @@ class ExpertLayer:
     rows: tuple[Row, ...]
 
     @property
+    def width(self) -> int:
+        """The numbers of a token that an expert reads; fewer than hidden_size where experts work in a latent space."""
+        module: Any = self.module
+        return self.rows[0].shape[0 if module.is_transposed else -1]
+
+    @property
     def expert_bytes(self) -> int:
         last = self.rows[-1]
         return last.begin + last.nbytes

@@ -66,7 +66,7 @@ class LiveModel:
         self.loaded, self.model, self.hook = loaded, loaded.model, hook
         self.device, self.memory, self.lanes = device, memory, lanes
         self.rows: list[StepRow] = []
-        self._hidden_size: int = loaded.model.config.get_text_config().hidden_size
+        self._width = layers[0].width
         self._like = torch.empty(0, dtype=self.model.dtype, device=loaded.device)
         views = {layer.rows: SlotViews(layer.rows, device.slots) for layer in layers}
         places, self._layers = places_of(device.store, layers), list[LayerExperts]()
@@ -115,7 +115,7 @@ class LiveModel:
 
     def _compute_one(self, slot: int) -> None:
         """Compute an expert for one token, as if it lay in a slot."""
-        hidden, layer = self._like.new_zeros(1, self._hidden_size), self._layers[0]
+        hidden, layer = self._like.new_zeros(1, self._width), self._layers[0]
         layer.begin(hidden, self._like.new_zeros(1, 1, dtype=torch.int64), self._like.new_ones(1, 1))
         layer.expert(0, slot)
         layer.combined()

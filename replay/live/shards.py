@@ -1,6 +1,6 @@
 """Tensors of safetensors files, read piece by piece and past the page cache; nothing is mapped into memory.
 
-A file that is cut off, or says what cannot be (`sim.profiles.safetensors_files`), is refused before anything is read.
+A file that is cut off, or says what cannot be (`traces.models.safetensors_files`), is refused before anything is read.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ from torch import Tensor
 from replay.devices.expert_file import DirectFile
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
-from sim.profiles.safetensors_files import tensors_of
 from traces.errors import InputError
+from traces.models.safetensors_files import tensors_of
 
 DTYPES = {
     "F64": torch.float64,

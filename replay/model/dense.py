@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from sim.profiles.model_profile import ModelProfile
+from traces.models.profile import LayerKind, ModelProfile
 
 Weights = tuple[torch.Tensor, torch.Tensor]  # (gate and up, or up: [n * I, H]; down: [H, I])
 
@@ -181,8 +181,46 @@ class LatentAttention:
         return attended.view(self.heads, -1, self.latent) @ self.values.transpose(1, 2)
 
 
+class OtherMixer:
+    """What is neither of these: linear attention, Mamba, a convolution, attention to compressed or chosen tokens.
+
+    It has as many weights, and a step reads as much of its cache and reads and writes its state.
+    """
+
+    def __init__(self, source: Source, name: str, hidden_size: int, kind: LayerKind, own: int, positions: int) -> None:
+        inner = max(1, own // (2 * hidden_size))
+        self.projection = source.linear(hidden_size, {f"{name}.in_proj": inner})
+        self.output = source.linear(inner, {f"{name}.out_proj": hidden_size})
+        self.each, self.window = kind.kv or kind.windowed, 0 if kind.kv else kind.window
+        self.cache = source.cache(round(positions * self.each))
+        self.state = source.cache(kind.state // source.dtype.itemsize)
+
+    def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int) -> None:
+        """Add what it makes of tokens [n, H] to residual [n, H]."""
+        self.state.mul_(0.5)
+        residual.addmm_(functional.linear(tokens, self.projection), self.output.T)
+        seen = round(min(context, self.window or context) * self.each)
+        residual[:, :1].add_(self.cache[:seen].sum(), alpha=1e-6)
+
+
+def _is_plain(profile: ModelProfile, kind: LayerKind, own: int, causal: bool) -> bool:
+    """Return whether a layer has grouped-query or latent attention of the profile's heads; own: its parameters."""
+    H, size = profile.hidden_size, profile.head_size
+    if latent := profile.kv_latent_size:
+        query = profile.heads * (size + profile.rope_head_size)
+        queries = profile.query_latent_size * (H + query) if profile.query_latent_size else H * query
+        kept = latent + profile.rope_head_size
+        parameters = queries + H * kept + latent * profile.heads * 2 * size + H * profile.heads * size
+    else:
+        groups = profile.kv_heads or profile.heads
+        kept, parameters = 2 * groups * size, 2 * H * size * (profile.heads + groups)
+    crossing = parameters if profile.encoder_layers and causal else 0
+    stated = (kind.kv or kind.windowed) / (2 if crossing and kind.kv > kept else 1)
+    return not kind.state and abs(own - parameters - crossing) <= 0.03 * own and (not causal or stated == kept)
+
+
 class Layer:
-    """A transformer layer but for its routed experts; `routed`: it has some, thus a router and perhaps shared ones."""
+    """A transformer layer but for its routed experts; where it has some, it has a router and perhaps shared ones."""
 
     def __init__(
         self,
@@ -191,34 +229,36 @@ class Layer:
         number: int,
         positions: int,
         moe_layer: int,
-        routed: bool,
-        window: int,
+        kind: LayerKind,
     ) -> None:
         H, name, encoder = profile.hidden_size, f"layers.{number}", profile.encoder_moe_layers
         self.top_k = profile.top_k
-        self.attention = (
-            LatentAttention(profile, source, f"{name}.self_attn", positions)
-            if profile.kv_latent_size
-            else GroupedQueryAttention(
-                profile, source, f"{name}.self_attn", positions, window, causal=moe_layer >= encoder
-            )
-        )
+        causal, mixer = moe_layer >= encoder, f"{name}.self_attn"
+        self.attention: LatentAttention | GroupedQueryAttention | OtherMixer | None = None
+        own = kind.parameters - kind.mlp - kind.shared - kind.routed * profile.experts * H
+        if kind.mixes and not _is_plain(profile, kind, own, causal):
+            self.attention = OtherMixer(source, mixer, H, kind, own, positions)
+        elif kind.mixes and profile.kv_latent_size:
+            self.attention = LatentAttention(profile, source, mixer, positions)
+        elif kind.mixes:
+            self.attention = GroupedQueryAttention(profile, source, mixer, positions, kind.window, causal)
         self.norms = [source.norm(f"{name}.{place}_layernorm", H) for place in ("input", "post_attention")]
         self.cross = None
         if 0 < encoder <= moe_layer:
             self.cross = CrossAttention(profile, source, f"{name}.cross", positions)
             self.cross_norm = source.norm(f"{name}.cross_layernorm", H)
-        size = profile.shared_intermediate_size if routed else profile.dense_intermediate_size
-        self.matrices = profile.expert_matrices if routed else profile.dense_matrices
-        place = "shared" if routed else "mlp"
+        self.matrices = profile.expert_matrices
+        size = (kind.shared + kind.mlp) // (self.matrices * H)
+        place = "shared" if kind.routed else "mlp"
         self.feed_forward = feed_forward(source, f"{name}.{place}", H, size, self.matrices) if size else None
-        self.router = source.linear(H, {f"{name}.router": profile.experts}) if routed else None
+        self.router = source.linear(H, {f"{name}.router": profile.experts}) if kind.routed else None
 
     def __call__(
         self, residual: torch.Tensor, hidden: torch.Tensor, context: int, encoded: torch.Tensor | None
     ) -> None:
         """Add all but the routed experts to residual [n, H]; hidden [n, H] becomes their input."""
-        self.attention.add(residual, rms_norm(residual, self.norms[0]), context)
+        if self.attention:
+            self.attention.add(residual, rms_norm(residual, self.norms[0]), context)
         if self.cross:
             self.cross.add(residual, rms_norm(residual, self.cross_norm), context, encoded)
         hidden.copy_(rms_norm(residual, self.norms[1]))
@@ -235,21 +275,19 @@ class Stack:
 
     def __init__(self, profile: ModelProfile, source: Source, positions: int, max_tokens: int) -> None:
         H, self.encoder = profile.hidden_size, profile.encoder_moe_layers
-        self.embedding = source.linear(H, {"embed_tokens": profile.vocabulary}, scale=1.0)
+        tied = not profile.embedding_parameters
+        self.embedding = source.linear(H, {"embed_tokens": profile.vocabulary}, scale=None if tied else 1.0)
         self.stretches: list[list[Layer]] = []
         number = 0
         for moe_layer in range(profile.moe_layers + 1):  # the last stretch has no router
-            last = moe_layer == profile.moe_layers
-            windows = [0] * profile.trailing_dense_layers if last else profile.windows_up_to(moe_layer)
-            routed = [False] * (len(windows) - (not last)) + [True] * (not last)
             layers = [
-                Layer(profile, source, number + place, positions, moe_layer, *kind)
-                for place, kind in enumerate(zip(routed, windows, strict=True))
+                Layer(profile, source, number + place, positions, moe_layer, kind)
+                for place, kind in enumerate(profile.stretch(moe_layer))
             ]
             self.stretches.append(layers)
             number += len(layers)
         self.norm = source.norm("norm", H)
-        self.vocabulary = source.linear(H, {"lm_head": profile.vocabulary})
+        self.vocabulary = self.embedding if tied else source.linear(H, {"lm_head": profile.vocabulary})
         self.encoded = torch.zeros(max_tokens if self.encoder else 0, H, device=source.device, dtype=source.dtype)
         self.token = torch.zeros(max_tokens, dtype=torch.int64, device=source.device)
         self.token.copy_(torch.arange(max_tokens) % profile.vocabulary)

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from replay.model.dense import Loaded, Source, Stack, Weights, activated, rms_norm
-from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError
+from traces.models.profile import ModelProfile
 
 BUCKET = 256
 """Contexts are rounded up to multiples of this, so that few CUDA graphs serve all."""
@@ -71,11 +71,10 @@ class Network:
     def weights(self, buffer: torch.Tensor) -> Weights:
         """Return an expert's matrices as views of its bytes. buffer: uint8[expert_bytes]."""
         profile = self.profile
-        H, I = profile.hidden_size, profile.expert_intermediate_size  # noqa: E741  the field's name
-        used = profile.expert_parameters * self.expert_dtype.itemsize
-        flat = buffer[:used].view(self.expert_dtype)
+        H, I = profile.routed_size, profile.expert_intermediate_size  # noqa: E741  the field's name
+        flat = buffer[: profile.expert_parameters * self.expert_dtype.itemsize].view(self.expert_dtype)
         rows = (profile.expert_matrices - 1) * I
-        return flat[: rows * H].view(rows, H), flat[rows * H :].view(H, I)
+        return flat[: rows * H].view(rows, H), flat[rows * H : (rows + I) * H].view(H, I)
 
     def dense(self, layer: int, tokens: int, context: int) -> None:
         """From the combine of the MoE layer before, or the embedding, to this layer's router; `hidden` is new then.
@@ -90,8 +89,11 @@ class Network:
 
     def expert(self, weights: Weights, tokens: int) -> None:
         """Compute one expert for `tokens` tokens; its output is added to the event's."""
-        output = expert_output(weights, self.hidden[:tokens].to(self.expert_dtype), self.profile.expert_matrices)
-        self.experts_out[:tokens].add_(output, alpha=self.router_weight)
+        width = self.profile.routed_size
+        output = expert_output(
+            weights, self.hidden[:tokens, :width].to(self.expert_dtype), self.profile.expert_matrices
+        )
+        self.experts_out[:tokens, :width].add_(output, alpha=self.router_weight)
 
     def forget(self) -> None:
         self.experts_out.zero_()

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from replay.model.network import expert_dtype_of
-from sim.profiles.model_profile import ModelProfile
-from sim.profiles.safetensors_files import files_of
 from traces.errors import InputError
+from traces.models.profile import ModelProfile
+from traces.models.safetensors_files import files_of
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What can be converted, as safetensors names it."""
@@ -87,7 +87,7 @@ class Checkpoint:
 
     def _named(self, place: str, number: int) -> Iterator[torch.Tensor]:
         """Yield matrices with names of their own, then their biases."""
-        H, I = self.profile.hidden_size, self.profile.expert_intermediate_size  # noqa: E741  the field's name
+        H, I = self.profile.routed_size, self.profile.expert_intermediate_size  # noqa: E741  the field's name
         assert self._matrices
         *first, last = [f"{place}.{self._prefix}{number}.{matrix}" for matrix in self._matrices]
         for name in first:
@@ -99,7 +99,7 @@ class Checkpoint:
 
     def _stacked(self, place: str, number: int) -> Iterator[torch.Tensor]:
         """Yield rows of stacked tensors. gpt-oss's, which have biases, are transposed, gate and up by turns."""
-        H, I, E = self.profile.hidden_size, self.profile.expert_intermediate_size, self.profile.experts  # noqa: E741
+        H, I, E = self.profile.routed_size, self.profile.expert_intermediate_size, self.profile.experts  # noqa: E741
         first, down = f"{place}.gate_up_proj", f"{place}.down_proj"
         if f"{first}_bias" not in self._files:
             yield self._read(first, (E, 2 * I, H), number)

@@ -207,7 +207,7 @@ class Adaptation:
 def summary(rows: Sequence[Row]) -> Row:
     """Sum up the shifts of one kind under one policy, at least one; rates are means over them.
 
-    needed_min is None where all are censored, needed_max where some are. needed_mean takes censored ones as last + 1:
+    needed_min: None where all are censored; needed_max: where some are. needed_mean takes censored ones as last + 1:
     where there are any, it is a lower bound. needed_none: share of shifts.
     """
     known = [row["requests_needed"] for row in rows if row["requests_needed"] is not None]

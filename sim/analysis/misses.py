@@ -69,7 +69,7 @@ def split(cell: Row, lookups: int, compulsory: int, capacity: int, policy_misses
     """Return a row of `SPLITS`: the misses of a cell, by what would have avoided them.
 
     compulsory: first uses, only prefetch. capacity: Belady's beyond those, only a larger cache, or a smaller working
-    set. policy_misses: a better policy. The hit rate is None where nothing is looked up.
+    set. policy_misses: a better policy. Hit rate: None where nothing is looked up.
     """
     misses = compulsory + capacity + policy_misses
     parts = {"lookups": lookups, "compulsory": compulsory, "capacity": capacity, "policy_misses": policy_misses}

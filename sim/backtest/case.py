@@ -23,11 +23,11 @@ from sim.experiment import AUTO
 from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles.derived import Blocking
-from sim.profiles.model_profile import ModelProfile
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
 from sim.quantities import parse_bytes, parse_whole
 from traces.errors import InputError, located
+from traces.models.profile import ModelProfile
 from traces.steps import DECODE, RequestSteps
 
 FREE = Link(0, 1, 10**12, 1)

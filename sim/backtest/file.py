@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
 
-from sim import profiles
+from sim.profiles.hardware_profile import MACHINES
 from traces.errors import InputError, located, refuse, unknown
 from traces.files import read_toml
 from traces.typed import typed
@@ -220,8 +220,8 @@ def read(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[Ro
         elif machine in machines:
             values["machine"] = machines[machine]
         elif isinstance(machine, str):
-            if machine not in profiles.names("hardware") and not machine.endswith(".toml"):
-                known = [*machines, *profiles.names("hardware")]
+            if machine not in MACHINES.names() and not machine.endswith(".toml"):
+                known = [*machines, *MACHINES.names()]
                 raise InputError(f"{where}: {unknown('machine', machine, known)}")
             values["machine"] = Machine(name=machine, profile=machine)
         if isinstance(setting, dict):

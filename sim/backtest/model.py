@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from sim.backtest.file import Model
-from sim.profiles.model_profile import ModelProfile, known, model
 from sim.profiles.precision import bytes_per_parameter, canonical
 from traces.errors import InputError
+from traces.models.profile import LayerKind, ModelProfile, known, model
 
 WHOLE = ("q", "iq", "bf16", "fp16", "f16", "fp8", "fp32", "int8")
 """Beginnings of precisions that a whole file has; others (MXFP4, INT4, HQQ) are the experts' alone."""
@@ -24,25 +24,18 @@ def profile_of(facts: Model) -> ModelProfile:
         base = base.at(bytes_per_parameter(facts.precision), bytes_per_parameter(facts.precision) if whole else None)
     if facts.dense_precision:
         base = base.at(dense=bytes_per_parameter(facts.dense_precision))
-    layers, experts, top_k = (facts.layers or base.moe_layers, facts.experts or base.experts, facts.top_k or base.top_k)
-    base = replace(base, moe_layers=layers, experts=experts, top_k=top_k)
+    base = replace(base, experts=facts.experts or base.experts, top_k=facts.top_k or base.top_k)
+    if facts.layers:
+        base = base.cut(facts.layers)
     expert_bytes = facts.expert_bytes or facts.expert_mb * 1e6
     if expert_bytes:
         base = base.at(expert_bytes / base.expert_parameters)
-    sizes = facts.layer_expert_bytes or base.layer_expert_bytes[: base.moe_layers]  # of the first, if these are fewer
-    if sizes and len(sizes) != base.moe_layers:
-        raise InputError(f"layer_expert_bytes: {len(sizes)} for {base.moe_layers} layers")
-    base = replace(base, layer_expert_bytes=sizes)
+    if facts.layer_expert_bytes:
+        base = replace(base, layer_expert_bytes=facts.layer_expert_bytes)
     if facts.kv_bytes_per_token:
-        width = base.kv_bytes_per_value or base.dense_bytes_per_parameter
-        base = replace(base, kv_bytes_per_value=width * facts.kv_bytes_per_token / base.kv_cache_bytes(1))
-    if base.top_k > base.experts:
-        raise InputError(f"top_k {base.top_k} is above {base.experts} experts")
-    return replace(
-        base,
-        stated_dense_bytes=facts.dense_bytes or base.stated_dense_bytes,
-        stated_head_bytes=facts.head_bytes or base.stated_head_bytes,
-    )
+        width = base.kv_bytes_per_value * facts.kv_bytes_per_token / base.kv_cache_bytes(1)
+        base = replace(base, kv_bytes_per_value=width)
+    return base.holding(facts.dense_bytes, facts.head_bytes)
 
 
 def _of_bytes(facts: Model) -> ModelProfile:
@@ -53,10 +46,11 @@ def _of_bytes(facts: Model) -> ModelProfile:
         raise InputError(
             f"no model profile is known for {facts.name!r}: name one (profile), or state {', '.join(missing)}"
         )
+    values = 2 * 4 * HEAD
+    attention = HIDDEN * (2 * HIDDEN + values)
     return ModelProfile(
         name=facts.name,
         hub_ids=(),
-        moe_layers=facts.layers,
         experts=facts.experts,
         top_k=facts.top_k,
         hidden_size=HIDDEN,
@@ -66,5 +60,8 @@ def _of_bytes(facts: Model) -> ModelProfile:
         head_size=HEAD,
         kv_heads=4,
         vocabulary=1,
+        embedding_parameters=HIDDEN,
         dense_bytes_per_parameter=2.0,
+        layers=(f"{facts.layers} moe",),
+        kinds={"moe": LayerKind(attention + HIDDEN * facts.experts, routed=True, kv=values)},
     )

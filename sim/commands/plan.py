@@ -12,6 +12,7 @@ from sim.commands.printed import table
 from sim.planner import plan as planner
 from sim.planner.errors import CONFIDENCE
 from sim.planner.plan import CachePlan, Plan, Speed
+from sim.planner.resources import show_gib
 from sim.quantities import show_bytes
 from traces.errors import InputError
 
@@ -20,8 +21,12 @@ from traces.errors import InputError
 class PlanOptions:
     """The machine, and how the model is run on it: the keywords of `sim.plan`."""
 
-    gpu_memory: Annotated[str | None, typer.Option(help="GPU memory (12GiB), 0 for none. Default: none.")] = None
-    host_memory: Annotated[str | None, typer.Option(help="Host memory (32GiB). Default: none.")] = None
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="GPU memory (12GB, the same as 12GiB), 0 for none. Default: none.")
+    ] = None
+    host_memory: Annotated[str | None, typer.Option(help="Host memory (32GB, the same as 32GiB). Default: none.")] = (
+        None
+    )
     link: Annotated[
         str | None, typer.Option(help="Link to the GPU (pcie4x8) or its bandwidth (12GB/s). Default: the GPU's.")
     ] = None
@@ -37,7 +42,11 @@ class PlanOptions:
     ] = None
     context: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens in the KV cache.")] = planner.CONTEXT
     precision: Annotated[
-        str | None, typer.Option(help="Precision of the weights (q4_k_m, q8_0, fp8). Default: as published.")
+        str | None,
+        typer.Option(
+            help="Precision of the weights (q4_k_m, q8_0, fp8). Default: as published, or the best of at least 4 bits "
+            "that fits without a disk."
+        ),
     ] = None
     gpu: Annotated[
         str | None,
@@ -45,6 +54,9 @@ class PlanOptions:
     ] = None
     gpu_bandwidth: Annotated[
         str | None, typer.Option(help="GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of the CPU. Default: enough, memory limits it.")
     ] = None
 
 
@@ -58,9 +70,9 @@ def plan(
 ) -> None:
     """Predict what a model would do on a machine: tokens per second, where to put what, and what would help.
 
-    The expected speed is that of runtimes such as llama.cpp with the printed flags; the speed with an expert cache
-    stands next to it. Times come from data sheets, as in moe-sim backtest; the interval comes from its errors. How
-    often experts are used again is taken from a trace of another model. docs/planner.md shows the accuracy.
+    The expected speed is that of llama.cpp with the printed flags, reads through mmap included; the speed with its
+    expert cache stands next to it. Times come from data sheets, as in moe-sim backtest; the interval comes from its
+    errors. How often experts are used again is taken from a trace of another model. docs/planner.md shows the accuracy.
 
     [b]moe-sim plan --model qwen3-30b-a3b --precision q4_k_m --gpu-memory 12GiB --host-memory 32GiB --link pcie4x8[/b]
     """
@@ -76,17 +88,26 @@ def _shown(plan: Plan) -> Iterator[str | Table]:
         "expect": f"{_speed(plan.speed)} tokens/s",
         "placement": plan.placement,
         "on the GPU": f"{plan.cache_experts:,} of {plan.all_experts:,} experts ({show_bytes(plan.cache_bytes)})",
+        "kept free": _margins(plan),
         "policy": plan.policy,
         "wall": f"{plan.wall} (share of a token's time that a tier of no time would save: {_shares(plan)})",
         "limit": f"{plan.limit_tokens_per_s:,.1f} tokens/s by the bytes and bandwidths alone, of which "
         f"{plan.speed.tokens_per_s / plan.limit_tokens_per_s:.0%} are reached",
     }
-    if plan.cache:
-        lines["a cache"] = _cache(plan.cache, plan)
+    if plan.past_cache:
+        lines["no mmap"] = (
+            f"{_speed(plan.past_cache)} tokens/s past the page cache, as moe-replay generate reads experts"
+        )
+    if plan.cache and plan.best_cache:
+        lines["its cache"] = f"{_cache(plan.cache, plan)}; {plan.cache.llama_cpp} (llama.cpp b11480 or later)"
+        reads = ", reads past the page cache" if plan.past_cache else ""
+        lines["best cache"] = f"{_cache(plan.best_cache, plan)}{reads}; no program offers it yet"
     lines["precision"] = _precision(plan)
     lines["llama.cpp"] = plan.llama_cpp[0]
     if len(plan.llama_cpp) > 1:
         lines["or"] = plan.llama_cpp[1]
+    if plan.llama_cpp_fit:
+        lines["or fit"] = f"{plan.llama_cpp_fit}: it measures what fits; -ngl, --n-cpu-moe and -ot switch that off"
     lines["vLLM"] = plan.vllm[0] if plan.vllm else "not on this machine: it needs the GPU, and the rest in host memory"
     yield "\n".join(f"  {name:<10} {text}" for name, text in lines.items())
     yield _upgrades(plan)
@@ -103,6 +124,12 @@ def _shown(plan: Plan) -> Iterator[str | Table]:
 def _shares(plan: Plan) -> str:
     others = [f"{tier} {share:.0%}" for tier, share in plan.shares.items() if tier != plan.wall and share >= 0.005]
     return f"{plan.shares[plan.wall]:.0%}" + (f"; {', '.join(others)}" if others else "")
+
+
+def _margins(plan: Plan) -> str:
+    gpu, host = plan.gpu_margin_bytes, plan.host_margin_bytes
+    margins = [f"{show_gib(gpu)} of GPU memory, for the runtime and 0.5 GiB of a desktop"] if gpu else []
+    return "; ".join([*margins, *([f"{show_gib(host)} of host memory, for the system"] if host else [])])
 
 
 def _speed(speed: Speed) -> str:

@@ -2,17 +2,18 @@
 
 from dataclasses import asdict
 
-from sim import profiles
 from sim.commands.options import Json
+from sim.profiles.hardware_profile import MACHINES
 from sim.profiles.hardware_profile import hardware as read_hardware
-from sim.profiles.model_profile import model as read_model
 from sim.quantities import show_bytes
 from traces.commands import console
+from traces.models.profile import MODELS
+from traces.models.profile import model as read_model
 
 
 def hardware(as_json: Json = False) -> None:
     """List the hardware profiles."""
-    machines = [read_hardware(name) for name in profiles.names("hardware")]
+    machines = [read_hardware(name) for name in MACHINES.names()]
     if as_json:
         console.say_json([asdict(machine) for machine in machines])
         return
@@ -31,7 +32,7 @@ def hardware(as_json: Json = False) -> None:
 
 def models(as_json: Json = False) -> None:
     """List the model profiles."""
-    known = [read_model(name) for name in profiles.names("models")]
+    known = [read_model(name) for name in MODELS.names()]
     if as_json:
         sizes = ("expert_bytes", "token_bytes")
         console.say_json([{**asdict(each), **{of: getattr(each, of) for of in sizes}} for each in known])

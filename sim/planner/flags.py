@@ -1,25 +1,39 @@
 """A plan as the command line of llama.cpp and of vLLM.
 
 llama.cpp: `--n-cpu-moe N` keeps the experts of the first N layers of the file in host memory, layers without experts
-counted; `-ot` states the same with a pattern over the names of tensors. vLLM: `--cpu-offload-gb` is in GiB.
+counted; `-ot` states the same with its pattern over the names of tensors, fused ones included. It copies quantised
+weights into memory in another order, so what memory does not hold needs `--no-repack`. vLLM: `--cpu-offload-gb` is in
+GiB.
 """
 
-from sim.planner.placements import Layout
+from sim.planner.placements import Layout, Placement
 
 
 def llama_cpp(layout: Layout) -> list[str]:
     """Return the options of llama-server or llama-cli; the second spells out what the first says in short."""
-    n, context = layout.host_layers, f"-c {layout.context}"
+    n, common = layout.host_layers, _common(layout)
     if not layout.on_gpu:
-        return [f"-ngl 0 {context}"]
+        return [f"-ngl 0 {common}"]
     if not n:
-        return [f"-ngl 99 {context}"]
-    last = layout.profile.leading_dense_layers + n * (1 + layout.profile.dense_layers_before_each)
+        return [f"-ngl 99 {common}"]
+    last = _in_file(layout, n)
     layers = "|".join(map(str, range(last)))
     return [
-        f"-ngl 99 --n-cpu-moe {last} {context}",
-        f'-ngl 99 -ot "blk\\.({layers})\\.ffn_(up|down|gate)_exps=CPU" {context}',
+        f"-ngl 99 --n-cpu-moe {last} {common}",
+        f'-ngl 99 -ot "blk\\.({layers})\\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU" {common}',
     ]
+
+
+def fitted(layout: Layout) -> str:
+    """Return the options with which llama.cpp places layers and experts by the memory that it finds; empty: no GPU."""
+    return f"{_common(layout)} --fit-target 1024" if layout.resources.has_gpu else ""
+
+
+def with_cache(placement: Placement) -> str:
+    """Return the options of llama.cpp's own expert cache, of its release b11480 and later."""
+    layout, size = placement.layout, placement.cache_bytes
+    last = _in_file(layout, layout.cached_layers)
+    return f"-ngl 99 --n-cpu-moe {last} --moe-cache-mib {size // 2**20} {_common(layout)}"
 
 
 def vllm(layout: Layout) -> list[str]:
@@ -30,3 +44,17 @@ def vllm(layout: Layout) -> list[str]:
     if not layout.host_layers:
         return [common]
     return [f"--cpu-offload-gb {-(-int(layout.experts_bytes - layout.gpu_free) // 2**30)} {common}"]
+
+
+def _common(layout: Layout) -> str:
+    threads = layout.resources.machine.host_threads
+    return (
+        f"-c {layout.context}"
+        + (f" -t {threads}" if threads else "")
+        + (" --no-repack" if layout.missing_bytes else "")
+    )
+
+
+def _in_file(layout: Layout, moe_layers: int) -> int:
+    """Return how many layers of the file the first `moe_layers` MoE layers end."""
+    return layout.profile.places[moe_layers - 1] + 1

@@ -7,6 +7,7 @@ what is free.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from sim.backtest.case import Case, Outcome
 from sim.backtest.file import Machine, Model, Row, Setting
@@ -14,9 +15,9 @@ from sim.backtest.machine import Rates, rates
 from sim.backtest.model import profile_of
 from sim.experiment import SIMPY
 from sim.planner.resources import GPU_RESERVED, HOST_RESERVED, Resources
-from sim.profiles.model_profile import ModelProfile
 from sim.profiles.precision import name_of
 from sim.quantities import show_bytes
+from traces.models.profile import ModelProfile
 
 TOKENS = 12
 """Decoded tokens that are simulated where a cache is; where nothing moves, one is like another."""
@@ -30,6 +31,22 @@ NEXT_TO_NOTHING = 1e-6
 
 RUNTIME = "llama.cpp"
 """Whose overheads count: those of a compiled runtime."""
+
+
+class Factor(NamedTuple):
+    """What was measured, lowest to highest."""
+
+    low: float
+    middle: float
+    high: float
+
+
+DIRECT = Factor(1.0, 1.0, 1.0)
+"""Reads past the page cache, or none."""
+
+MMAP = Factor(1.6, 2.1, 2.7)
+"""How many times as long as with reads past the page cache a token takes with reads through mmap, as llama.cpp's are,
+where the disk's read_ahead_kb is 128, as on a PC: OLMoE in half of its memory, the table in docs/planner.md."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +119,48 @@ class Layout:
         return max(0.0, self.host_bytes - max(self.host_free, 0.0)) if self.host_layers else 0.0
 
     @property
-    def lack(self) -> str:
-        """What is missing where the machine cannot run the model at all, and what to do; empty where it can."""
+    def cached_layers(self) -> int:
+        """First layers of whose experts an expert cache holds some: as many as host memory holds, the rest stays."""
+        free, layers = self.host_free, 0
+        for size in self.layer_bytes:
+            if size > free and not self.missing_bytes:
+                break
+            free, layers = free - size, layers + 1
+        return layers
+
+    @property
+    def shortage(self) -> str:
+        """What GPU and host memory lack to hold the model; empty where it fits without a disk."""
         profile, resources, kv_cache = self.profile, self.resources, f"the KV cache of {self.context:,} tokens"
         if resources.has_gpu and not self.on_gpu and not resources.host_memory:
             return (
                 f"{show_bytes(resources.gpu_memory)} of GPU memory do not hold the dense part of {profile.name} and "
-                f"{kv_cache} ({show_bytes(self.fixed_bytes)}) beside {show_bytes(GPU_RESERVED)} for the runtime: "
-                f"{show_bytes(-self.gpu_free)} are missing, or --host-memory for a run on the CPU"
+                f"{kv_cache} ({show_bytes(self.fixed_bytes)}) beside {show_bytes(GPU_RESERVED)} for the runtime and a "
+                f"desktop: {show_bytes(-self.gpu_free)} are missing"
             )
         if not self.missing_bytes:
             return ""
+        return (
+            f"{profile.name} at {self.precision} and {kv_cache} have {show_bytes(self.total_bytes)}, the machine "
+            f"{show_bytes(resources.gpu_memory + resources.host_memory)}, of which "
+            f"{show_bytes(sum(resources.margins))} are kept free: {show_bytes(self._more_bytes)} are missing"
+        )
+
+    @property
+    def _more_bytes(self) -> float:
+        """Bytes of host memory with which the model fits."""
+        if self.resources.host_memory:
+            return self.missing_bytes + max(0.0, -self.host_free)
+        return self.host_bytes + HOST_RESERVED + self.profile.head_bytes
+
+    @property
+    def lack(self) -> str:
+        """What is missing where the machine cannot run the model at all, and what to do; empty where it can."""
+        profile, resources = self.profile, self.resources
+        if not self.shortage:
+            return ""
+        if not self.on_gpu and not resources.host_memory:
+            return f"{self.shortage}, or --host-memory for a run on the CPU"
         if resources.disk_gb_per_s and resources.host_memory:
             least = profile.top_k * profile.expert_bytes * 2
             if self.host_free >= least:
@@ -122,23 +170,15 @@ class Layout:
                 f"beside experts ({show_bytes(resources.host_memory - self.host_free)}) and {show_bytes(least)} of "
                 f"them: {show_bytes(least - self.host_free)} are missing"
             )
-        reserved = GPU_RESERVED * resources.has_gpu + HOST_RESERVED * bool(resources.host_memory)
-        if resources.host_memory:
-            missing, disk = self.missing_bytes + max(0.0, -self.host_free), " or --disk 3GB/s to read the rest from"
-        else:
-            missing, disk = self.host_bytes + HOST_RESERVED + profile.head_bytes, ""
-        return (
-            f"{profile.name} at {self.precision} and {kv_cache} have {show_bytes(self.total_bytes)}, the machine "
-            f"{show_bytes(resources.gpu_memory + resources.host_memory)}, of which {show_bytes(reserved)} are "
-            f"reserved: {show_bytes(missing)} are missing; give --host-memory "
-            f"{-(-int(resources.host_memory + missing) // 2**30)}GiB{disk}"
-        )
+        disk = " or --disk 3GB/s to read the rest from" if resources.host_memory else ""
+        memory = -(-int(resources.host_memory + self._more_bytes) // 2**30)
+        return f"{self.shortage}; give --host-memory {memory}GiB{disk}"
 
     @property
     def precision(self) -> str:
         """The stated one, or as the model was published."""
-        own = "mixed" if self.profile.differing_bytes else name_of(self.profile.expert_width)
-        return self.model.precision or own
+        own = "mixed" if self.profile.differing_bytes else self.profile.precision
+        return self.model.precision or own or name_of(self.profile.expert_width)
 
 
 @dataclass(frozen=True)
@@ -153,10 +193,20 @@ class Placement:
     policy: str  # of GPU memory; "static" where nothing moves
     layout: Layout
     gpu_experts: int
+    cache_bytes: int
     parts: tuple[tuple[Setting, int, bool], ...]
 
+    @property
+    def mapped(self) -> Factor:
+        """How many times as long a token takes where the file is mapped, as llama.cpp does."""
+        return MMAP if self.kind == DISK else DIRECT
+
+    def seconds(self, own_rates: Rates | None = None) -> float:
+        """Return the seconds of a decoded token under llama.cpp."""
+        return self.simulated(own_rates)[0] * self.mapped.middle
+
     def simulated(self, own_rates: Rates | None = None) -> tuple[float, Outcome]:
-        """Return the seconds of a decoded token, and what came of the first part."""
+        """Return the seconds of a decoded token, reads past the page cache, and what came of the first part."""
         outcomes = [case.simulated(own_rates or self._rates, SIMPY) for case in self.cases]
         added = [part[2] for part in self.parts]
         seconds = sum(
@@ -190,38 +240,47 @@ class Placement:
 
 
 def today(layout: Layout) -> Placement:
-    """Return the placement that compiled runtimes have flags for: as few whole layers' experts on the CPU as can be."""
+    """Return the placement that llama.cpp's flags make: as few whole layers' experts on the CPU as can be."""
     context, L, n = layout.context, layout.profile.moe_layers, layout.host_layers
-    host = f"{int(layout.host_free)}B"
-    if not layout.on_gpu:
-        if not layout.missing_bytes:
-            return Placement(CPU, "static", layout, 0, ((Setting(all_on="cpu", context=context), L, True),))
-        pages = Setting(policy="lru", cache=host, misses_from="disk", context=context, tokens=TOKENS)
-        return Placement(DISK, "lru of pages in host memory", layout, 0, ((pages, L, True),))
-    split, experts = Setting(host_layers=n, context=context), (L - n) * layout.profile.experts
+    static = Setting(host_layers=n, context=context) if layout.on_gpu else Setting(all_on="cpu", context=context)
+    experts, parts = (L - n) * layout.profile.experts, [(static, L, True)]
+    kind = (SPLIT if n else RESIDENT) if layout.on_gpu else CPU
     if not layout.missing_bytes:
-        return Placement(SPLIT if n else RESIDENT, "static", layout, experts, ((split, L, True),))
-    reading = Setting(policy="lru/host", cache="0", host_cache=host, context=context, tokens=TOKENS)
-    parts = (split, L, True), (reading, n, True), (split, n, False)
-    return Placement(DISK, "static, lru of pages in host memory", layout, experts, parts)
+        return Placement(kind, "static", layout, experts, 0, tuple(parts))
+    host = f"{int(layout.host_free)}B"
+    reading = Setting(policy="lru", cache=host, misses_from="disk", context=context, tokens=TOKENS)
+    if layout.on_gpu:
+        reading = Setting(policy="lru/host", cache="0", host_cache=host, context=context, tokens=TOKENS)
+    parts += [(reading, n, True), (static, n, False)]
+    policy = "static, lru of pages in host memory" if layout.on_gpu else "lru of pages in host memory"
+    return Placement(DISK, policy, layout, experts, 0, tuple(parts))
 
 
 def cached(layout: Layout) -> list[Placement]:
-    """Return an expert cache in GPU memory: misses copied over the link, or split between link and CPU."""
-    profile, size = layout.profile, min(int(layout.gpu_free), layout.experts_bytes)
+    """Return an expert cache in GPU memory: misses copied over the link, or split between link and CPU.
+
+    The first is llama.cpp's own (`--moe-cache-mib`). Host memory holds all experts of the layers that are cached.
+    """
+    profile, L, n, sizes = layout.profile, layout.profile.moe_layers, layout.cached_layers, layout.layer_bytes
+    size = min(int(layout.gpu_free) - sum(sizes[n:]), sum(sizes[:n]))
     if not layout.on_gpu or not layout.host_layers or size < profile.top_k * profile.expert_bytes:
         return []
-    kind, host = (DISK, f"{int(layout.host_free)}B") if layout.missing_bytes else (CACHE, "")
-    experts = size * profile.moe_layers * profile.experts // layout.experts_bytes
-    common = Setting(cache=f"{size}B", host_cache=host, context=layout.context, tokens=TOKENS)
-    return [
-        Placement(kind, policy, layout, experts, ((replace(common, policy=policy), profile.moe_layers, True),))
-        for policy in ("lru", "lru/split")
-    ]
+    experts = size * n * profile.experts // sum(sizes[:n])
+    resident = Setting(host_layers=0, context=layout.context)
+    placed = []
+    for policy in ("lru", "lru/split"):
+        cache = Setting(policy=policy, cache=f"{size}B", context=layout.context, tokens=TOKENS)
+        parts = [(cache, n, True)]
+        if n < L:
+            parts += [(resident, L, True), (resident, n, False)]
+        if layout.missing_bytes:
+            parts = [(replace(cache, host_cache=f"{int(layout.host_free)}B"), L, True)]
+        placed.append(Placement(DISK if layout.missing_bytes else CACHE, policy, layout, experts, size, tuple(parts)))
+    return placed
 
 
 def missed_bytes(layout: Layout, policy: str, capacity: float) -> float:
     """Return the bytes of experts a token that a policy in so many bytes misses, over the stand-in routing."""
     setting = Setting(policy=policy, cache=f"{int(capacity)}B", context=layout.context, tokens=TOKENS)
-    (case,) = Placement(CACHE, policy, layout, 0, ((setting, layout.profile.moe_layers, True),)).cases
+    (case,) = Placement(CACHE, policy, layout, 0, 0, ((setting, layout.profile.moe_layers, True),)).cases
     return case.simulated(None, SIMPY).bytes_read

@@ -1,6 +1,7 @@
 """The plan: what to expect, which tier is the wall, how far the physical limit is, and what would help.
 
-What is expected is what compiled runtimes have flags for today (`placements.today`), beside it an expert cache. The
+What is expected is what llama.cpp does with the printed flags (`placements.today`), beside it its own expert cache and
+the best one, for which no program has flags yet. The
 physical limit reads each byte that a token needs once, at the bandwidth that a data sheet states, from the tier where
 Belady's optimal policy would have it, all tiers at the same time and nothing else taking time. Where the host would
 wait for the GPU's memory, also because that holds all experts, the host reads more, until both end at the same time.
@@ -12,17 +13,16 @@ from os.path import exists  # of any name, however long
 from pathlib import Path
 from typing import Any
 
-from sim import profiles
 from sim.backtest.file import Model
 from sim.backtest.machine import Rates, rates
 from sim.planner import errors, flags, placements
-from sim.planner.placements import DISK, RUNTIME, Layout, Placement
+from sim.planner.placements import DIRECT, DISK, MMAP, RUNTIME, Factor, Layout, Placement
 from sim.planner.resources import GPU_RESERVED, Resources, described, resources
-from sim.profiles.model_profile import known, model
 from sim.profiles.precision import canonical, name_of
 from sim.quantities import show_bytes
 from traces.errors import InputError
 from traces.files import expanded
+from traces.models.profile import MODELS, model
 
 CONTEXT = 8192
 
@@ -56,8 +56,8 @@ GOOD = 4.0 / 8
 MXFP4 = "mxfp4"
 """Of experts alone: the files that llama.cpp runs have Q8_0 for all else."""
 
-POLICY = "eamc-blend"
-"""To be recommended where there is a cache. Times are of LRU, which the stand-in routing is made for."""
+BEST = "eamc-blend"
+"""The best policy on real traces. Times are of LRU, which the stand-in routing is made for."""
 
 PLACES = {
     placements.RESIDENT: "everything on the GPU",
@@ -76,21 +76,21 @@ class Speed:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The best expert cache: no released runtime has flags for it so far."""
+    """An expert cache in GPU memory, with the options of llama.cpp; none for the one that no program offers yet."""
 
     speed: Speed
     policy: str
+    llama_cpp: str
     placement: str  # of misses
     experts: int
     cache_bytes: int
-    hit_rate: float
+    hit_rate: float  # under LRU
     routing: str  # that stands in for the model's
-    way: str  # the policy that was simulated
 
 
 @dataclass(frozen=True)
 class Upgrade:
-    """What one more unit of a resource buys. with_cache: tokens a second of the expert cache, None without one."""
+    """What one more unit of a resource buys. with_cache: tokens a second of llama.cpp's cache, None without one."""
 
     resource: str
     unit: str
@@ -119,7 +119,7 @@ class Plan:
     precision: str
     context: int
     machine: str
-    speed: Speed
+    speed: Speed  # with the options of llama_cpp
     kind: str
     placement: str
     policy: str
@@ -128,22 +128,27 @@ class Plan:
     cache_bytes: int
     host_bytes: int
     disk_bytes: int
+    gpu_margin_bytes: int  # kept free
+    host_margin_bytes: int
     wall: str
     shares: dict[str, float]  # of the time of a token that each tier takes: saved if it took none
     limit_tokens_per_s: float
+    past_cache: Speed | None  # where experts are read from a disk, but not through mmap
     cache: CachePlan | None
+    best_cache: CachePlan | None
     upgrades: tuple[Upgrade, ...]
     precisions: tuple[Precision, ...]
     llama_cpp: tuple[str, ...]
+    llama_cpp_fit: str
     vllm: tuple[str, ...]
     interval: errors.Interval
     notes: tuple[str, ...]
 
     @property
     def of_limit(self) -> float:
-        """Share of the physical limit that is reached, by the cache where that is faster."""
-        best = max(self.speed.tokens_per_s, self.cache.speed.tokens_per_s if self.cache else 0.0)
-        return best / self.limit_tokens_per_s
+        """Share of the physical limit that is reached, by a cache where that is faster."""
+        speeds = [self.speed, *(cache.speed for cache in (self.cache, self.best_cache) if cache)]
+        return max(each.tokens_per_s for each in speeds) / self.limit_tokens_per_s
 
     @property
     def better_precision(self) -> Precision | None:
@@ -154,13 +159,14 @@ class Plan:
     def facts(self) -> dict[str, Any]:
         """Return all of it for JSON, tokens_per_s first."""
         values = asdict(self)
-        speed, cache = values.pop("speed"), values["cache"]
+        speed = values.pop("speed")
+        caches = {key: values[key] and {**values[key].pop("speed"), **values[key]} for key in ("cache", "best_cache")}
         return {
             "tokens_per_s": speed["tokens_per_s"],
             "tokens_per_s_low": speed["low"],
             "tokens_per_s_high": speed["high"],
             **values,
-            "cache": cache and {**cache.pop("speed"), **cache},
+            **caches,
             "of_limit": self.of_limit,
             "better_precision": asdict(self.better_precision) if self.better_precision else None,
         }
@@ -178,25 +184,28 @@ def plan(
     precision: str | None = None,
     gpu: str | None = None,
     gpu_bandwidth: str | None = None,
+    threads: int | None = None,
 ) -> Plan:
     """Return what `model`, a profile's name or a path, does on this machine, options as `moe-sim plan` takes them.
 
-    All are texts, such as gpu_memory="12GiB" and link="pcie4x8", but context, a number of tokens.
-    A model that does not fit at its published precision is planned at the highest one of at least 4 bits that does,
-    unless `precision` names one. Raise InputError for an option that cannot be, and where the model does not fit.
+    All are texts, such as gpu_memory="12GiB" and link="pcie4x8", but context, a number of tokens, and threads.
+    A model that does not fit without a disk at its published precision is planned at the best one of at least 4 bits
+    that does, and if none does, at the fastest of these with the disk, unless `precision` names one. Raise InputError
+    for an option that cannot be, and where the model does not fit.
     """
-    machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth)
+    machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth, threads)
     layout, notes = _layout(str(model), machine, context, precision)
     placement, own = placements.today(layout), rates(layout.machine, RUNTIME)
     seconds, _ = placement.simulated(own)
-    shares, cache = _shares(placement, own, seconds), _cache(layout)
-    kind = _kind(placement)
+    shares, (cache, best) = _shares(placement, own), _caches(layout)
+    gpu_margin, host_margin = machine.margins
+    kind, speed = _kind(placement), _speed(seconds, _kind(placement), placement.mapped)
     return Plan(
         model=layout.profile.name,
         precision=layout.precision,
         context=layout.context,
         machine=described(layout.resources),
-        speed=_speed(seconds, kind),
+        speed=speed,
         kind=placement.kind,
         placement=_words(placement),
         policy=placement.policy,
@@ -205,23 +214,28 @@ def plan(
         cache_bytes=layout.experts_bytes - layout.host_bytes if layout.on_gpu else 0,
         host_bytes=int(layout.host_bytes - layout.missing_bytes),
         disk_bytes=int(layout.missing_bytes),
+        gpu_margin_bytes=gpu_margin,
+        host_margin_bytes=host_margin,
         wall=max(shares, key=lambda tier: shares[tier]),
         shares=shares,
         limit_tokens_per_s=1 / _limit_s(layout),
+        past_cache=_speed(seconds, kind) if placement.kind == DISK else None,
         cache=cache,
-        upgrades=_upgrades(layout, 1 / seconds, cache.way if cache else None),
-        precisions=tuple(_at(each, 1 / seconds) for each in _lower(layout) if not each.lack),
+        best_cache=best,
+        upgrades=_upgrades(layout, speed.tokens_per_s),
+        precisions=tuple(_at(each, speed.tokens_per_s) for each in _lower(layout) if not each.lack),
         llama_cpp=tuple(flags.llama_cpp(layout)),
+        llama_cpp_fit=flags.fitted(layout),
         vllm=tuple(flags.vllm(layout)),
         interval=errors.interval(kind),
         notes=(*notes, *layout.resources.assumed, *_notes(placement)),
     )
 
 
-def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: str) -> Speed:
+def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: Any) -> Speed:
     """Return what `plan` expects, and nothing else of it. Raise InputError likewise."""
     placement = placements.today(_layout(model, resources(**machine), context, precision)[0])
-    return _speed(placement.simulated()[0], _kind(placement))
+    return _speed(placement.simulated()[0], _kind(placement), placement.mapped)
 
 
 def _layout(text: str, machine: Resources, context: int, precision: str | None) -> tuple[Layout, list[str]]:
@@ -229,14 +243,19 @@ def _layout(text: str, machine: Resources, context: int, precision: str | None) 
     if context < 1:
         raise InputError(f"--context is {context}; a whole number of at least 1 is needed")
     layout = Layout(_model(text, precision), machine, context)
-    lack = layout.lack
-    lower = next((each for each in _lower(layout) if not each.lack), None) if lack else None
-    if lower and not precision and not _loses_quality(lower):
-        return lower, [f"{lower.precision}, since {lack}"]
-    if lack:
-        fits = f"; at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})" if lower else ""
-        raise InputError(lack + fits)
-    return layout, []
+    if precision and not layout.lack:
+        return layout, []
+    good = [] if precision else [layout, *(each for each in _lower(layout) if not _loses_quality(each))]
+    if held := next((each for each in good if not each.shortage), None):
+        if held is layout:
+            return layout, [f"{layout.precision}, as the model is published (--precision)"]
+        return held, [f"{held.precision}, the best of at least 4 bits that fits without a disk: {layout.shortage}"]
+    if read := [each for each in good if not each.lack]:
+        fastest = min(read, key=lambda each: placements.today(each).seconds())
+        return fastest, [f"{fastest.precision}, the fastest of at least 4 bits: none fits without the disk"]
+    lower = next((each for each in _lower(layout) if not each.lack), None)
+    fits = f"; at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})" if lower else ""
+    raise InputError(layout.lack + fits)
 
 
 def _model(text: str, precision: str | None) -> Model:
@@ -245,14 +264,18 @@ def _model(text: str, precision: str | None) -> Model:
     Raise InputError with near names for one that is not known, and for an encoder-decoder: routing that stands in has
     every layer in each token, and an encoder's layers are in none that is decoded.
     """
-    shipped = known(text) if text not in profiles.names("models") and not exists(expanded(text)) else None
-    profile = shipped or model(text)
+    profile = model(text)
     if profile.encoder_moe_layers:
         raise InputError(f"{profile.name} is an encoder-decoder: plans are of models without an encoder")
     stated = canonical(precision) if precision else ""
     experts = stated or name_of(profile.expert_bytes_per_parameter)
     dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 else ""
-    return Model(profile.name, shipped.name if shipped else text, stated, dense)
+    return Model(
+        profile.name,
+        profile.name if profile.name in MODELS.names() and not exists(expanded(text)) else text,
+        stated,
+        dense,
+    )
 
 
 def _lower(layout: Layout) -> list[Layout]:
@@ -270,9 +293,10 @@ def _kind(placement: Placement) -> str:
     return errors.MOVING if placement.kind == DISK else errors.STATIC
 
 
-def _speed(seconds: float, kind: str) -> Speed:
+def _speed(seconds: float, kind: str, slower: Factor = DIRECT) -> Speed:
     each = errors.interval(kind)
-    return Speed(1 / seconds, each.low / seconds, each.high / seconds)
+    low, high = each.low / seconds / slower.high, each.high / seconds / slower.low
+    return Speed(1 / seconds / slower.middle, low, high)
 
 
 def _words(placement: Placement) -> str:
@@ -296,18 +320,24 @@ def _notes(placement: Placement) -> list[str]:
     if layout.resources.has_gpu and not layout.on_gpu:
         notes.append(
             f"the GPU is not used: its memory does not hold the dense part and the KV cache "
-            f"({show_bytes(layout.fixed_bytes)}) beside {show_bytes(GPU_RESERVED)} for the runtime"
+            f"({show_bytes(layout.fixed_bytes)}) beside {show_bytes(GPU_RESERVED)} for the runtime and a desktop"
+        )
+    if placement.kind != placements.RESIDENT and not layout.machine.host_threads:
+        notes.append(
+            "memory alone limits the CPU (--threads); a thread that had all of it took 1.4 to 1.9 times as long with "
+            "weights of 4 bits"
         )
     if placement.kind == DISK:
         notes.append(
-            "reads past the page cache; through mmap (llama.cpp's default) a token took up to 4.3 times as long "
-            "(replay/results/README.md)"
+            f"the disk's read_ahead_kb is 128, as on a PC: a token of llama.cpp, which reads through mmap, takes "
+            f"{MMAP.low} to {MMAP.high} times as long as with reads past the page cache; with 8192, 4.7 to 6.8 times "
+            f"(docs/planner.md)"
         )
         notes.append(f"how often experts are used again is taken from a trace of {placement.stand_in}")
     return notes
 
 
-def _shares(placement: Placement, own: Rates, seconds: float) -> dict[str, float]:
+def _shares(placement: Placement, own: Rates) -> dict[str, float]:
     """Return what share of a token's time would be saved if a tier took none."""
     faster = {
         tier: replace(own, **{name: getattr(own, name) * FAST for name in names}) for tier, names in TIERS.items()
@@ -315,24 +345,34 @@ def _shares(placement: Placement, own: Rates, seconds: float) -> dict[str, float
     faster["link"] = replace(faster["link"], link_latency_us=0.0)
     faster["disk"] = replace(faster["disk"], disk_latency_us=0.0)
     faster["overheads of launches and hops"] = replace(own, **dict.fromkeys(OVERHEADS, 0.0))
-    return {tier: max(0.0, 1 - placement.simulated(each)[0] / seconds) for tier, each in faster.items()}
+    seconds = placement.seconds(own)
+    return {tier: max(0.0, 1 - placement.seconds(each) / seconds) for tier, each in faster.items()}
 
 
-def _cache(layout: Layout) -> CachePlan | None:
+def _caches(layout: Layout) -> tuple[CachePlan | None, CachePlan | None]:
+    """Return llama.cpp's expert cache, which reads through mmap, and the best one, which does not."""
     simulated = [(placement, *placement.simulated()) for placement in placements.cached(layout)]
     if not simulated:
-        return None
-    placement, seconds, outcome = min(simulated, key=lambda each: each[1])
-    split = placement.policy.endswith("/split")
-    return CachePlan(
-        speed=_speed(seconds, errors.MOVING),
-        policy=POLICY + ("/split" if split else ""),
-        placement="computed on the CPU or copied to the GPU, whichever is done first" if split else "copied to the GPU",
-        experts=placement.gpu_experts,
-        cache_bytes=min(int(layout.gpu_free), layout.experts_bytes),
+        return None, None
+    own, seconds, outcome = simulated[0]
+    best, fastest, _ = min(simulated, key=lambda each: each[1])
+    split = best.policy.endswith("/split")
+    offered = CachePlan(
+        speed=_speed(seconds, errors.MOVING, own.mapped),
+        policy=own.policy,
+        llama_cpp=flags.with_cache(own),
+        placement="copied to the GPU",
+        experts=own.gpu_experts,
+        cache_bytes=own.cache_bytes,
         hit_rate=outcome.hit_rate,
-        routing=placement.stand_in,
-        way=placement.policy,
+        routing=own.stand_in,
+    )
+    return offered, replace(
+        offered,
+        speed=_speed(fastest, errors.MOVING),
+        policy=BEST + ("/split" if split else ""),
+        llama_cpp="",
+        placement="computed on the CPU or copied to the GPU, whichever is done first" if split else offered.placement,
     )
 
 
@@ -361,20 +401,20 @@ def _belady(layout: Layout, capacity: float) -> float:
     return placements.missed_bytes(layout, "belady", capacity)
 
 
-def _upgrades(layout: Layout, speed: float, cached: str | None) -> tuple[Upgrade, ...]:
+def _upgrades(layout: Layout, speed: float) -> tuple[Upgrade, ...]:
     upgrades = []
     for resource, (field, more, unit) in UNITS.items():
         if not getattr(layout.resources, field):
             continue
         grown = replace(layout, resources=layout.resources.with_more(**{field: more}))
-        faster = 1 / placements.today(grown).simulated()[0]
-        with_cache = [1 / each.simulated()[0] for each in placements.cached(grown) if each.policy == cached]
+        faster = 1 / placements.today(grown).seconds()
+        with_cache = [1 / each.seconds() for each in placements.cached(grown)[:1]]
         upgrades.append(Upgrade(resource, unit, faster, faster / speed - 1, with_cache[0] if with_cache else None))
     return tuple(upgrades)
 
 
 def _at(layout: Layout, speed: float) -> Precision:
-    faster = 1 / placements.today(layout).simulated()[0]
+    faster = 1 / placements.today(layout).seconds()
     memory = "GPU memory" if not layout.host_layers else "GPU and host memory"
     memory = memory if layout.on_gpu else "host memory"
     return Precision(

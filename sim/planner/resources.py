@@ -11,16 +11,16 @@ from typing import Any
 
 from sim.backtest.file import Machine
 from sim.backtest.machine import gpu_data_sheet, table
-from sim.quantities import parse_bytes, parse_gb_per_s, show_bytes
+from sim.quantities import parse_bytes, parse_gb_per_s
 from traces.errors import InputError, refuse, unknown
 
 GIB = 2**30
 
-GPU_RESERVED = 1 * GIB
-"""For the CUDA context and the buffers of a compiled runtime, beside weights and KV cache."""
+GPU_RESERVED = 3 * GIB // 2
+"""The margin of GPU memory: 1 GiB for the context and the buffers of a compiled runtime, and 0.5 GiB for a desktop."""
 
 HOST_RESERVED = 2 * GIB
-"""For the operating system and the runtime."""
+"""The margin of host memory, for the operating system and the runtime."""
 
 RAM = {"PCIe 3.0": "2 x DDR4-2666", "PCIe 4.0": "2 x DDR4-3200", "PCIe 5.0": "2 x DDR5-5600"}
 """Memory of a desktop of that time, where neither its bandwidth nor its kind is stated."""
@@ -49,6 +49,11 @@ class Resources:
     @property
     def has_gpu(self) -> bool:
         return self.gpu_memory > 0
+
+    @property
+    def margins(self) -> tuple[int, int]:
+        """Bytes of GPU and of host memory that are kept free."""
+        return GPU_RESERVED * self.has_gpu, HOST_RESERVED * bool(self.host_memory)
 
     @property
     def host_reads(self) -> float:
@@ -81,6 +86,7 @@ def resources(
     cpu_bandwidth: str | None = None,
     gpu: str | None = None,
     gpu_bandwidth: str | None = None,
+    threads: int | None = None,
 ) -> Resources:
     """Return the machine of these options. Raise InputError for what cannot be read or would do nothing."""
     assumed: list[str] = []
@@ -114,12 +120,16 @@ def resources(
         host_stream_gb_per_s=stream,
         link_gb_per_s=carries,
         disk_gb_per_s=disk_reads,
+        host_threads=threads or 0,
     )
     return Resources(memory, host, machine, reads, stream or peak, carries, disk_reads, tuple(assumed))
 
 
 def _memory(text: str | None, option: str) -> int:
-    return 0 if text is None or text.strip() in ("", "0") else parse_bytes(text, option)
+    """Return the bytes of a memory, which is made and sold in powers of two: 12GB is 12GiB."""
+    if text is None or text.strip() in ("", "0"):
+        return 0
+    return parse_bytes(re.sub(r"(?i)(?<=[kmgt])b$", "iB", text.strip()), option)
 
 
 def _gpu_reads(memory: int, sheet: Mapping[str, Any], stated: str | None) -> tuple[float, str]:
@@ -169,11 +179,15 @@ def _host_reads(text: str | None, lanes: str, assumed: list[str], needed: bool) 
     return parse_gb_per_s(words, "--cpu-bandwidth"), 0.0
 
 
+def show_gib(size: int) -> str:
+    return f"{size / GIB:.4g} GiB"
+
+
 def described(resources: Resources) -> str:
     gpu, host, each = "no GPU", "no host memory for experts", resources
     if each.has_gpu:
-        gpu = f"{show_bytes(each.gpu_memory)} of GPU memory at {each.gpu_gb_per_s:,.0f} GB/s"
+        gpu = f"{show_gib(each.gpu_memory)} of GPU memory at {each.gpu_gb_per_s:,.0f} GB/s"
     if each.host_memory:
-        host = f"{show_bytes(each.host_memory)} of host memory at {each.host_gb_per_s:,.1f} GB/s"
+        host = f"{show_gib(each.host_memory)} of host memory at {each.host_gb_per_s:,.1f} GB/s"
     link = f", a link of {each.link_gb_per_s:g} GB/s" if each.has_gpu and each.host_memory else ""
     return f"{gpu}, {host}{link}, " + (f"a disk of {each.disk_gb_per_s:g} GB/s" if each.disk_gb_per_s else "no disk")

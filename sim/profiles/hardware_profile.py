@@ -9,18 +9,21 @@ of each model that it was measured with, which then counts instead of the rates 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
 
-from sim import profiles
-from sim.profiles import NotNegative, Positive
 from sim.profiles.measured import MeasuredModel
-from sim.profiles.model_profile import ModelProfile
 from sim.quantities import SLOWEST_GB_PER_S
 from traces.errors import InputError
+from traces.models.profile import MOST, ModelProfile, NotNegative, Positive
+from traces.shipped import Shipped
 
-Bandwidth = Annotated[float, Meta(ge=SLOWEST_GB_PER_S, le=profiles.MOST)]
+Bandwidth = Annotated[float, Meta(ge=SLOWEST_GB_PER_S, le=MOST)]
+
+
+MACHINES = Shipped(Path(__file__).parent / "hardware", "hardware")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Hardware:
 
 def hardware(text: str) -> Hardware:
     """Return the shipped profile of that name, or that of the TOML file at that path. Raise InputError."""
-    machine = profiles.read(Hardware, path := profiles.find("hardware", "hardware", text))
+    machine = MACHINES.read(Hardware, path := MACHINES.find(text))
     if machine.link_bandwidth_gb_per_s > machine.memory_bandwidth_gb_per_s:  # as units taken for one another make it
         raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
     return machine

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from sim.profiles import MOST, Count, NotNegative, Size
 from sim.profiles.timing import Link, Timing
 from traces.errors import refuse
+from traces.models.profile import MOST, Count, NotNegative, Size
 
 Curve = Annotated[tuple[tuple[Count, Size], ...], Meta(min_length=1)]
 """(tokens, ns) or (context, ns), the first ascending."""

@@ -15,9 +15,8 @@ from functools import cache
 from pathlib import Path
 
 from policies.core.spec import PolicySpec, parse
-from sim import profiles
 
-TABLE = Path(profiles.__file__).parent / "predictors.toml"
+TABLE = Path(__file__).parent / "predictors.toml"
 
 MEASURED = ((26, 64, 6), (58, 256, 8))
 """Layers, experts and top-k at which the table's two columns were measured (DeepSeek-V2-Lite, DeepSeek-V3)."""

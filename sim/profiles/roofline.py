@@ -5,12 +5,11 @@ Rules 11 and 12 of docs/contract.md. A machine on which the model was measured g
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 from sim.profiles.hardware_profile import Hardware
-from sim.profiles.model_profile import ModelProfile
 from sim.profiles.timing import Link
+from traces.models.profile import LayerKind, ModelProfile
 
 ATTENTION_KERNELS = 8  # norm, projections, rotation, cache, attention, output, residual and norm
 DENSE_KERNELS = 3  # two matmuls and an activation: of a layer without experts, or of shared experts
@@ -44,15 +43,6 @@ def _link(gb_per_s: float, latency_us: float, model: ModelProfile, chunk_bytes: 
     )
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Layers' dense parts in a row."""
-
-    windows: Sequence[int]  # of the attention of each layer; 0: none
-    parameters: int  # of all of them, read once and multiplied with every token
-    kernels: int
-
-
 class Roofline:
     """Durations from profiles: the slower of reading and multiplying, then what each launch and layer costs.
 
@@ -64,15 +54,14 @@ class Roofline:
     def __init__(self, hardware: Hardware, model: ModelProfile, predictor_ns: int = 0):
         self.hardware, self.model = hardware, model
         self.predictor_ns = predictor_ns  # the policy's, not the machine's: see `sim.profiles.policy_overhead`
-        self._dense = [self._before_router(layer) for layer in range(model.moe_layers)]
-        self._trailing = self._plain([0] * model.trailing_dense_layers)
+        self._stretches = [model.stretch(layer) for layer in range(model.moe_layers + 1)]
         self._combine_ns: dict[int, int] = {}  # by tokens: that of every layer
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
         """Return the time of attention over `context`, shared experts, router and the layers without experts before."""
         if not self.model.runs(layer, tokens, context):
             return 0
-        return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, requests))
+        return math.ceil(self._stretch_ns(self._stretches[layer], tokens, context, requests))
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """Return the time of an expert whose weights are read once, from GPU memory."""
@@ -101,41 +90,24 @@ class Roofline:
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
         """Trailing layers (their context taken as the step's tokens), then the vocabulary, a token of each request."""
-        weights = self.model.vocabulary * self.model.hidden_size
-        vocabulary = self._slower(self.model.head_bytes, 2 * weights * requests)
-        trailing = self._stretch_ns(self._trailing, tokens, tokens)
+        vocabulary = self._slower(self.model.head_bytes, 2 * self.model.head_weights * requests)
+        trailing = self._stretch_ns(self._stretches[-1], tokens, tokens)
         framework = self.hardware.framework_us_per_token * 1_000
         return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS) + framework)
 
-    def _before_router(self, layer: int) -> _Stretch:
-        """Return what the compute stream does from one MoE layer's combine to the next one's router."""
-        model = self.model
-        windows = model.windows_up_to(layer)
-        plain = self._plain(windows[:-1])
-        own = model.attention_parameters + model.moe_layer_parameters
-        shared_kernels = DENSE_KERNELS if model.shared_intermediate_size else 0
-        kernels = ATTENTION_KERNELS + ROUTER_KERNELS + shared_kernels
-        decoder = 0 < model.encoder_moe_layers <= layer
-        crossing = model.attention_parameters * len(windows) if decoder else 0
-        return _Stretch(windows, plain.parameters + own + crossing, plain.kernels + kernels)
-
-    def _plain(self, windows: Sequence[int]) -> _Stretch:
-        each = self.model.attention_parameters + self.model.dense_layer_parameters
-        return _Stretch(windows, len(windows) * each, len(windows) * (ATTENTION_KERNELS + DENSE_KERNELS))
-
-    def _stretch_ns(self, stretch: _Stretch, tokens: int, context: int, requests: int = 1) -> float:
+    def _stretch_ns(self, layers: Sequence[LayerKind], tokens: int, context: int, requests: int = 1) -> float:
         """Weights and KV caches are read once; a token attends to its request's tokens before it, in each window."""
-        model, windows = self.model, stretch.windows
-        seen = sum(min(context, window * requests or context) for window in windows)
-        mean = context / requests
-        before = mean - (tokens / requests - 1) / 2  # of the mean token of the step
-        attended = sum(min(before, window or mean) for window in windows)
-        weights = stretch.parameters * model.dense_bytes_per_parameter * model.dense_scale
-        read = weights + model.kv_bytes * seen
+        model = self.model
+        before = context / requests - (tokens / requests - 1) / 2  # of the mean token of the step
+        parameters = sum(kind.parameters for kind in layers)
+        kept = sum(kind.kept(context, requests) for kind in layers) * model.kv_bytes_per_value
+        states = sum(kind.state for kind in layers) * requests
+        attended = sum(kind.attended(before) for kind in layers)
         pair = 2 * model.heads * (2 * model.head_size + model.rope_head_size)  # query x key, weight x value
-        flop = 2 * stretch.parameters * tokens + pair * tokens * attended
-        framework = len(windows) * self.hardware.framework_us_per_layer * 1_000
-        return self._slower(read, flop) + self._launched(stretch.kernels) + framework
+        flop = 2 * parameters * tokens + pair * tokens * attended
+        framework = len(layers) * self.hardware.framework_us_per_layer * 1_000
+        read = parameters * model.dense_bytes_per_parameter + kept + states
+        return self._slower(read, flop) + self._launched(sum(map(_kernels, layers))) + framework
 
     def _slower(self, read_bytes: float, flop: float) -> float:
         """Return the longer of reading and multiplying, in ns: GB/s are bytes a ns, TFLOP/s are 1,000 FLOP a ns."""
@@ -144,3 +116,13 @@ class Roofline:
 
     def _launched(self, kernels: int) -> float:
         return kernels * self.hardware.launch_us * 1_000
+
+
+def _kernels(kind: LayerKind) -> int:
+    """Return how many kernels compute a layer, routed experts aside."""
+    return (
+        ATTENTION_KERNELS * kind.mixes
+        + DENSE_KERNELS * (kind.mlp > 0)
+        + ROUTER_KERNELS * kind.routed
+        + DENSE_KERNELS * (kind.shared > 0)
+    )

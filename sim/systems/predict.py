@@ -19,7 +19,6 @@ from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import Run, Tier, gpu_run
 from sim.profiles.derived import Blocking
-from sim.profiles.model_profile import ModelProfile
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import Timing, experts_per_layer
@@ -27,6 +26,7 @@ from sim.quantities import parse_bytes, show_bytes
 from sim.systems import transforms
 from sim.systems.system import System
 from traces.errors import InputError
+from traces.models.profile import ModelProfile
 from traces.steps import DECODE, PREFILL, RequestSteps
 
 CONTEXT = 512 + 32

@@ -26,13 +26,15 @@ from replay.devices import Stamps, write
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop import Requests
-from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from tests.support.fake_gpu import FakeGpu
+from tests.support.profiles import HALF, plain
 from tests.support.short_calibrations import shorten
 from tests.support.small_check import FULL, MODELS, PLAN, shrink
 from traces import DECODE, InputError, Trace
 from traces.commands import program
+from traces.models import profile as model_profile
+from traces.models.profile import written
 from traces.synthetic import synthetic
 
 ALONE_PLAN = PLAN._replace(compared=())
@@ -252,26 +254,14 @@ def test_committed_results_are_drawn():
 
 # On a disk
 
-TINY = """
-hub_ids = []
-moe_layers = 3
-experts = 8
-top_k = 2
-hidden_size = 64
-expert_intermediate_size = 48
-expert_bytes_per_parameter = 2.0
-heads = 4
-head_size = 16
-vocabulary = 256
-dense_bytes_per_parameter = 2.0
-"""
-
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     shorten(monkeypatch.setattr)
     path = tmp_path / "olmoe-1b-7b.toml"
-    path.write_text(TINY)
+    path.write_text(
+        written(plain("tiny", "3 moe", hidden_size=64, expert_intermediate_size=48, vocabulary=256, **HALF), "")
+    )
     return str(path)
 
 

@@ -1,34 +1,22 @@
 """The real peer, on tiny models of each family: the same shapes as the profile, weights that are offloaded."""
 
-import dataclasses
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.checks.peers import FAMILIES, accelerate_offload, build
-from sim.profiles.model_profile import model
+from tests.support.profiles import HALF, plain
 from traces import InputError
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "expert_intermediate_size": 32,
-    "heads": 4,
-    "vocabulary": 128,
-    "moe_layers": 2,
-}
+from traces.models.profile import model
 
 
 def small(name: str):
-    profile = model(name)
-    more: dict[str, Any] = {"kv_heads": 2} if profile.kv_heads else {}
-    if profile.kv_latent_size:
-        more = {"kv_latent_size": 16, "rope_head_size": 8, "head_size": 16, "dense_intermediate_size": 96}
-        more["shared_intermediate_size"] = 64
-    else:
-        more["head_size"] = 16
-    return dataclasses.replace(profile, experts=4, top_k=2, **SMALL, **more)
+    of, more = model(name), {"hidden_size": 64, "experts": 4, "expert_intermediate_size": 32, "vocabulary": 128, **HALF}
+    if of.kv_latent_size:
+        sizes = {"kv_latent_size": 16, "rope_head_size": 8, "mlp": 96, "shared": 64}
+        return plain(name, "1 dense", "2 moe", **more, **sizes)
+    return plain(name, "2 moe", kv_heads=2 if of.kv_heads else 0, **more)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

@@ -20,12 +20,12 @@ from policies.core import parse
 from policies.eamc import SavedEamc
 from replay.devices import ExpertFile, anonymous
 from sim.engines import count
-from sim.profiles.expert_sizes import expert_bytes_by_layer
 from tests.support.same import assert_same
 from tests.support.tiny import PROFILE
 from tracer import load
 from traces import EXTRA, REQUESTS, ROUTING, Trace, write_trace
 from traces.importers import import_dump
+from traces.models.expert_sizes import expert_bytes_by_layer
 from traces.synthetic import synthetic
 
 CORPUS = Path(__file__).parent / "corpus"

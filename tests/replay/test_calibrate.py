@@ -20,11 +20,12 @@ from replay.device_choice import DeviceChoice
 from sim import commands as sim_cli
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.profiles import measured, model_profile
+from sim.profiles import measured
 from sim.profiles.hardware_profile import hardware
-from sim.profiles.model_profile import ModelProfile
 from tests.support.fake_gpu import FakeGpu
 from traces import InputError, demo_trace
+from traces.models import profile as model_profile
+from traces.models.profile import ModelProfile
 
 # The file
 
@@ -177,9 +178,7 @@ def tiny(name: str = "tiny") -> ModelProfile:
 
 def write_profile(made: ModelProfile, folder: Path) -> str:
     path = folder / f"{made.name}.toml"
-    values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(made).items()}
-    del values["name"]
-    path.write_text(toml.dumps({key: value for key, value in values.items() if value != 0}))
+    path.write_text(model_profile.written(made, ""))
     assert model_profile.model(str(path)) == made
     return str(path)
 

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import sim.profiles
 from policies.core import Shape, parse
 from replay import files
 from replay.calibration import measure
@@ -25,6 +24,7 @@ from sim.loop import COLUMNS, Driver, Requests, Share, StepRow
 from sim.results import REQUESTS, RESULTS
 from sim.sweeps import Grid, Store, Table, Winner, outcome, save, sweep, winner
 from traces import MARKER, InputError, Trace, demo_trace
+from traces.models.profile import MODELS
 
 
 def test_virtual_measures_what_was_predicted(command, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one
     assert len(pd.read_csv(tmp_path / "here/per_token.csv")) == 5
 
 
-STAND_IN = (Path(sim.profiles.__file__).parent / "models" / "demo-stand-in.toml").read_text()
+STAND_IN = MODELS.find("demo-stand-in").read_text()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("disk", marks=pytest.mark.slow)])  # half a minute

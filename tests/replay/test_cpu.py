@@ -20,10 +20,10 @@ from replay.devices.store import STAMP_BYTES
 from replay.model.network import Network, expert_output
 from sim.engines import count
 from sim.loop import Driver, Requests, RunLog, play
-from sim.profiles.model_profile import ModelProfile, model
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces import DECODE, InputError, Trace
+from traces.models.profile import ModelProfile, model
 from traces.synthetic import synthetic
 
 
@@ -63,7 +63,7 @@ def test_a_copy_or_a_compute_that_never_ends_is_told_in_one_line_with_what_it_wa
 
 def test_in_decoding_an_encoders_experts_have_no_sum(monkeypatch):
     summed: list[int] = []
-    with device(4, dataclasses.replace(PROFILE, encoder_moe_layers=1)) as made:
+    with device(4, dataclasses.replace(PROFILE, encoder_layers=1)) as made:
         monkeypatch.setattr(made._network, "combine", summed.append)
         for layer, tokens, context in ((0, 5, 5), (0, 1, 6), (1, 1, 6)):
             made.combine(layer, tokens, context)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import sim.profiles
 from policies.core import Shape, parse
 from replay.commands import main
 from replay.device_choice import DeviceChoice
@@ -42,10 +41,10 @@ from replay.model.network import Network
 from sim.engines import count
 from sim.loop import Requests, play
 from sim.profiles.hardware_profile import hardware
-from sim.profiles.model_profile import ModelProfile, model
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces import InputError
+from traces.models.profile import MODELS, ModelProfile, model
 from traces.synthetic import synthetic
 
 BIG = replace(PROFILE, name="big", hidden_size=64, expert_intermediate_size=57)
@@ -68,7 +67,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The file of a profile with a shape for the shipped trace, and experts of 48 pages: its own ones have 12."""
-    shipped = (Path(sim.profiles.__file__).parent / "models" / "demo-stand-in.toml").read_text()
+    shipped = MODELS.find("demo-stand-in").read_text()
     sizes = {"hidden_size": 256, "expert_intermediate_size": 128, "vocabulary": 1024}
     small, replaced = re.subn(rf"(?m)^({'|'.join(sizes)}) = .*", lambda row: f"{row[1]} = {sizes[row[1]]}", shipped)
     assert replaced == len(sizes)

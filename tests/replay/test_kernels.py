@@ -17,7 +17,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from sim.profiles.model_profile import model
+from traces.models.profile import model
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from replay.model import kernels  # noqa: E402  needs Triton

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,10 +26,10 @@ from sim.engines.simpy_engine import COMPUTE
 from sim.experiment import AUTO
 from sim.loop import Completion, Device, Kind, Requests, Run, RunLog, Work, play
 from sim.profiles.measured import MeasuredModel, MeasuredTiming
-from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link, Timing
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu
+from tests.support.profiles import HALF, plain
 from tests.support.short_calibrations import shorten
 from traces.synthetic import synthetic
 
@@ -59,17 +58,6 @@ class Growing(FixedTiming):
 
 
 TIMING = Growing(11, 5, 2, 3, 7)
-
-TINY: dict[str, Any] = {
-    "moe_layers": LAYERS,
-    "experts": EXPERTS,
-    "top_k": TOP_K,
-    "hidden_size": 32,
-    "expert_intermediate_size": 24,
-    "heads": 2,
-    "head_size": 16,
-    "vocabulary": 64,
-}
 
 
 def measure(device: Device, plan: Run, most_tokens: int) -> tuple[MeasuredTiming, Link]:
@@ -427,7 +415,7 @@ def test_a_gpu_is_measured_on_whole_experts_with_its_graphs_and_replays_afterwar
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten(monkeypatch.setattr)
-    gpu, profile = FakeGpu(seed=1), replace(model("olmoe-1b-7b"), **TINY)
+    gpu, profile = FakeGpu(seed=1), plain("tiny", f"{LAYERS} moe", experts=EXPERTS, top_k=TOP_K, **HALF)
     size = profile.expert_bytes
     plan = plan_of(slots, prompt=9, expert_bytes=size, chunk_bytes=None)
     with torch.inference_mode():

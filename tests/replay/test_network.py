@@ -5,51 +5,24 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from replay.model.dense import GroupedQueryAttention, LatentAttention
 from replay.model.network import BUCKET, Network, expert_output
-from sim import profiles
-from sim.profiles import model_profile
-from sim.profiles.model_profile import ModelProfile
+from tests.support.profiles import plain
 from traces import InputError
+from traces.models import profile as model_profile
+from traces.models.profile import LayerKind, ModelProfile
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
-PLAIN = ModelProfile(
-    name="plain",
-    hub_ids=(),
-    moe_layers=2,
-    experts=8,
-    top_k=2,
-    hidden_size=32,
-    expert_intermediate_size=24,
-    expert_bytes_per_parameter=4.0,
-    heads=4,
-    head_size=16,
-    vocabulary=100,
-    dense_bytes_per_parameter=4.0,
-)
-GROUPED = replace(PLAIN, name="grouped", kv_heads=2)
-WINDOWED = replace(GROUPED, name="windowed", sliding_window=100)
-LATENT = replace(PLAIN, name="latent", kv_latent_size=16, rope_head_size=8, shared_intermediate_size=20)
-LATENT_QUERIES = replace(LATENT, name="latent-queries", query_latent_size=20)
-MIXED = replace(
-    GROUPED,
-    name="mixed",
-    dense_intermediate_size=40,
-    leading_dense_layers=1,
-    dense_layers_before_each=1,
-    trailing_dense_layers=2,
-)
-ENCODER = replace(
-    PLAIN,
-    name="encoder",
-    moe_layers=4,
-    encoder_moe_layers=2,
-    expert_matrices=2,
-    dense_matrices=2,
-    dense_intermediate_size=40,
-    dense_layers_before_each=1,
-)
+PLAIN = plain()
+GROUPED = plain("grouped", kv_heads=2)
+WINDOWED = plain("windowed", "1 moe-window", "1 moe", window=100, kv_heads=2)
+LATENT = plain("latent", kv_latent_size=16, rope_head_size=8, shared=20)
+LATENT_QUERIES = plain("latent-queries", kv_latent_size=16, rope_head_size=8, query_latent_size=20, shared=20)
+MIXED = plain("mixed", "2 dense", "1 moe", "1 dense", "1 moe", "2 dense", mlp=40, kv_heads=2)
+HALVES = ("1 dense", "1 moe", "1 dense", "1 moe", "1 dense-cross", "1 moe-cross", "1 dense-cross", "1 moe-cross")
+ENCODER = plain("encoder", *HALVES, encoder_layers=4, expert_matrices=2, mlp=40)
 DECODERS = (PLAIN, GROUPED, WINDOWED, LATENT, LATENT_QUERIES, MIXED)
 ALL = (*DECODERS, ENCODER)
 
@@ -79,7 +52,7 @@ def through(network: Network, tokens: int, context: int, ids: torch.Tensor | Non
 
 def shipped() -> list[ModelProfile]:
     """All profiles, those of fewer bytes in bfloat16: replay multiplies no others."""
-    known = map(model_profile.model, profiles.names("models"))
+    known = map(model_profile.model, model_profile.MODELS.names())
     return [
         profile.at(max(2.0, profile.expert_bytes_per_parameter), max(2.0, profile.dense_bytes_per_parameter))
         for profile in known
@@ -87,39 +60,31 @@ def shipped() -> list[ModelProfile]:
 
 
 def shallow() -> list[ModelProfile]:
-    """As shipped, but with two MoE layers, an even and an odd one: there are no other kinds. Encoders stay whole."""
-    return [each if each.encoder_moe_layers else replace(each, moe_layers=2) for each in shipped()]
+    """As shipped, but with four MoE layers, among which each kind is. Encoders stay whole."""
+    return [each if each.encoder_layers else each.cut(4) for each in shipped()]
 
 
-def crossing_parameters(profile: ModelProfile) -> int:
-    """Of a decoder's attention to its encoder, which `ModelProfile.dense_bytes` leaves out."""
-    layers = profile.decode_layers * (1 + profile.dense_layers_before_each) + profile.trailing_dense_layers
-    return profile.attention_parameters * layers if profile.encoder_moe_layers else 0
-
-
-def transformer_layers(profile: ModelProfile) -> int:
-    plain = profile.leading_dense_layers + profile.trailing_dense_layers
-    return plain + profile.moe_layers * (1 + profile.dense_layers_before_each)
+def attending(profile: ModelProfile) -> list[LayerKind]:
+    return [kind for kind in profile.order if kind.kv or kind.windowed]
 
 
 @pytest.mark.parametrize("profile", [*shipped(), *ALL], ids=lambda profile: profile.name)
 def test_as_many_parameters_are_held_as_the_profile_counts(profile: ModelProfile) -> None:
     network = made(profile, META)
-    crossing = crossing_parameters(profile) * profile.dense_bytes_per_parameter
     assert network.parameters * profile.dense_bytes_per_parameter == pytest.approx(
-        profile.dense_bytes + crossing, rel=0.01 if profile.hidden_size > 100 else 0.05
+        profile.dense_bytes, rel=0.01 if profile.hidden_size > 100 else 0.05
     )
 
 
 @pytest.mark.parametrize("profile", [*shipped(), *ALL], ids=lambda profile: profile.name)
 def test_the_kv_cache_holds_what_the_profile_says_for_each_layer_and_position(profile: ModelProfile) -> None:
     """An encoder's layers keep none, its decoder's two."""
-    layers = transformer_layers(profile)
-    if profile.encoder_moe_layers:
-        layers = 2 * profile.decode_layers * (1 + profile.dense_layers_before_each)
     network = made(profile, META, most=300)
     cache = network.nbytes - network.parameters * profile.dense_bytes_per_parameter
-    assert cache == layers * 2 * BUCKET * profile.kv_bytes
+    decoder = profile.order[profile.encoder_layers :]
+    rows = sum(kind.kv or kind.windowed for kind in decoder) * (1 + (profile.encoder_layers > 0))
+    states = sum(kind.state for kind in decoder)
+    assert cache == rows * 2 * BUCKET * profile.kv_bytes_per_value + states
 
 
 @pytest.mark.parametrize("profile", shallow(), ids=lambda profile: profile.name)
@@ -139,9 +104,15 @@ def test_a_decoded_token_is_multiplied_once_with_every_weight_but_the_embedding(
         if profile.kv_latent_size and context > 1
         else 2 * profile.head_size + profile.rope_head_size
     )
-    seen = min(context, profile.sliding_window or context) + context  # of an even layer and an odd one
-    pairs = 2 * profile.heads * wide * transformer_layers(profile) * seen / 2
-    once = 2 * (network.parameters - profile.vocabulary * profile.hidden_size)
+    assert network._stack
+    layers = [layer for stretch in network._stack.stretches for layer in stretch]
+    seen = sum(
+        kind.attended(context)
+        for kind, layer in zip(profile.order, layers, strict=True)
+        if isinstance(layer.attention, GroupedQueryAttention | LatentAttention) and (kind.kv or kind.windowed)
+    )
+    pairs = 2 * profile.heads * wide * seen
+    once = 2 * (network.parameters - (profile.vocabulary * profile.hidden_size if profile.embedding_parameters else 0))
     assert counter.get_total_flops() == pytest.approx(once + pairs, rel=0.002)
 
 
@@ -203,7 +174,8 @@ def test_a_cuda_graph_computes_what_its_kernels_do_one_by_one(profile: ModelProf
 @pytest.mark.parametrize("profile", [PLAIN, GROUPED, LATENT, WINDOWED], ids=lambda profile: profile.name)
 def test_the_last_token_of_a_chunk_sees_the_whole_context(profile: ModelProfile) -> None:
     """In one layer; the others of the chunk see it as well, so that deeper layers differ. A window widens likewise."""
-    profile = replace(profile, moe_layers=1, sliding_window=300 if profile.sliding_window else 0)
+    kinds = {name: replace(kind, window=3 * kind.window) for name, kind in profile.kinds.items()}
+    profile = replace(profile.cut(1), kinds=kinds)
     ids = torch.randint(profile.vocabulary, (BUCKET,), generator=torch.Generator().manual_seed(4))
     whole = through(made(profile), BUCKET, BUCKET, ids)
     network = made(profile)
@@ -243,10 +215,10 @@ def test_layers_behind_the_last_experts_belong_to_the_head() -> None:
         through(network, 3, 3)
         stream = network._residual.clone()
         network.head(3)
-        assert torch.equal(network._residual, stream) == (profile.trailing_dense_layers == 0)
+        assert torch.equal(network._residual, stream) == (profile is GROUPED)
 
 
-def test_even_layers_have_the_sliding_window() -> None:
+def test_layers_of_its_kind_have_the_sliding_window() -> None:
     ids = torch.arange(150) % WINDOWED.vocabulary
     changed = ids.clone()
     changed[5] += 50
@@ -257,7 +229,8 @@ def test_even_layers_have_the_sliding_window() -> None:
 
 
 def test_layers_without_experts_have_their_own_window() -> None:
-    between = replace(MIXED, sliding_window=100, dense_sliding_window=100)
+    layers = ("1 dense", "1 dense-window", "1 moe-window", "1 dense-window", "1 moe", "2 dense")
+    between = plain("between", *layers, window=100, mlp=40)
     stack = made(between, META)._stack
     assert stack
     windows = [[getattr(layer.attention, "window", None) for layer in stretch] for stretch in stack.stretches]

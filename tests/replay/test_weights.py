@@ -15,26 +15,21 @@ from torch import nn
 from replay.model.dense import GroupedQueryAttention, LatentAttention, Source
 from replay.model.network import Network, expert_output
 from replay.model.weights import Checkpoint
-from sim.profiles.model_profile import ModelProfile
+from tests.support.profiles import plain
 from traces import InputError
+from traces.models.profile import ModelProfile
 
 CPU = torch.device("cpu")
 H, I, E, K, LAYERS, VOCABULARY = 32, 24, 4, 2, 3, 64  # noqa: E741  the field's name
 
-BASE = ModelProfile(
-    name="tiny",
-    hub_ids=(),
-    moe_layers=LAYERS,
-    experts=E,
-    top_k=K,
-    hidden_size=H,
-    expert_intermediate_size=I,
-    expert_bytes_per_parameter=4.0,
-    heads=4,
-    head_size=8,
-    vocabulary=VOCABULARY,
-    dense_bytes_per_parameter=4.0,
-)
+TINY: dict[str, Any] = {
+    "experts": E,
+    "hidden_size": H,
+    "expert_intermediate_size": I,
+    "head_size": 8,
+    "vocabulary": VOCABULARY,
+}
+BASE = plain("tiny", f"{LAYERS} moe", **TINY)
 COMMON = {
     "hidden_size": H,
     "num_hidden_layers": LAYERS,
@@ -76,7 +71,7 @@ FAMILIES = [
     Family(
         "Qwen2MoeForCausalLM",
         COMMON | QWEN | {"shared_expert_intermediate_size": 20},
-        {"kv_heads": 2, "shared_intermediate_size": 20},
+        {"kv_heads": 2, "shared": 20},
         1,
     ),
     Family("Qwen3MoeForCausalLM", COMMON | QWEN | {"head_dim": 16}, {"kv_heads": 2, "head_size": 16}, 1),
@@ -104,9 +99,9 @@ FAMILIES = [
         {
             "kv_latent_size": 12,
             "rope_head_size": 4,
-            "shared_intermediate_size": 2 * I,
-            "leading_dense_layers": 1,
-            "dense_intermediate_size": 40,
+            "layers": ("1 dense", f"{LAYERS} moe"),
+            "shared": 2 * I,
+            "mlp": 40,
         },
         1,
     ),
@@ -116,14 +111,14 @@ FAMILIES = [
         | GROUPS
         | {"intermediate_size": I, "num_local_experts": E, "head_dim": 8, "sliding_window": 5}
         | {"swiglu_alpha": 1.0, "swiglu_limit": float("inf")},
-        {"kv_heads": 2, "sliding_window": 5},
+        {"kv_heads": 2, "layers": ("1 moe-window", "1 moe", "1 moe-window"), "window": 5},
         1,
     ),
     Family(
         "SwitchTransformersForConditionalGeneration",
         {"d_model": H, "d_ff": I, "d_kv": 8, "num_heads": 4, "num_experts": E, "vocab_size": VOCABULARY}
         | {"num_layers": 4, "num_sparse_encoder_layers": 2, "num_decoder_layers": 2, "num_sparse_decoder_layers": 1},
-        {"expert_matrices": 2, "encoder_moe_layers": 2, "top_k": 1},
+        {"expert_matrices": 2, "encoder_layers": 2, "top_k": 1},
         0,
     ),
     Family(
@@ -131,7 +126,7 @@ FAMILIES = [
         {"d_model": H, "encoder_ffn_dim": I, "decoder_ffn_dim": I, "num_experts": E, "vocab_size": VOCABULARY}
         | {"encoder_layers": 4, "encoder_sparse_step": 2, "decoder_layers": 2, "decoder_sparse_step": 2}
         | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32},
-        {"expert_matrices": 2, "encoder_moe_layers": 2},
+        {"expert_matrices": 2, "encoder_layers": 2},
         0,
     ),
 ]
@@ -150,7 +145,8 @@ def no_gradients() -> Iterator[None]:
 
 
 def profile_of(family: Family) -> ModelProfile:
-    return replace(BASE, **family.profile)
+    given = {**TINY, **family.profile}
+    return plain("tiny", *given.pop("layers", (f"{LAYERS} moe",)), **given)
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -259,7 +255,7 @@ def test_attention_is_the_models_but_for_rotation(part: str, layer: int, chunks:
     """Grouped heads, a sliding window in even layers, latents both plain and absorbed."""
     family, n = named(part), sum(chunks)
     profile, model = profile_of(family), family.model()
-    window = profile.sliding_window if layer % 2 == 0 else 0
+    window = profile.order[layer].window
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.fill_(-1e4)  # nobody looks there
@@ -283,9 +279,9 @@ def test_attention_is_the_models_but_for_rotation(part: str, layer: int, chunks:
 
 def test_the_shipped_demo_model_loads_whole() -> None:
     folder = Path(__file__).parents[2] / "tracer/demo/model"
-    profile = replace(
-        BASE,
-        moe_layers=10,
+    profile = plain(
+        "demo",
+        "10 moe",
         experts=32,
         top_k=4,
         hidden_size=128,

@@ -15,10 +15,10 @@ from sim.analysis import Adaptation, Protocol, adapt, to_run
 from sim.analysis.adaptation import ACROSS, WITHIN, Shift, measured, plan, requests_needed, save, summary
 from sim.experiment import Experiment
 from sim.loaded import load
-from sim.profiles.model_profile import model
 from sim.sweeps import Grid
 from tests.support.command import moe_sim
 from traces import MARKER, InputError, Trace, write_trace
+from traces.models.profile import model
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 2, 8, 2, 20
@@ -144,7 +144,7 @@ def test_a_row_tells_which_requests_were_measured_and_the_first_and_last_of_thei
 
 
 def test_a_cache_in_bytes_is_told_in_experts(disjoint):
-    profile = replace(model("mixtral-8x7b"), moe_layers=LAYERS, experts=EXPERTS, layer_expert_bytes=(10_000, 30_000))
+    profile = replace(model("mixtral-8x7b").cut(LAYERS), experts=EXPERTS, layer_expert_bytes=(10_000, 30_000))
     sized = replace(disjoint, profile=profile)
     found = measure(sized, "lru", sized.slots("50%"), Protocol("task", 2, 5, window=2))
     assert {(row["cache_experts"], row["cache_fraction"]) for row in found.rows} == {(8, 0.5)}

@@ -12,11 +12,11 @@ from sim.analysis import analyse, misses, sentence, to_play
 from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, figure, save
 from sim.experiment import Experiment
 from sim.loaded import load
-from sim.profiles.model_profile import model
 from sim.results.metrics import Row
 from sim.sweeps import Grid
 from tests.support.command import moe_sim
 from traces import MARKER, InputError, write_trace
+from traces.models.profile import model
 from traces.synthetic import synthetic
 
 
@@ -65,7 +65,7 @@ def test_with_room_for_all_only_first_uses_miss(loaded):
 
 
 def test_experts_of_several_sizes_are_refused_as_curves_count_experts(home):
-    profile = replace(model("mixtral-8x7b"), moe_layers=3, experts=16, layer_expert_bytes=(10, 20, 30))
+    profile = replace(model("mixtral-8x7b").cut(3), experts=16, layer_expert_bytes=(10, 20, 30))
     sized = replace(load(Experiment(trace=home / "both", untimed=True)), profile=profile)
     with pytest.raises(InputError, match=r"mixtral-8x7b has experts of several sizes.* another `model_profile`"):
         analyse(sized, Grid((parse("lru"),), {"50%": sized.slots("50%")}))

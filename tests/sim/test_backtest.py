@@ -21,10 +21,10 @@ from sim.backtest.machine import DATA
 from sim.commands import app
 from sim.experiment import SIMPY
 from sim.planner import errors
-from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
 from traces import InputError, write_trace
+from traces.models.profile import model
 from traces.synthetic import synthetic
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backtest.md"
@@ -211,7 +211,7 @@ def test_a_precision_sets_the_bytes_of_experts_and_of_a_files_dense_weights():
     assert bytes_per_parameter("UD-Q4_K_M") == bytes_per_parameter("q4 k-m")
     assert quantised.expert_bytes == round(base.expert_parameters * 8.5 / 8)
     assert quantised.dense_bytes == pytest.approx(base.dense_bytes * 8.5 / 16)
-    assert quantised.kv_bytes == base.kv_bytes
+    assert quantised.kv_cache_bytes(1) == base.kv_cache_bytes(1)
     experts_alone = profile_of(Model("qwen3-30b-a3b", precision="mxfp4"))
     assert experts_alone.dense_bytes == base.dense_bytes
 

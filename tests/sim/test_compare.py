@@ -14,8 +14,10 @@ from sim.commands import app
 from sim.report import inputs as report_inputs
 from sim.results import Difference, SweptRun, choose, differences, pairs_across, read, split_name
 from sim.results.compare import MEASURES, indistinct, interval
+from tests.support.profiles import HALF, plain
 from tests.support.tiny import SIZES
 from traces import InputError, write_trace
+from traces.models.profile import written
 from traces.synthetic import synthetic
 
 HIT_RATE, TPOT, TTFT = MEASURES
@@ -235,9 +237,8 @@ def test_requests_that_shared_steps_have_no_lookups_and_are_read(home):
 
 def test_a_size_in_bytes_finds_the_cache_that_was_swept_with_it_where_experts_differ_in_size(home, tmp_path):
     profile = tmp_path / "sized.toml"
-    shape = "moe_layers = 3\nexperts = 16\ntop_k = 2\nhidden_size = 64\nexpert_intermediate_size = 32\nheads = 4\n"
-    rest = "head_size = 16\nvocabulary = 99\nexpert_bytes_per_parameter = 2.0\ndense_bytes_per_parameter = 2.0\n"
-    profile.write_text(f"hub_ids = []\n{shape}{rest}layer_expert_bytes = [10000, 20000, 30000]\n")  # mean 20,000
+    made = plain("sized", "3 moe", experts=16, layer_expert_bytes=(10_000, 20_000, 30_000), **HALF)  # mean 20,000
+    profile.write_text(written(made, ""))
     sizes = ("--cache-sizes", "605kB,20,30,100%", "--policies", "lru,lfu", "--workers", "1", "--quiet")
     moe_sim("sweep", "tiny", "--model-profile", str(profile), *sizes, "--out", str(tmp_path / "sized"), cwd=home)
     cells = read(tmp_path / "sized")

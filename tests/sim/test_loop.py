@@ -13,12 +13,12 @@ from sim.engines.simpy_engine import simulate
 from sim.loop import Device, Kind, LiveStep, Requests, Run, RunLog, Share, StepRow, gpu_run, play, whole
 from sim.loop.session import Session
 from sim.profiles.hardware_profile import hardware
-from sim.profiles.model_profile import model
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
 from tests.support.devices import AnyOrder, Watch
 from tests.support.logs import assert_logs_equal
 from tests.support.replay_runs import draw
+from traces.models.profile import model
 from traces.synthetic import synthetic
 
 
@@ -57,7 +57,7 @@ def test_a_poll_reports_what_ends_at_this_instant_and_lets_no_time_pass() -> Non
 def test_the_engines_are_equal_on_profiles_prefills_and_real_policies(
     policy: str, chunks: int, cold: bool, predictor_ns: int
 ) -> None:
-    profile = replace(model("olmoe-1b-7b"), moe_layers=6, experts=16, top_k=4)
+    profile = replace(model("olmoe-1b-7b").cut(6), experts=16, top_k=4)
     machine = hardware("rtx4090")
     trace = synthetic(requests=6, tokens=12, layers=6, experts=16, top_k=4, seed=7, prompt_tokens=9)
     trace = replace(trace, lookahead=np.roll(trace.experts, 1, axis=0))

@@ -18,8 +18,10 @@ from sim.loaded import TimedRun, load
 from sim.loop import users
 from sim.sweeps import Grid, played, report
 from tests.support.command import moe_sim
-from tests.support.tiny import SIZES, TINY
+from tests.support.profiles import HALF, plain
+from tests.support.tiny import SIZES
 from traces import InputError, Shards, Trace, write_trace
+from traces.models.profile import written
 from traces.synthetic import synthetic
 
 L, E, K = 3, 16, 2
@@ -182,13 +184,12 @@ def test_a_cache_in_bytes_counts_as_a_plain_lru_in_bytes(home: Path, tmp_path: P
 
 
 def test_layers_that_all_state_one_size_run_as_a_model_of_that_size(home: Path, tmp_path: Path) -> None:
-    asked = "".join(f"{key} = {value}\n" for key, value in {**TINY, "moe_layers": L, "experts": E, "top_k": K}.items())
-    asked += "hub_ids = []\nexpert_bytes_per_parameter = 2.0\ndense_bytes_per_parameter = 2.0\n"
     rows = []
-    for name, sizes in (("plain", ""), ("stated", f"layer_expert_bytes = {[3 * 32 * 24 * 2] * L}\n")):
+    for name, sizes in (("plain", ()), ("stated", (3 * 32 * 24 * 2,) * L)):
         profile = tmp_path / name / "tiny.toml"
         profile.parent.mkdir()
-        profile.write_text(asked + sizes)
+        made = plain("tiny", f"{L} moe", experts=E, top_k=K, layer_expert_bytes=sizes, **HALF)
+        profile.write_text(written(made, ""))
         options: dict[str, Any] = {"host_memory": "11%", "model_profile": str(profile)}  # 5.28 experts of 48
         rows.append(row_of(Experiment(str(home / "tiny"), **options), "lru+popular@layer", "20%"))  # 9.6
     assert rows[0] == rows[1]

@@ -1,14 +1,15 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from sim import profiles
 from sim.profiles.hardware_profile import hardware
-from sim.profiles.model_profile import model
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, Timing
+from tests.support.profiles import HALF, plain
+from traces.models.profile import MODELS, model
 
 A5000 = hardware("a5000")
 BARE = replace(A5000, launch_us=0.0, framework_us_per_layer=0.0)
@@ -70,12 +71,12 @@ def test_attention_grows_with_the_context():
     grown = [timing.dense_ns(0, 1, context) for context in (1, 1_001, 2_001, 3_001)]
     steps = [b - a for a, b in pairwise(grown)]
     assert max(steps) - min(steps) <= 1
-    assert steps[0] == pytest.approx(MIXTRAL.kv_bytes * 1_000 / BARE.memory_bandwidth_gb_per_s, abs=1)
+    assert steps[0] == pytest.approx(2 * 8 * 128 * 2 * 1_000 / BARE.memory_bandwidth_gb_per_s, abs=1)
 
 
 def test_latent_attention_caches_less():
-    assert model("deepseek-v2-lite").kv_bytes == 576 * 2
-    assert model("olmoe-1b-7b").kv_bytes == 2 * 2048 * 2
+    assert model("deepseek-v2-lite").kv_cache_bytes(1) == 27 * 576 * 2
+    assert model("olmoe-1b-7b").kv_cache_bytes(1) == 16 * 2 * 2048 * 2
 
 
 def test_a_sliding_window_bounds_every_second_layer():
@@ -87,7 +88,7 @@ def test_a_sliding_window_bounds_every_second_layer():
 def test_layers_without_experts_have_their_own_window():
     profile = model("llama-4-maverick")
     timing = Roofline(BARE, profile)
-    more = profile.kv_bytes * 1_000 / BARE.memory_bandwidth_gb_per_s
+    more = 2 * 8 * 128 * 2 * 1_000 / BARE.memory_bandwidth_gb_per_s
     assert [timing.dense_ns(layer, 1, 21_000) - timing.dense_ns(layer, 1, 20_000) for layer in (0, 1)] == [
         0,
         pytest.approx(more, abs=1),
@@ -97,15 +98,16 @@ def test_layers_without_experts_have_their_own_window():
 def test_deepseeks_first_layer_is_charged_to_its_first_moe_layer():
     profile = model("deepseek-v2-lite")
     timing = Roofline(BARE, profile)
-    layer = profile.attention_parameters + 3 * 2048 * 10944
-    extra = (layer * 2 + profile.kv_bytes * 100) / BARE.memory_bandwidth_gb_per_s
+    attention = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 2048 * 2048  # queries, latent, its heads, output
+    extra = ((attention + 3 * 2048 * 10944) * 2 + 576 * 2 * 100) / BARE.memory_bandwidth_gb_per_s
     assert timing.dense_ns(0, 1, 100) - timing.dense_ns(1, 1, 100) == pytest.approx(extra, abs=1)
 
 
 def test_trailing_layers_are_charged_to_the_head():
-    with_two = replace(MIXTRAL, trailing_dense_layers=2, dense_intermediate_size=14336)
-    layer = with_two.attention_parameters + with_two.dense_layer_parameters
-    extra = Roofline(BARE, with_two).head_ns(1) - Roofline(BARE, MIXTRAL).head_ns(1)
+    sizes: dict[str, Any] = {"hidden_size": 4096, "heads": 32, "head_size": 128, "mlp": 14336, **HALF}
+    layer = 4 * 4096 * 4096 + 3 * 4096 * 14336
+    alone, with_two = (plain("x", *layers, **sizes) for layers in (["2 moe"], ["2 moe", "2 dense"]))
+    extra = Roofline(BARE, with_two).head_ns(1) - Roofline(BARE, alone).head_ns(1)
     assert extra == pytest.approx(2 * layer * 2 / BARE.memory_bandwidth_gb_per_s, rel=1e-3)
 
 
@@ -118,7 +120,7 @@ def test_an_encoder_takes_no_time_while_decoding():
     assert timing.combine_ns(64, 0, 64) == timing.combine_ns(64) > 0
 
 
-@pytest.mark.parametrize("name", profiles.names("models"))
+@pytest.mark.parametrize("name", MODELS.names())
 def test_durations_are_whole_and_never_shrink_with_tokens_or_context(name):
     timing = Roofline(A5000, model(name))
     for tokens in (1, 2, 64, 4096):

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_ty
 
 from tests.support.tokenizer import byte_tokenizer
 from tracer import LoadedModel
-from tracer.architectures import architectures
+from traces.models.architectures import architectures
 
 SMALL: dict[str, Any] = {
     "vocab_size": 257,

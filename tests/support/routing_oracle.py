@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tracer import ExpertsHook, Interface, Pass
+from tracer import ExpertsHook, Pass
 from tracer.nllb import mended
-from tracer.sites import CombineWeights, OneHot, Site
+from traces.models.sites import CombineWeights, Interface, OneHot, Site
 
 IDS = torch.tensor([[5, 19, 77, 31, 200, 19, 19, 120, 60, 88]])
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from benchmarks.checks import cells, runner
 from replay.calibration import rates
-from sim.profiles import model_profile
 from tests.support.short_calibrations import shorten
 from tests.support.tiny import TINY
+from traces.models import profile as model_profile
 
 MODELS = ("olmoe-1b-7b", "qwen3-30b-a3b")
 FULL, SHORT = 40, 20

@@ -1,25 +1,16 @@
 """Sizes that make any model's profile small, a small profile, and what a trace says of a small model."""
 
-import dataclasses
 from typing import Any
 
-from sim.profiles.model_profile import model
+from tests.support.profiles import HALF, plain
 
 L, E, K = 3, 8, 2
 
-TINY: dict[str, Any] = {
-    "moe_layers": L,
-    "experts": E,
-    "top_k": K,
-    "hidden_size": 32,
-    "expert_intermediate_size": 24,
-    "heads": 2,
-    "head_size": 16,
-    "vocabulary": 64,
-    "kv_heads": 0,
-}
+PROFILE = plain("olmoe-1b-7b", f"{L} moe", experts=E, top_k=K, heads=2, vocabulary=64, **HALF)
 
-PROFILE = dataclasses.replace(model("olmoe-1b-7b"), **TINY)
+TINY: dict[str, Any] = {
+    key: value for key, value in vars(PROFILE).items() if key not in ("name", "hub_ids", "order", "places")
+}
 
 SIZE = PROFILE.expert_bytes
 

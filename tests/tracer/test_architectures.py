@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from tests.support.architectures import names, tiny_model
 from tests.support.routing_oracle import IDS, check, merged, observed, run
-from tracer import ExpertsHook, Interface
-from tracer.architectures import ADAPTED, architectures
+from tracer import ExpertsHook
 from tracer.commands.architectures import architectures as command
 from tracer.nllb import NOTE
 from traces import InputError
+from traces.models import Interface
+from traces.models.architectures import ADAPTED, architectures
 
 RECORDED = sorted(set(names()) - {"diffusion_gemma"})  # by the hook; what does not answer has no recording
 

@@ -6,11 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sim.profiles import names
-from sim.profiles.model_profile import model
 from tests.support.command import Run
-from tracer.shapes import PROFILES, shape_of
-from traces import InputError, Trace, demo_trace, fit
+from traces import Trace, demo_trace, fit
 
 
 def test_a_synthetic_trace_has_the_shape_of_the_model_and_says_what_it_is(moe_trace: Run, tmp_path: Path) -> None:
@@ -69,12 +66,7 @@ def test_a_synthetic_trace_does_not_take_the_place_of_the_real_one(moe_trace: Ru
     assert (real / "requests.parquet").read_bytes() == before
 
 
-def test_the_shapes_of_models_are_those_of_the_simulators_profiles() -> None:
-    assert sorted(path.stem for path in PROFILES.glob("*.toml")) == names("models")
-    for name in names("models"):
-        profile = model(name)
-        if profile.encoder_moe_layers:
-            with pytest.raises(InputError, match="encoder-decoder"):
-                shape_of(name)
-        else:
-            assert shape_of(name) == (profile.hub_ids[0], (profile.moe_layers, profile.experts, profile.top_k))
+def test_an_encoder_decoder_has_no_synthetic_trace(moe_trace: Run, tmp_path: Path) -> None:
+    ended = moe_trace("synth", "--like", demo_trace(), "--model", "nllb-moe-54b", "--out", tmp_path / "a")
+    assert ended.returncode == 2
+    assert "nllb-moe-54b is an encoder-decoder" in ended.stderr

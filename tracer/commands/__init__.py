@@ -38,6 +38,10 @@ app = program.group(
             "tracer.commands.synth:synth",
             "Make a synthetic trace, fitted to a real one, for a model of which there is no trace.",
         ),
+        "profile": (
+            "tracer.commands.profile:profile",
+            "Count a model's layers, experts and bytes, and write them as a profile for `--model-profile` and `plan`.",
+        ),
         "architectures": (
             "tracer.commands.architectures:architectures",
             "List the MoE architectures of the installed transformers, and how the routing of each is observed.",

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tracer.architectures import architectures as known
 from traces.commands import console
+from traces.models.architectures import architectures as known
 
 
 def architectures(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

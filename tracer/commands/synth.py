@@ -12,11 +12,11 @@ from rich.table import Table
 
 from tracer.commands.inspect import LENGTH_ROWS, ROWS, cells
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, report
-from tracer.shapes import Shape, shape_of
 from traces.commands import console
 from traces.errors import InputError
 from traces.fit import fit, thinned
 from traces.location import Location
+from traces.models.profile import model as read_model
 from traces.schema import TraceMeta
 from traces.stats import statistics
 from traces.trace import Trace
@@ -72,11 +72,18 @@ def synth(
     given = (wanted.layers, wanted.experts, wanted.top_k)
     if model is not None and any(size is not None for size in given):
         raise InputError("--model names the shape of the model: leave --layers, --experts and --top-k out")
-    named = shape_of(model) if model is not None else None
+    named = read_model(model) if model is not None else None
+    if named and named.encoder_layers:
+        raise InputError(f"{model} is an encoder-decoder, of which no synthetic trace can be made")
     whole = Trace.read(like)
     real = thinned(whole)
-    own = Shape(real.layers, real.num_experts, real.top_k)
-    shape = named[1] if named else Shape(*(a if a is not None else b for a, b in zip(given, own, strict=True)))
+    own = real.layers, real.num_experts, real.top_k
+    shape = (
+        (named.moe_layers, named.experts, named.top_k)
+        if named
+        else tuple(a if a is not None else b for a, b in zip(given, own, strict=True))
+    )
+    L, E, k = shape
     settings: dict[str, Any] = {
         "like": real.name,
         "like_model": real.meta.model,
@@ -90,9 +97,11 @@ def synth(
         meta = replace(real.meta, mode="synthetic", settings=settings, tools=tools)
     else:
         meta = TraceMeta(
-            model=named[0] if named else "synthetic",
-            **shape._asdict(),
-            layer_names=tuple(f"layers.{layer}" for layer in range(shape.layers)),
+            model=next(iter(named.hub_ids), named.name) if named else "synthetic",
+            layers=L,
+            experts=E,
+            top_k=k,
+            layer_names=tuple(f"layers.{layer}" for layer in range(L)),
             mode="synthetic",
             settings=settings,
             tools=tools,

@@ -1,0 +1,196 @@
+"""Sizes of experts are read from files that the formats' own writers wrote."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from traces import InputError
+from traces.models.expert_sizes import expert_bytes_by_layer
+from traces.models.safetensors_files import INDEX
+
+Gguf = dict[str, tuple[tuple[int, ...], str]]
+"""The tensors of a GGUF file: name -> (shape, outermost first; type)."""
+
+BYTES_OF_256 = {
+    "F32": 1024, "F16": 512, "BF16": 512, "Q4_0": 144, "Q4_1": 160, "Q5_0": 176, "Q5_1": 192, "Q8_0": 272,
+    "Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ1_S": 50, "IQ1_M": 56, "IQ2_XXS": 66,
+    "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110, "IQ4_NL": 144, "IQ4_XS": 136, "TQ1_0": 54, "TQ2_0": 66,
+    "MXFP4": 136,
+}  # fmt: skip
+"""Of 256 weights, by the blocks in ggml-common.h: scales, minima and packed weights."""
+
+
+def write_gguf(path: Path, tensors: Gguf, tokens: int = 0) -> Path:
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    writer = gguf.GGUFWriter(path, "test")
+    writer.add_block_count(2)
+    if tokens:
+        writer.add_token_list([f"token {i}" for i in range(tokens)])
+        writer.add_token_types([1] * tokens)
+    for name, (shape, kind) in tensors.items():
+        data = np.zeros((*shape[:-1], shape[-1] // 256 * BYTES_OF_256[kind]), np.uint8)
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def fused(layer: int, experts: int, down: str, up: str = "Q4_K") -> Gguf:
+    return {
+        f"blk.{layer}.attn_q.weight": ((256, 256), "F16"),
+        f"blk.{layer}.ffn_gate_inp.weight": ((experts, 256), "F32"),
+        f"blk.{layer}.ffn_gate_exps.weight": ((experts, 4, 256), up),
+        f"blk.{layer}.ffn_up_exps.weight": ((experts, 4, 256), up),
+        f"blk.{layer}.ffn_down_exps.weight": ((experts, 2, 512), down),
+        f"blk.{layer}.ffn_up_shexp.weight": ((4, 256), up),
+        f"blk.{layer}.exp_probs_b.bias": ((256,), "F32"),
+    }
+
+
+@pytest.mark.parametrize("kind", BYTES_OF_256)
+def test_a_gguf_expert_has_the_bytes_of_its_blocks(tmp_path: Path, kind: str) -> None:
+    path = write_gguf(
+        tmp_path / "a.gguf", {f"blk.0.ffn_{part}_exps.weight": ((5, 3, 512), kind) for part in ("gate_up", "down")}
+    )
+    assert expert_bytes_by_layer(path).tolist() == [2 * 3 * 2 * BYTES_OF_256[kind]]
+
+
+def test_layers_of_a_gguf_file_differ_and_come_in_their_order(tmp_path: Path) -> None:
+    tensors: Gguf = {**fused(10, 6, "Q4_K"), **fused(2, 6, "Q6_K"), "blk.0.ffn_up.weight": ((4, 256), "Q4_K")}
+    sizes = expert_bytes_by_layer(write_gguf(tmp_path / "a.gguf", tensors, tokens=100))
+    assert sizes.dtype == np.int64
+    assert sizes.tolist() == [8 * 144 + 4 * 210, 12 * 144]
+
+
+def test_biases_of_fused_gguf_experts_count(tmp_path: Path) -> None:
+    tensors: Gguf = {**fused(0, 4, "MXFP4", "MXFP4"), "blk.0.ffn_gate_exps.bias": ((4, 256), "F32")}
+    assert expert_bytes_by_layer(write_gguf(tmp_path / "a.gguf", tensors)).tolist() == [12 * 136 + 1024]
+
+
+def test_experts_of_their_own_tensors_in_a_gguf_file(tmp_path: Path) -> None:
+    tensors: Gguf = {
+        f"blk.{layer}.ffn_{part}.{expert}.weight": ((4, 256), "Q8_0" if layer else "Q5_K")
+        for layer in range(2)
+        for part in ("gate", "up", "down")
+        for expert in range(8)
+    }
+    path = write_gguf(tmp_path / "a.gguf", tensors)
+    assert expert_bytes_by_layer(path).tolist() == [3 * 4 * 176, 3 * 4 * 272]
+
+
+def test_all_files_of_a_split_gguf_model_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "m-00001-of-00002.gguf", fused(0, 4, "Q6_K"))
+    with pytest.raises(InputError):
+        expert_bytes_by_layer(first)
+    second = write_gguf(tmp_path / "m-00002-of-00002.gguf", fused(1, 4, "Q4_K"))
+    for path in (first, second):
+        assert expert_bytes_by_layer(path).tolist() == [8 * 144 + 4 * 210, 12 * 144]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
+def test_a_gguf_file_that_is_cut_off_is_refused_in_one_line(tmp_path: Path, share: float) -> None:
+    path = write_gguf(tmp_path / "a.gguf", fused(0, 4, "Q6_K"))
+    held = path.read_bytes()
+    path.write_bytes(held[: int(len(held) * share)])
+    with pytest.raises(InputError):
+        expert_bytes_by_layer(path)
+
+
+def test_experts_of_a_safetensors_file_with_their_scales(tmp_path: Path) -> None:
+    tensors = {"model.layers.0.mlp.gate_proj.weight": np.zeros((4, 8), np.uint8)}
+    for layer in (1, 2, 10):
+        prefix = f"model.layers.{layer}.mlp"
+        tensors[f"{prefix}.gate.weight"] = np.zeros((3, 8), np.float32)
+        tensors[f"{prefix}.shared_experts.up_proj.weight"] = np.zeros((4, 8), np.float32)
+        for expert in range(3):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                tensors[f"{prefix}.experts.{expert}.{part}.weight"] = np.zeros((4, 8 * layer), np.uint8)
+                tensors[f"{prefix}.experts.{expert}.{part}.weight_scale_inv"] = np.zeros((1, 1), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert expert_bytes_by_layer(tmp_path / "model.safetensors").tolist() == [3 * (32 * n + 4) for n in (1, 2, 10)]
+
+
+def test_fused_mxfp4_experts_in_several_files_with_an_index(tmp_path: Path) -> None:
+    prefix, weights = "model.layers.{}.mlp.experts.", {}
+    for layer in range(2):
+        name = f"model-{layer}.safetensors"
+        tensors = {
+            prefix.format(layer) + part: np.zeros(shape, kind)
+            for part, shape, kind in (
+                ("gate_up_proj_blocks", (4, 6, 2, 16), np.uint8),
+                ("gate_up_proj_scales", (4, 6, 2), np.uint8),
+                ("gate_up_proj_bias", (4, 6), np.float16),
+                ("down_proj_blocks", (4, 8, 1, 16), np.uint8),
+                ("down_proj_scales", (4, 8, 1), np.uint8),
+                ("down_proj_bias", (4, 8), np.float16),
+            )
+        }
+        save_file(tensors, tmp_path / name)
+        weights.update(dict.fromkeys(tensors, name))
+    save_file({"model.layers.9.mlp.experts.0.up": np.zeros(5, np.uint8)}, tmp_path / "not-of-it.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weights}))
+    assert expert_bytes_by_layer(tmp_path).tolist() == [(192 + 12 + 12) + (128 + 8 + 16)] * 2
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(InputError):
+        expert_bytes_by_layer(tmp_path)
+
+
+def test_a_folder_without_an_index_and_an_encoder_before_its_decoder(tmp_path: Path) -> None:
+    for side, width in (("decoder", 3), ("encoder", 7)):
+        tensors = {
+            f"{side}.block.{layer}.layer.1.mlp.experts.expert_{e}.wi.weight": np.zeros((2, width), np.float16)
+            for layer in (1, 11, 3)
+            for e in range(2)
+        }
+        save_file(tensors, tmp_path / f"{side}.safetensors")
+    assert expert_bytes_by_layer(tmp_path).tolist() == [28] * 3 + [12] * 3
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.9])
+def test_a_safetensors_file_that_is_cut_off_is_refused_in_one_line(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"model.layers.0.mlp.experts.up_proj": np.zeros((4, 64, 64), np.float32)}, path)
+    held = path.read_bytes()
+    path.write_bytes(held[: int(len(held) * share)])
+    with pytest.raises(InputError):
+        expert_bytes_by_layer(path)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    save_file({"model.layers.0.mlp.up_proj.weight": np.zeros((4, 4), np.float32)}, tmp_path / "dense.safetensors")
+    with pytest.raises(InputError, match="holds no tensors of experts"):
+        expert_bytes_by_layer(tmp_path / "dense.safetensors")
+    (tmp_path / "model.bin").write_bytes(b"PK")
+    with pytest.raises(InputError, match=r"is neither \.gguf nor \.safetensors"):
+        expert_bytes_by_layer(tmp_path / "model.bin")
+
+
+def test_experts_that_differ_within_a_layer_and_unclear_numbers_are_refused(tmp_path: Path) -> None:
+    prefix = "model.layers.0.mlp.experts"
+    save_file(
+        {f"{prefix}.{e}.up.weight": np.zeros((2, 2 + e), np.float16) for e in range(2)}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(InputError):
+        expert_bytes_by_layer(tmp_path / "a.safetensors")
+    save_file({f"{prefix}.mlp.w1": np.zeros((32, 8), np.float16)}, tmp_path / "b.safetensors")
+    with pytest.raises(InputError):
+        expert_bytes_by_layer(tmp_path / "b.safetensors")
+
+
+def test_a_file_of_a_model_with_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", fused(0, 4, "Q6_K"))
+    assert expert_bytes_by_layer(path, 4).tolist() == expert_bytes_by_layer(path).tolist()
+    with pytest.raises(InputError):
+        expert_bytes_by_layer(path, 8)
+
+
+def test_a_model_that_is_in_a_folder_twice_is_refused(tmp_path: Path) -> None:
+    for name in ("consolidated.safetensors", "weights.safetensors"):
+        save_file({"layers.0.experts.0.up.weight": np.zeros(4, np.uint8)}, tmp_path / name)
+    with pytest.raises(InputError):
+        expert_bytes_by_layer(tmp_path)

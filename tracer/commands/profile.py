@@ -1,0 +1,42 @@
+"""`moe-trace profile`: what a model is, as a profile."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tracer.commands.shared import Overwrite
+from traces import InputError, replacing
+from traces.commands import console
+from traces.files import expanded
+from traces.models import written
+from traces.models.profile import model as read_model
+
+
+def profile(
+    model: Annotated[
+        str, typer.Argument(help="config.json of transformers, a folder that holds one, or a .gguf file or its URL.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="TOML file to write. Default: it is printed.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Count a model's layers, experts and bytes, and write them as a profile for `--model-profile` and `plan`.
+
+    The sizes are those of the model that transformers itself builds, on torch's meta device, without weights; of a GGUF
+    file those of its tensors, whose header alone is read.
+
+    Example: moe-trace profile Qwen3-30B-A3B/config.json --out qwen3.toml
+    """
+    counted = read_model(model)
+    tools = "" if ".gguf" in model else f", transformers {version('transformers')}"
+    text = written(counted, f"# Counted by moe-trace profile, moe-expert-cache {version('moe-expert-cache')}{tools}.\n")
+    if out is None:
+        console.say(text.rstrip())
+        return
+    target = expanded(out)
+    if target.exists() and not overwrite:
+        raise InputError(f"{target} is there already: overwrite it with --overwrite")
+    with replacing(target) as file:
+        file.write_text(text, "utf-8")
+    console.say(f"{target}: {counted.name}, {counted.moe_layers} MoE layers x {counted.experts} experts")

@@ -1,0 +1,118 @@
+"""The sizes of a model's experts by layer, read from the headers of its files: quantised files mix formats.
+
+Of rule 19. Formats: GGUF (`traces.models.gguf_files`) and safetensors (`traces.models.safetensors_files`). No weights
+are read. Layers for multi-token prediction (MTP), which decoding does not run, do not count, nor do those of a second
+model in the same files, such as one that speaks.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traces.errors import InputError, located, refuse
+from traces.files import expanded
+from traces.models import gguf_files
+from traces.models.safetensors_files import StoredTensor, files_of, tensors_of
+
+GGUF_NAME = re.compile(r"(blk\.\d+)\.ffn_(?:gate|up|down|gate_up)(?:_exps|\.(\d+))(?:\.|$)")
+"""Names of expert tensors in GGUF files: the layer, and the expert unless all are in one tensor."""
+
+SAFETENSORS_NAME = re.compile(r"(.+)\.experts\.(?:(?:expert_)?(\d+)\.)?.+")
+"""The same of transformers models."""
+
+MTP = re.compile(r"(.+?)\.(?:eh_proj|nextn)\.|(.*mtp\.layers\.\d+)\.")
+"""Names of tensors that only layers for multi-token prediction have, of DeepSeek, GLM, Qwen and in GGUF files."""
+
+
+@dataclass
+class _Layer:
+    """The expert tensors of a layer."""
+
+    fused: list[StoredTensor] = field(default_factory=list)  # of all experts
+    own: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # expert -> bytes of its own tensors
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.own.values()) + sum(tensor.size for tensor in self.fused)
+
+
+def expert_bytes_by_layer(path: Path | str, experts: int | None = None) -> NDArray[np.int64]:
+    """Return the bytes of one expert of each MoE layer, int64[L], in the order of execution (encoder first).
+
+    path: a .gguf file or its URL (of a split model any of its files), a .safetensors file, or a folder of safetensors
+    files with or without an index. All tensors of an expert count: matrices, biases and scales. What all experts of a
+    layer share in one tensor is divided by their number, rounded up. Raises InputError for a file of another format, a
+    damaged or missing one, a tensor in two files, and where no experts are there, those of a layer differ in size or
+    are not as many as `experts`.
+    """
+    return bytes_by_layer(list(_tensors(str(path))), str(path), experts)
+
+
+def bytes_by_layer(tensors: Sequence[StoredTensor], path: str, experts: int | None = None) -> NDArray[np.int64]:
+    """Return the same of a model's tensors; path: what errors name."""
+    beyond = {match[1] or match[2] for tensor in tensors if (match := MTP.match(tensor.name))}
+    layers: dict[str, _Layer] = defaultdict(_Layer)
+    for tensor in tensors:
+        match = GGUF_NAME.match(tensor.name) or SAFETENSORS_NAME.match(tensor.name)
+        if match is None or any(f"{match[1]}.".startswith(f"{each}.") for each in beyond):
+            continue
+        layer, expert = layers[match[1]], match[2]
+        if expert is None:
+            layer.fused.append(tensor)
+        else:
+            layer.own[expert] += tensor.size
+    names = _of_one_model(layers)
+    if not names:
+        raise InputError(f"{path} holds no tensors of experts: is it an MoE model?")
+    with located(path):
+        return np.array([_expert_bytes(name, layers[name], experts) for name in sorted(names, key=_order)], np.int64)
+
+
+def _of_one_model(layers: dict[str, _Layer]) -> list[str]:
+    """Return the layers of an encoder and its decoder; where there is none, those of the model with most bytes."""
+    stacks: dict[str, list[str]] = defaultdict(list)
+    for name in layers:
+        stacks[re.split(r"\.\d+", name, maxsplit=1)[0]].append(name)
+    if not stacks or any("encoder" in stack for stack in stacks):
+        return list(layers)
+    return max(stacks.values(), key=lambda names: sum(layers[name].bytes for name in names))
+
+
+def _expert_bytes(name: str, layer: _Layer, experts: int | None) -> int:
+    """Return the bytes of one expert of a layer, which has so many if that is known."""
+    counts = {tensor.shape[0] for tensor in layer.fused if len(tensor.shape) >= 3}
+    counts |= {len(layer.own)} if layer.own else set()
+    sizes = sorted(set(layer.own.values()))
+    if len(counts) != 1 or 0 in counts or experts not in (None, *counts):
+        numbers = " or ".join(map(str, sorted(counts))) or "an unclear number of"
+        raise InputError(f"{name} has {numbers} experts, not {experts or 'one number of them'}")
+    if len(sizes) > 1:
+        raise InputError(f"the experts of {name} differ in size: {sizes[0]} to {sizes[-1]} bytes")
+    shared = sum(tensor.size for tensor in layer.fused)
+    return max(sizes, default=0) + -(-shared // counts.pop())
+
+
+def _order(layer: str) -> tuple[bool, list[str]]:
+    """Return a key that sorts layers by their numbers, the encoder's first."""
+    return "encoder" not in layer, [part.zfill(20) if part.isdigit() else part for part in re.split(r"(\d+)", layer)]
+
+
+def _tensors(path: str) -> Iterable[StoredTensor]:
+    """Return all tensors of a model's files."""
+    if path.endswith(".gguf"):
+        return gguf_files.read(path if "://" in path else str(expanded(path))).tensors
+    place = expanded(path)
+    if not place.is_dir() and place.suffix != ".safetensors":
+        raise InputError(f"{path} is neither .gguf nor .safetensors: expert sizes are read from these two")
+    files = files_of(place) if place.is_dir() else [place]
+    refuse(*((not file.is_file(), f"no model file at {file}") for file in files))
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in (tensor for file in files for tensor in tensors_of(file)):
+        if tensors.setdefault(tensor.name, tensor) is not tensor:
+            raise InputError(f"{tensor.name} is in two files of {path}: name the file of the model")
+    return tensors.values()

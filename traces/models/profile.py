@@ -1,0 +1,387 @@
+"""The shape of a model, as one TOML profile: what time and bytes follow from.
+
+A trace's model name chooses it; sizes that the trace itself states make one up where no profile is known. Shipped
+profiles are what `moe-trace profile` writes of the configurations that the models' authors published.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+import traces.models as models
+from traces.errors import InputError, located, unknown
+from traces.facts import parse_json
+from traces.files import expanded
+from traces.models.precision import precision_of
+from traces.schema import TraceMeta
+from traces.shipped import Shipped
+
+MODELS = Shipped(Path(__file__).parent / "shipped", "model")
+
+MOST = 10**15
+"""Of any number: beyond, times leave the range of a clock of 64 bits, and nothing is so large."""
+
+MOST_LAYERS = 100_000
+"""No model has so many; each is looked at."""
+
+Positive = Annotated[float, Meta(gt=0, le=MOST)]
+NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+Size = Annotated[int, Meta(ge=0, le=MOST)]
+"""0 where there is none."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a token reads and leaves behind in a layer of one kind, routed experts aside."""
+
+    parameters: Size  # read for each token: what mixes tokens, norms, router, MLP, shared experts
+    routed: bool = False  # whether the layer ends in routed experts
+    mlp: Size = 0  # of the parameters, those of an MLP that all tokens take
+    shared: Size = 0  # of the parameters, those of shared experts
+    kv: NotNegative = 0  # values that a token leaves in the cache
+    window: Size = 0  # tokens, the last ones, that leave more
+    windowed: NotNegative = 0  # values that each of those leaves
+    mixes: bool = True  # whether tokens are mixed in it, by attention or otherwise
+    state: Size = 0  # bytes of what does not grow with the context: of linear attention, Mamba, convolutions
+
+    def kept(self, context: float, requests: int = 1) -> float:
+        """Return the values in the cache of requests that have `context` tokens together."""
+        return self.kv * context + self.windowed * min(context, self.window * requests)
+
+    def attended(self, before: float) -> float:
+        """Return to how many of `before` tokens a token attends."""
+        return before if self.kv else min(before, self.window)
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """An MoE transformer: an encoder's layers, if any, before its decoder's."""
+
+    name: str
+    hub_ids: tuple[str, ...]
+    experts: Count
+    top_k: Count
+    hidden_size: Count
+    expert_intermediate_size: Count
+    expert_bytes_per_parameter: Positive
+    heads: Count
+    head_size: Count
+    vocabulary: Count
+    dense_bytes_per_parameter: Positive
+    layers: tuple[str, ...]  # in the order of execution, as in "3 dense", "58 moe"
+    kinds: Mapping[str, LayerKind] = field(hash=False)
+    encoder_layers: Size = 0  # of these, the first ones
+    expert_hidden_size: Size = 0  # of what experts read and write; 0: hidden_size
+    expert_matrices: Count = 3  # gate, up and down; 2 without a gate
+    expert_biases: Size = 0  # parameters of one expert beside its matrices
+    layer_expert_bytes: tuple[Count, ...] = ()  # of an expert of each MoE layer; empty: all as the shape says
+    embedding_parameters: Size = 0  # of token embeddings that are not the head; a token reads one row
+    head_parameters: Size = 0  # of the vocabulary matmul and what stands before it; 0: vocabulary x hidden_size
+    head_bytes_per_parameter: NotNegative = 0  # 0: as of all that is dense
+    embedding_bytes_per_parameter: NotNegative = 0  # 0: as of the head
+    precision: str = ""  # of routed experts, as the model states it
+    unused_parameters: Size = 0  # of what decoding never runs, such as an image encoder
+    kv_bytes_per_value: Positive = 2.0
+    kv_heads: Size = 0  # 0: as many as heads
+    kv_latent_size: Size = 0  # MLA; 0: keys and values by head
+    rope_head_size: Size = 0  # MLA: beside head_size
+    query_latent_size: Size = 0  # MLA whose queries pass a latent too; 0: they do not
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise InputError(f"top_k {self.top_k} is above {self.experts} experts")
+        if self.layer_expert_bytes and len(self.layer_expert_bytes) != self.moe_layers:
+            sizes = len(self.layer_expert_bytes)
+            raise InputError(f"layer_expert_bytes has {sizes} sizes for {self.moe_layers} MoE layers")
+        if not self.decode_layers:
+            raise InputError("layers: none of the decoder's has routed experts")
+
+    @cached_property
+    def order(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer. Raises InputError for a kind that is not described."""
+        order: list[LayerKind] = []
+        for run in self.layers:
+            match = re.fullmatch(r"(\d{1,6}) (.+)", run)
+            if match is None or len(order) + int(match[1]) > MOST_LAYERS:
+                raise InputError(f"layers: expected a number and a kind, such as '3 dense', found {run!r}")
+            if match[2] not in self.kinds:
+                raise unknown("kind of layers", match[2], self.kinds)
+            order += [self.kinds[match[2]]] * int(match[1])
+        return tuple(order)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Which layers have routed experts, int[L]."""
+        return tuple(place for place, kind in enumerate(self.order) if kind.routed)
+
+    @property
+    def moe_layers(self) -> int:
+        return len(self.places)
+
+    @property
+    def encoder_moe_layers(self) -> int:
+        return sum(place < self.encoder_layers for place in self.places)
+
+    @property
+    def decode_layers(self) -> int:
+        """MoE layers that a decoded token passes."""
+        return self.moe_layers - self.encoder_moe_layers
+
+    def stretch(self, layer: int) -> Sequence[LayerKind]:
+        """Return the layers from behind the MoE layer before `layer` up to this; of L, those behind the last one."""
+        first = self.places[layer - 1] + 1 if layer else 0
+        last = self.places[layer] + 1 if layer < self.moe_layers else len(self.order)
+        return self.order[first:last]
+
+    def cut(self, moe_layers: int) -> "ModelProfile":
+        """Return the model of its first `moe_layers` MoE layers, those before and between them, and the last ones."""
+        names = [name for run in self.layers for name in [run.split(" ", 1)[1]] * int(run.split(" ", 1)[0])]
+        kept = names[: self.places[moe_layers - 1] + 1] + names[self.places[-1] + 1 :]
+        sizes = self.layer_expert_bytes[:moe_layers]
+        return replace(self, layers=tuple(f"1 {name}" for name in kept), layer_expert_bytes=sizes)
+
+    @property
+    def routed_size(self) -> int:
+        """The width of what experts read and write."""
+        return self.expert_hidden_size or self.hidden_size
+
+    @property
+    def expert_parameters(self) -> int:
+        return self.expert_matrices * self.routed_size * self.expert_intermediate_size + self.expert_biases
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one routed expert, as it crosses the link; of the largest, where layers differ."""
+        if self.layer_expert_bytes:
+            return max(self.layer_expert_bytes)
+        return round(self.expert_parameters * self.expert_bytes_per_parameter)
+
+    @property
+    def expert_width(self) -> float:
+        """Bytes of a parameter of a routed expert; of the largest, where layers differ."""
+        if self.layer_expert_bytes:
+            return self.expert_bytes / self.expert_parameters
+        return self.expert_bytes_per_parameter
+
+    @property
+    def differing_bytes(self) -> tuple[int, ...]:
+        """Bytes of an expert of each MoE layer, where they differ (rule 19); empty where all are of one size."""
+        return self.layer_expert_bytes if len(set(self.layer_expert_bytes)) > 1 else ()
+
+    def bytes_of(self, layer: int) -> int:
+        return self.layer_expert_bytes[layer] if self.layer_expert_bytes else self.expert_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the routed experts that one decoded token needs."""
+        return self.top_k * sum(map(self.bytes_of, range(self.encoder_moe_layers, self.moe_layers)))
+
+    def runs(self, layer: int, tokens: int, context: int) -> bool:
+        """Return whether a step runs MoE layer `layer`: an encoder's run where all of the context is the step's."""
+        return layer >= self.encoder_moe_layers or context <= tokens
+
+    def kv_cache_bytes(self, context: int) -> float:
+        """Return the bytes that all layers keep of `context` tokens: keys and values, and states."""
+        return sum(kind.kept(context) * self.kv_bytes_per_value + kind.state for kind in self.order)
+
+    @property
+    def head_weights(self) -> int:
+        """Parameters of the vocabulary matmul and what stands before it."""
+        return self.head_parameters or self.vocabulary * self.hidden_size
+
+    @property
+    def head_bytes(self) -> float:
+        return self.head_weights * (self.head_bytes_per_parameter or self.dense_bytes_per_parameter)
+
+    @property
+    def layers_parameters(self) -> int:
+        """Parameters of all layers, without routed experts."""
+        return sum(kind.parameters for kind in self.order)
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes of everything but the routed experts: layers, embedding and vocabulary matmul."""
+        head = self.head_bytes_per_parameter or self.dense_bytes_per_parameter
+        embedding = self.embedding_parameters * (self.embedding_bytes_per_parameter or head)
+        return self.layers_parameters * self.dense_bytes_per_parameter + embedding + self.head_bytes
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, embedding and vocabulary matmul included."""
+        experts = self.moe_layers * self.experts * self.expert_parameters
+        return experts + self.layers_parameters + self.embedding_parameters + self.head_weights
+
+    def at(self, experts: float | None = None, dense: float | None = None) -> "ModelProfile":
+        """Return the same model with so many bytes a parameter of experts and of all else; None: as they are."""
+        return replace(
+            self,
+            expert_bytes_per_parameter=experts or self.expert_bytes_per_parameter,
+            layer_expert_bytes=() if experts else self.layer_expert_bytes,
+            precision="" if experts else self.precision,
+            dense_bytes_per_parameter=dense or self.dense_bytes_per_parameter,
+            head_bytes_per_parameter=0 if dense else self.head_bytes_per_parameter,
+            embedding_bytes_per_parameter=0 if dense else self.embedding_bytes_per_parameter,
+        )
+
+    def holding(self, layers_bytes: float = 0, head_bytes: float = 0) -> "ModelProfile":
+        """Return the same model with so many bytes of all layers, routed experts aside, and of the head; 0: as now.
+
+        An embedding beside the head is as wide as that.
+        """
+        dense, head = self.dense_bytes_per_parameter, self.head_bytes / self.head_weights
+        return replace(
+            self,
+            dense_bytes_per_parameter=layers_bytes / self.layers_parameters if layers_bytes else dense,
+            head_bytes_per_parameter=head_bytes / self.head_weights if head_bytes else head,
+        )
+
+
+def model(text: str) -> ModelProfile:
+    """Return the shipped profile of that name, or that of a TOML file, a transformers config or a GGUF file.
+
+    A name may be the model's on the hub, or the beginning of a shipped one's; a GGUF file may be at a URL, and of a
+    split model any one is named. Raise InputError where it cannot be used.
+    """
+    if text.endswith(".gguf"):
+        return models.of_gguf(text)
+    path = expanded(text)
+    if text not in MODELS.names() and path.exists() and (path.suffix == ".json" or (path / "config.json").is_file()):
+        return of_config(path)
+    if text not in MODELS.names() and not path.exists() and (same := known(text) or _sized(text)):
+        return same
+    path = MODELS.find(text)
+    if path.suffix == ".safetensors":
+        raise InputError(
+            f"{path} holds weights: name its transformers config (config.json or the folder that holds it), a "
+            "profile in TOML, or a shipped model (moe-sim models lists them)"
+        )
+    return MODELS.read(ModelProfile, path)
+
+
+def of_config(path: Path) -> ModelProfile:
+    """Return the profile of a transformers config, a file or the one in a folder. Raise InputError, naming the file."""
+    file = path / "config.json" if path.is_dir() else path
+    return _of_config(file.absolute(), file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _of_config(file: Path, _: int) -> ModelProfile:
+    """Return the same of a file as it is at one time: a plan reads it for each of its runs."""
+    name = file.parent.resolve().name if file.name == "config.json" else file.stem
+    beside = file.with_name("hf_quant_config.json")
+    with located(str(file)):
+        config = parse_json(file.read_bytes(), "a transformers config")
+        stated = (
+            parse_json(beside.read_bytes(), beside.name) if file.name == "config.json" and beside.is_file() else None
+        )
+        precision = precision_of(config, stated)
+        try:
+            return models.counted(config, name, precision)
+        except ImportError as error:
+            raise InputError(
+                "reading it needs torch and transformers: pip install 'moe-expert-cache[trace]', or name a profile "
+                "that moe-trace profile has written elsewhere"
+            ) from error
+
+
+def known(name: str) -> ModelProfile | None:
+    """Return the shipped profile of a model as a trace names it: organisation, case and variant do not matter."""
+    wanted = _family(name)
+    for shipped in map(model, MODELS.names()):
+        if wanted in {_family(shipped.name), *map(_family, shipped.hub_ids)}:
+            return shipped
+    return None
+
+
+def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
+    """Return the profile that `text` names, else the trace, else a derived one. Raise InputError if they differ."""
+    profile = model(text) if text else known(meta.model) or derived(meta)
+    for what, ours, theirs in (
+        ("MoE layers", profile.moe_layers, meta.layers),
+        ("experts a layer", profile.experts, meta.experts),
+        ("top-k", profile.top_k, meta.top_k),
+    ):
+        if ours != theirs:
+            raise InputError(
+                f"the model profile {profile.name} has {ours} {what}, the trace of {meta.model} "
+                f"has {theirs}; choose another with `model_profile`"
+            )
+    return profile
+
+
+def derived(meta: TraceMeta) -> ModelProfile:
+    """Return a profile from what the trace states; assumed are heads of 64, each with its keys and values."""
+    if not (meta.hidden_size and meta.expert_intermediate_size and meta.expert_bytes):
+        raise InputError(
+            f"no model profile is known for {meta.model!r} and its trace states no sizes; choose one with "
+            f"`model_profile`, a name or FILE.toml (shipped: {', '.join(MODELS.names())})"
+        )
+    H, width = meta.hidden_size, meta.expert_hidden_size or meta.hidden_size
+    parameters = meta.expert_matrices * width * meta.expert_intermediate_size
+    head_size = min(64, H)
+    heads = H // head_size
+    values = 2 * heads * head_size
+    return ModelProfile(
+        name=meta.model,
+        hub_ids=(),
+        experts=meta.experts,
+        top_k=meta.top_k,
+        hidden_size=H,
+        expert_hidden_size=0 if width == H else width,
+        expert_intermediate_size=meta.expert_intermediate_size,
+        expert_matrices=meta.expert_matrices,
+        expert_bytes_per_parameter=meta.expert_bytes / parameters,
+        heads=heads,
+        head_size=head_size,
+        vocabulary=32_000,
+        embedding_parameters=32_000 * H,
+        dense_bytes_per_parameter=(dense := 4.0 if meta.dtype and meta.dtype.endswith("32") else 2.0),
+        kv_bytes_per_value=dense,
+        layers=(f"{meta.layers} moe",),
+        kinds={"moe": LayerKind(parameters=2 * H * values + H * meta.experts, routed=True, kv=values)},
+    )
+
+
+def written(profile: ModelProfile, comment: str) -> str:
+    """Return a profile as TOML; what is as a profile without the key would have it is left out."""
+    import tomli_w  # which a machine that only runs models does without
+
+    lacking = {each.name: each.default for each in fields(ModelProfile)}
+    table = {key: value for key, value in asdict(profile).items() if key != "name" and value != lacking[key]}
+    kind = {each.name: each.default for each in fields(LayerKind)}
+    table["kinds"] = {
+        name: {key: value for key, value in of.items() if value != kind[key]} for name, of in table["kinds"].items()
+    }
+    return comment + tomli_w.dumps(table)
+
+
+def named(kind: LayerKind, kinds: dict[str, LayerKind]) -> str:
+    """Return the name of a kind among `kinds`, where it is put if it is new."""
+    for name, known in kinds.items():
+        if known == kind:
+            return name
+    parts = ["moe" if kind.routed else "dense" if kind.mlp else "mixer"]
+    parts += ["window"] * bool(kind.window) + ["state"] * bool(kind.state and not kind.kv)
+    name = "-".join(parts)
+    name += str(1 + sum(each.rstrip("0123456789") == name for each in kinds)) if name in kinds else ""
+    kinds[name] = kind
+    return name
+
+
+def _family(name: str) -> str:
+    """Return `deepseek-v2-lite` for `deepseek-ai/DeepSeek-V2-Lite-Chat`; dates and versions below 1 go too."""
+    base = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    return re.sub(r"(-(chat|instruct|base|it|v0\.\d+|\d{4}))+$", "", base)
+
+
+def _sized(text: str) -> ModelProfile | None:
+    """Return the one shipped profile that is named so but for its size, as `qwen3-next` is; None: there is not one."""
+    size = r"(-[\dx.]+b)?(-a[\d.]+b)?"
+    begun = [name for name in MODELS.names() if re.fullmatch(re.escape(text.lower()) + size, name)]
+    return model(begun[0]) if len(begun) == 1 else None
