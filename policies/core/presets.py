@@ -118,4 +118,20 @@ PRESETS = (
         "The real system (arXiv 2601.17063) learns the mix of recency and frequency, and reads experts from an SSD; "
         "LRFU mixes them by a fixed decay, and experts come from host memory.",
     ),
+    Preset(
+        "llama-cpp-moe-cache",
+        "lru",
+        "llama.cpp's --moe-cache-mib: one LRU over the experts of the layers whose experts are in host memory.",
+        "The real cache (llama.cpp b11480, src/llama-moe-cache.cpp) is split by layout: layers whose expert tensors "
+        "differ in type or shape have slots of their own, each group the same share. Layers that are in GPU memory "
+        "whole are not cached. Of the experts of one event those that hit count as older than those that were missed; "
+        "here the lower id does. Batches of more than 32 tokens, such as prompts, only read it; here they fill it.",
+    ),
+    Preset(
+        "llama-cpp-moe-cache-classlru",
+        "class-lru",
+        "llama.cpp's --moe-cache-mib of a later commit: ages weighed by classes of use (rebuilt).",
+        "The real policy (llama.cpp c4fb579) was rebuilt from an excerpt of its source, which moe-sim policies "
+        "class-lru tells; all else is as in llama-cpp-moe-cache. Unverified.",
+    ),
 )

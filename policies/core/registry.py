@@ -44,6 +44,7 @@ BUILT_IN = (
     "prefetch.gate",
     "prefetch.stride",
     "retention.multi_criteria",
+    "retention.class_lru",
 )
 """Modules of this package that register policies."""
 

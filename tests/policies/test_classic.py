@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import PolicyResidency, RetentionPolicy, ScorePolicy, Shape, alone, parse
-from policies.core.dispatch import number_of, on_lookup
+from policies.core.dispatch import number_of, on_insert, on_lookup
 from policies.core.residency_compiled import NO_EXPERT
 from policies.retention.s3fifo import S3FIFO, S3FIFOOptions
 from traces import DECODE, InputError, write_trace
@@ -334,6 +334,34 @@ def _scores(name):
     policy: Any = parse(name).build(Shape(1, 5))[0]
     policy.look_up = lambda expert, serial: on_lookup(number_of(type(policy)), policy.keep, expert, serial)
     return policy
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True), min_size=1, max_size=40))
+def test_class_lru_evicts_the_greatest_age_over_two_to_the_class_of_its_decayed_count(steps):
+    policy = parse("class-lru:half_life=3").build(Shape(1, 5))[0]
+    for step, chosen in enumerate(steps):
+        ids = np.array(sorted(chosen))
+        policy.observe(alone(DECODE, 0, step, ids, np.ones_like(ids), step + 1))
+    latest = [
+        max((step + 1 for step, chosen in enumerate(steps) if expert in chosen), default=0) for expert in range(5)
+    ]
+    ratios = []
+    for expert in range(5):
+        count = sum(0.5 ** ((len(steps) - 1 - step) / 3) for step, chosen in enumerate(steps) if expert in chosen)
+        ratios.append((len(steps) - latest[expert]) / 2 ** math.floor(math.log2(1 + count)))
+    greatest = [expert for expert in range(5) if ratios[expert] >= max(ratios) - 1e-9]
+    assert policy.victim(np.arange(5)) == min(greatest, key=lambda expert: (latest[expert], expert))
+
+
+def test_class_lru_spares_what_was_used_often_and_what_has_just_come():
+    policy: Any = parse("class-lru").build(Shape(1, 4))[0]
+    for step, expert in enumerate((0, 0, 0, 0, 1, 2)):
+        policy.observe(alone(DECODE, 0, step, np.array([expert]), np.ones(1, np.int64), step + 1))
+    assert policy.victim(np.array([0, 1])) == 1, "0 is older, of class 2"
+    on_insert(number_of(type(policy)), policy.keep, 3, 6, 1)
+    assert policy.victim(np.array([2, 3])) == 2, "3 has not been looked up, and comes now"
+    policy.observe(alone(DECODE, 0, 6, np.array([0]), np.ones(1, np.int64), 7))
+    assert policy.victim(np.array([1, 3])) == 1
 
 
 def test_least_stale_spares_what_the_current_pass_has_touched_and_later_layers():

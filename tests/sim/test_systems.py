@@ -18,7 +18,6 @@ from sim.loaded import TimedRun
 from sim.loop import gpu_run
 from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import hardware
-from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
@@ -28,6 +27,7 @@ from sim.systems.system import systems
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
 from traces import DECODE, InputError, write_trace
+from traces.models.profile import model
 from traces.synthetic import synthetic
 
 TIMES = FixedTiming(dense=100, expert=7, expert_per_token=3, combine=11, head=13, hop_ns=5, host=40, host_per_token=10)
@@ -219,7 +219,7 @@ def test_a_precision_changes_the_bytes_of_an_expert_and_what_fits(home):
 def test_the_default_budget_is_what_dense_part_and_kv_cache_leave(home):
     setting = setting_of(home, "deepseek", size=None)
     profile = setting.model()
-    left = 24 * 2**30 - profile.dense_bytes - 27 * 544 * profile.kv_bytes
+    left = 24 * 2**30 - profile.dense_bytes - 27 * 544 * 576 * 2
     assert setting.slots() == int(left // profile.expert_bytes) == 1336
 
 
@@ -311,7 +311,7 @@ def test_quantised_weights_leave_the_kv_cache_as_it_is(home):
     setting = setting_of(home, "deepseek", "25%")
     whole, quantised = (setting.model(each) for each in chosen(["resident", "resident-q4"]))
     assert quantised.dense_bytes < whole.dense_bytes
-    assert quantised.kv_bytes == whole.kv_bytes
+    assert quantised.kv_cache_bytes(544) == whole.kv_cache_bytes(544)
 
 
 def test_a_model_whose_experts_differ_in_size_needs_a_precision(home):

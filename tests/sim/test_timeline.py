@@ -28,8 +28,8 @@ from tests.support.timelines import Shown, Slice, nests, ns, parsed
 from traces import DECODE, InputError
 from traces.synthetic import synthetic
 
-SEEDS = range(160)
-TIERS = (*range(110), 289, 298)
+SEEDS = range(180)
+TIERS = (*range(110), 289, 298, 376)
 """The last two pause a prefetch, as few do."""
 PLAIN = ("clock+popular:n=2", "sieve", "arc+all", "s3fifo+oracle1", "random+previous")
 """Policies that name their victims in Python, which the generator does not draw."""
