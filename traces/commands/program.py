@@ -8,6 +8,7 @@ import errno
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar, NoReturn
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from traces.commands.console import fail
+from traces.commands.console import fail, warn
 from traces.commands.options import expanded
 from traces.errors import InputError, missing_extra
 
@@ -69,8 +70,17 @@ INTERRUPTED = 130
 def main(app: typer.Typer, name: str) -> NoReturn:
     """Run `app` as the program `name`. Exit with 0, 2 for bad input, 1 for an error of the machine, 130 for Ctrl-C.
 
-    Each of these prints one line; any other exception is a defect of ours and keeps its traceback.
+    Each of these prints one line, as does a warning of ours; any other exception is a defect and keeps its traceback.
     """
+    shown = warnings.showwarning
+
+    def show(text: Warning | str, kind: type[Warning], *rest: Any) -> None:
+        if kind is UserWarning:
+            warn(str(text))
+        else:
+            shown(text, kind, *rest)
+
+    warnings.showwarning = show
     try:
         status = app(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
