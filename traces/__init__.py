@@ -1,4 +1,4 @@
-"""What a trace is: schema, reading, writing, validating, statistics. No models, no policies, no time."""
+"""What a trace is: schema, reading, writing, validating, statistics; and what a model is. No policies, no time."""
 
 import lazy_loader
 

@@ -132,6 +132,6 @@ PRESETS = (
         "class-lru",
         "llama.cpp's --moe-cache-mib of a later commit: ages weighed by classes of use (rebuilt).",
         "The real policy (llama.cpp c4fb579) was rebuilt from an excerpt of its source, which moe-sim policies "
-        "class-lru tells; all else is as in llama-cpp-moe-cache. Unverified.",
+        "class-lru says; all else is as in llama-cpp-moe-cache. Unverified.",
     ),
 )

@@ -285,7 +285,7 @@ def _of_config(file: Path, _: int) -> ModelProfile:
             return models.counted(config, name, precision)
         except ImportError as error:
             raise InputError(
-                "reading it needs torch and transformers: pip install 'moe-expert-cache[trace]', or name a profile "
+                "reading it needs torch and transformers: pip install 'moe-expert-cache[record]', or name a profile "
                 "that moe-trace profile has written elsewhere"
             ) from error
 
