@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -80,7 +80,7 @@ def main(app: typer.Typer, name: str) -> NoReturn:
         else:
             shown(text, kind, *rest)
 
-    warnings.showwarning = show
+    warnings.showwarning = cast(Any, show)
     try:
         status = app(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
