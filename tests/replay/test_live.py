@@ -164,7 +164,7 @@ def test_the_record_equals_what_the_tracer_records_and_the_simulator_plays_the_s
     prompts, live_record, whole_record = tmp_path / "p.txt", tmp_path / "live", tmp_path / "whole"
     prompts.write_text("Once upon a time\nThe capital of\n")
     limits = ("--max-new-tokens", 9, "--prompts", prompts)
-    run(tracer_main, "record", *limits, "--out", whole_record, "--quiet")
+    run(tracer_main, "record", *limits, "--device", "cpu", "--out", whole_record, "--quiet")
     done = generate(*limits, "--record", live_record, "--policy", "lru", "--cache-size", "10%", "--lanes", 1)
     assert done.returncode == 0, done.stderr
     whole, found = (Trace.read(each, ["token_id"]) for each in (whole_record, live_record))
