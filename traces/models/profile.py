@@ -23,6 +23,14 @@ from traces.shipped import Shipped
 
 MODELS = Shipped(Path(__file__).parent / "shipped", "model")
 
+USUAL = {
+    "gpt-oss": "gpt-oss-20b",
+    "llama4": "llama-4-scout",
+    "mixtral": "mixtral-8x7b",
+    "qwen3-coder": "qwen3-30b-a3b",
+}
+"""What Ollama runs under a name that leaves the size open (tags of its library, 2026)."""
+
 MOST = 10**15
 """Of any number: beyond, times leave the range of a clock of 64 bits, and nothing is so large."""
 
@@ -253,7 +261,7 @@ def model(text: str) -> ModelProfile:
     path = expanded(text)
     if text not in MODELS.names() and path.exists() and (path.suffix == ".json" or (path / "config.json").is_file()):
         return of_config(path)
-    if text not in MODELS.names() and not path.exists() and (same := known(text) or _sized(text)):
+    if text not in MODELS.names() and not path.exists() and (same := known(text) or _short(text)):
         return same
     path = MODELS.find(text)
     if path.suffix == ".safetensors":
@@ -293,10 +301,7 @@ def _of_config(file: Path, _: int) -> ModelProfile:
 def known(name: str) -> ModelProfile | None:
     """Return the shipped profile of a model as a trace names it: organisation, case and variant do not matter."""
     wanted = _family(name)
-    for shipped in map(model, MODELS.names()):
-        if wanted in {_family(shipped.name), *map(_family, shipped.hub_ids)}:
-            return shipped
-    return None
+    return next((shipped for shipped in map(model, MODELS.names()) if wanted in _families(shipped)), None)
 
 
 def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
@@ -375,13 +380,19 @@ def named(kind: LayerKind, kinds: dict[str, LayerKind]) -> str:
 
 
 def _family(name: str) -> str:
-    """Return `deepseek-v2-lite` for `deepseek-ai/DeepSeek-V2-Lite-Chat`; dates and versions below 1 go too."""
+    """Return `deepseekv2lite` for `deepseek-ai/DeepSeek-V2-Lite-Chat`; dates and versions below 1 go too."""
     base = name.rstrip("/").rsplit("/", 1)[-1].lower()
-    return re.sub(r"(-(chat|instruct|base|it|v0\.\d+|\d{4}))+$", "", base)
+    return re.sub(r"(-(chat|instruct|base|it|v0\.\d+|\d{4}))+$", "", base).replace("-", "")
 
 
-def _sized(text: str) -> ModelProfile | None:
-    """Return the one shipped profile that is named so but for its size, as `qwen3-next` is; None: there is not one."""
-    size = r"(-[\dx.]+b)?(-a[\d.]+b)?"
-    begun = [name for name in MODELS.names() if re.fullmatch(re.escape(text.lower()) + size, name)]
-    return model(begun[0]) if len(begun) == 1 else None
+def _families(shipped: ModelProfile) -> set[str]:
+    return {_family(name) for name in (shipped.name, *shipped.hub_ids)}
+
+
+def _short(text: str) -> ModelProfile | None:
+    """Return the one shipped profile that is named so but for sizes, as `olmoe` is, or the USUAL one."""
+    if text.lower() in USUAL:
+        return model(USUAL[text.lower()])
+    wanted = re.compile(re.escape(_family(text)) + r"([\dx.]+b)*(a[\d.]+b)?")
+    begun = [each for each in map(model, MODELS.names()) if any(map(wanted.fullmatch, _families(each)))]
+    return begun[0] if len(begun) == 1 else None
