@@ -86,7 +86,7 @@ class Blend(NamedTuple):
     gate: Float  # [L, E + 2] of each layer its gate's latest picks, how many of all came true, how many there were
     numbers: Int  # [NUMBERS]
     layers: Int  # [3, L]
-    steps: Int  # [seats] each request's step that runs
+    steps: Int  # [batch_slots] each request's step that runs
     upcoming: Float  # [3, E] evidence AHEAD, HERE and AGAIN_HERE on a layer
     scratch: Float  # [2, E]
     distance: float  # the options
@@ -109,7 +109,7 @@ def nothing_known(shape: Shape, distance: float, depth: int, later: float) -> Bl
         gate=np.zeros((shape.layers, shape.experts + 2)),
         numbers=numbers,
         layers=np.zeros((3, shape.layers), np.int64),
-        steps=np.full(shape.seats, NONE),
+        steps=np.full(shape.batch_slots, NONE),
         upcoming=np.empty((3, shape.experts)),
         scratch=np.empty((2, shape.experts)),
         distance=float(distance),
@@ -144,9 +144,9 @@ def possible(own: Blend, layer: int, ahead: int) -> float:
 
 
 @compiled
-def sees(own: Blend, seat: int) -> bool:
+def sees(own: Blend, batch_slot: int) -> bool:
     """Whether the id of the request's token is known."""
-    seen: bool = own.known.ids.request[seat, tokens.ROW] >= 0
+    seen: bool = own.known.ids.request[batch_slot, tokens.ROW] >= 0
     return seen
 
 
@@ -183,12 +183,12 @@ def note(own: Blend, model: int, layer: int, kinds: int) -> None:
 def begin_step(own: Blend, event: Event) -> bool:
     """Whether a step begins with this event; take note of it, and of its tokens."""
     numbers, ids, decode, begins = own.numbers, event.token_ids, event.phase == DECODE, False
-    for r in range(len(event.seats)):
-        if own.steps[event.seats[r]] != event.steps[r]:
-            own.steps[event.seats[r]] = event.steps[r]
+    for r in range(len(event.batch_slots)):
+        if own.steps[event.batch_slots[r]] != event.steps[r]:
+            own.steps[event.batch_slots[r]] = event.steps[r]
             begins = True
             token = NONE if len(ids) == 0 else ids[r] if decode else ids[len(ids) - 1]
-            tokens.begin_step(own.known.ids, event.seats[r], token, decode)
+            tokens.begin_step(own.known.ids, event.batch_slots[r], token, decode)
     if begins:
         if numbers[DECODES]:
             _set_aside(own)
@@ -218,10 +218,10 @@ LEAST_TIME = float(np.log(2))
 def observe(own: Blend, event: Event) -> None:
     """Learn from the event, and score its layer's experts again."""
     numbers, E, layer = own.numbers, own.known.after.shape[3], event.layer
-    begins = own.steps[event.seats[0]] != event.steps[0]
+    begins = own.steps[event.batch_slots[0]] != event.steps[0]
     opens = not numbers[PER_ACCESS] or begins or numbers[OPEN] != layer
     if opens:
-        close(own, event.seats[0])
+        close(own, event.batch_slots[0])
     begin_step(own, event)
     if len(event.experts) == 0:
         return
@@ -230,10 +230,10 @@ def observe(own: Blend, event: Event) -> None:
     # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
     upto = event.experts[len(event.experts) - 1] - layer * E if numbers[PER_ACCESS] else E - 1
     pass_on(own.learning, layer, event.experts, opens)
-    for r in range(len(event.seats)):
+    for r in range(len(event.batch_slots)):
         first, last = event.offsets[r], event.offsets[r + 1]
         experts, counts = event.own_experts[first:last], event.own_counts[first:last]
-        _learn(own, event.seats[r], r, layer, experts, counts, opens, upto)
+        _learn(own, event.batch_slots[r], r, layer, experts, counts, opens, upto)
 
 
 @compiled
@@ -243,42 +243,42 @@ def score(own: Blend, keep: Float, event: Event) -> None:
 
 
 @compiled
-def close(own: Blend, seat: int) -> None:
+def close(own: Blend, batch_slot: int) -> None:
     """End the pass that is open, in the untimed mode: only what comes next says that it is over."""
     numbers = own.numbers
     if numbers[PER_ACCESS] and numbers[OPEN] >= 0:
         nothing = own.steps[:0]
-        _learn(own, seat, 0, numbers[OPEN], nothing, nothing, False, own.known.after.shape[3] - 1)
+        _learn(own, batch_slot, 0, numbers[OPEN], nothing, nothing, False, own.known.after.shape[3] - 1)
         numbers[OPEN] = NONE
 
 
 @compiled
-def _learn(own: Blend, seat: int, r: int, layer: int, experts: Int, counts: Int, opens: bool, upto: int) -> None:
+def _learn(own: Blend, batch_slot: int, r: int, layer: int, experts: Int, counts: Int, opens: bool, upto: int) -> None:
     """Learn what request number r chose of `layer`; score the layer's experts up to number `upto`.
 
     Untimed, none chosen: the layer's pass is over.
     """
     known, numbers, decode = own.known, own.numbers, own.numbers[DECODES] != 0
     if decode:
-        show(own.learning, layer, numbers[STEPS], seat, experts)
-    learn(known, own.parameters, seat, layer, experts, counts, decode, opens, numbers[TOP_K])
+        show(own.learning, layer, numbers[STEPS], batch_slot, experts)
+    learn(known, own.parameters, batch_slot, layer, experts, counts, decode, opens, numbers[TOP_K])
     if decode:
-        numbers[TOP_K] = max(numbers[TOP_K], known.used[seat, 2, layer, known.after.shape[3]])
-    weigh(known, own.parameters, seat, layer, numbers[TOP_K], False)
-    _score(own, seat, r, layer, upto)
+        numbers[TOP_K] = max(numbers[TOP_K], known.used[batch_slot, 2, layer, known.after.shape[3]])
+    weigh(known, own.parameters, batch_slot, layer, numbers[TOP_K], False)
+    _score(own, batch_slot, r, layer, upto)
     is_over = (len(experts) > 0) != numbers[PER_ACCESS]
     if decode and r == 0 and is_over and layer == numbers[STEPS] % known.after.shape[1]:
-        sighted = sees(own, seat)
+        sighted = sees(own, batch_slot)
         model, kinds = (CHANCE, KINDS) if sighted else (CHANCE_BLIND, BLIND)
-        ask(own.learning, model, layer, numbers[STEPS] + 1, seat, even_odds(own))
+        ask(own.learning, model, layer, numbers[STEPS] + 1, batch_slot, even_odds(own))
         note(own, model, layer, kinds)
         learning.keep(own.learning, known.rows, layer, numbers[STEPS])
 
 
 @compiled
-def _score(own: Blend, seat: int, r: int, layer: int, upto: int) -> None:
+def _score(own: Blend, batch_slot: int, r: int, layer: int, upto: int) -> None:
     """Score the layer's experts up to number `upto` by the evidence on what request number r wants."""
-    E, sighted = own.known.after.shape[3], sees(own, seat)
+    E, sighted = own.known.after.shape[3], sees(own, batch_slot)
     odds, times = own.scratch[0], own.scratch[1]
     weighed(own, layer, CHANCE if sighted else CHANCE_BLIND, KINDS if sighted else BLIND, odds)
     weighed(own, layer, TIME, BLIND, times)
@@ -312,8 +312,8 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
     known, layer = own.known, event.layer
     L, E = known.after.shape[1], known.after.shape[3]
     if layer > 0:
-        for seat in event.seats:
-            learn_ahead(known, own.parameters, seat, layer)
+        for batch_slot in event.batch_slots:
+            learn_ahead(known, own.parameters, batch_slot, layer)
         _judge_gate(own, event)
     if own.numbers[TOP_K] == 0:
         return 0
@@ -321,19 +321,19 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
         return _for_the_next_step(own, ids, priorities)
     picked_odds = NEVER if layer == START else _ask_gate(own, event)
     n = 0
-    for r in range(len(event.seats)):
-        seat, first = event.seats[r], 0 if r else len(ids)
-        sighted = sees(own, seat)
+    for r in range(len(event.batch_slots)):
+        batch_slot, first = event.batch_slots[r], 0 if r else len(ids)
+        sighted = sees(own, batch_slot)
         for ahead in range(1, min(own.depth, L - 1 - layer) + 1):
             if own.layers[ASIDE, layer + ahead] or (ahead > 1 and not sighted):
                 continue
-            if len(event.seats) > 1:
-                weigh(known, own.parameters, seat, layer + ahead, own.numbers[TOP_K], True)
+            if len(event.batch_slots) > 1:
+                weigh(known, own.parameters, batch_slot, layer + ahead, own.numbers[TOP_K], True)
             upcoming, picked = layer + ahead, picked_odds if ahead == 1 else NEVER
             odds = own.predicted[STEP_ODDS, upcoming * E : (upcoming + 1) * E]
             is_predicted = ahead > 1 and own.layers[PREDICTED, upcoming] == own.numbers[STEPS]
-            if not is_predicted or len(event.seats) > 1:
-                _predict_step(own, seat, layer, upcoming, sighted, r == 0, odds)
+            if not is_predicted or len(event.batch_slots) > 1:
+                _predict_step(own, batch_slot, layer, upcoming, sighted, r == 0, odds)
                 own.layers[PREDICTED, upcoming] = own.numbers[STEPS]
             n = _add(own, upcoming, ahead, 0, odds, own.least, picked, ids, priorities, first, n)
     return n
@@ -363,7 +363,9 @@ def _ask_gate(own: Blend, event: Event) -> float:
 
 
 @compiled
-def _predict_step(own: Blend, seat: int, layer: int, upcoming: int, sighted: bool, asks: bool, odds: Float) -> None:
+def _predict_step(
+    own: Blend, batch_slot: int, layer: int, upcoming: int, sighted: bool, asks: bool, odds: Float
+) -> None:
     """Fill `odds` [E] with the log odds of use of the experts of `upcoming`, a layer of this step, after `layer`.
 
     asks: whether the model may learn from it, if it is the layer's turn.
@@ -375,18 +377,18 @@ def _predict_step(own: Blend, seat: int, layer: int, upcoming: int, sighted: boo
     ahead, here, again = own.upcoming[0], own.upcoming[1], own.upcoming[2]
     weighed(own, upcoming, model, KINDS if sighted else BLIND, odds)
     if follows:
-        weigh_ahead(known, p, seat, layer, ahead)
+        weigh_ahead(known, p, batch_slot, layer, ahead)
         for e in range(len(odds)):
             odds[e] += w[AHEAD] * ahead[e]
     if sighted:
-        weigh_here(known, p, seat, upcoming, top_k, here, again)
+        weigh_here(known, p, batch_slot, upcoming, top_k, here, again)
         for e in range(len(odds)):
             odds[e] += w[HERE] * here[e] + w[AGAIN_HERE] * again[e]
     for e in range(len(odds)):
         odds[e] += even
     its_turn = asks and upcoming == own.numbers[STEPS] % known.after.shape[1]
     if its_turn and (follows or sighted):
-        ask(own.learning, model, upcoming, own.numbers[STEPS], seat, even)
+        ask(own.learning, model, upcoming, own.numbers[STEPS], batch_slot, even)
         note(own, model, upcoming, KINDS if sighted else BLIND)
         asked = own.learning.questions[model]
         for e in range(len(odds)):

@@ -78,11 +78,11 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
     return own
 
 
-def begin_request(own: Blend, seat: int) -> None:
-    """The request before it in this seat is over, and the new one has counts of its own."""
-    close(own, seat)
-    evidence.begin_request(own.known, seat)
-    own.steps[seat] = NONE
+def begin_request(own: Blend, batch_slot: int) -> None:
+    """The request before it in this batch slot is over, and the new one has counts of its own."""
+    close(own, batch_slot)
+    evidence.begin_request(own.known, batch_slot)
+    own.steps[batch_slot] = NONE
 
 
 def profile_of(half: Listener, *sources: str) -> Profile:

@@ -65,24 +65,24 @@ class Evidence(NamedTuple):
 
     rows: Float  # [ROWS, L*E]
     after: Chances  # [3, L, E, E] of one expert, how often another came
-    tokens: Float  # [seats, L*E] of each request so far
-    used: Int  # [seats, 3, L, E + 1] by request two passes of the layer before, one, and in this one; last, how many
-    latest: Int  # [seats, L] by request how many tokens it had decoded at the layer's latest pass, that one included
+    tokens: Float  # [batch_slots, L*E] of each request so far
+    used: Int  # [batch_slots, 3, L, E + 1] two passes of the layer before, one, and in this one; last, how many
+    latest: Int  # [batch_slots, L] by request how many tokens it had decoded by the layer's latest pass
     ids: Tokens
 
 
 def nothing_known(shape: Shape) -> Evidence:
-    L, E, seats = shape.layers, shape.experts, shape.seats
-    after, used = np.zeros((3, L, E, E), np.float32), np.zeros((seats, 3, L, E + 1), np.int64)
-    latest = np.zeros((seats, L), np.int64)
-    return Evidence(np.zeros((ROWS, L * E)), after, np.zeros((seats, L * E)), used, latest, no_tokens(shape))
+    L, E, batch_slots = shape.layers, shape.experts, shape.batch_slots
+    after, used = np.zeros((3, L, E, E), np.float32), np.zeros((batch_slots, 3, L, E + 1), np.int64)
+    latest = np.zeros((batch_slots, L), np.int64)
+    return Evidence(np.zeros((ROWS, L * E)), after, np.zeros((batch_slots, L * E)), used, latest, no_tokens(shape))
 
 
-def begin_request(known: Evidence, seat: int) -> None:
-    known.tokens[seat] = 0
-    known.used[seat] = 0
-    known.latest[seat] = 0
-    tokens.begin_request(known.ids, seat)
+def begin_request(known: Evidence, batch_slot: int) -> None:
+    known.tokens[batch_slot] = 0
+    known.used[batch_slot] = 0
+    known.latest[batch_slot] = 0
+    tokens.begin_request(known.ids, batch_slot)
 
 
 @compiled
@@ -93,7 +93,7 @@ def _fade(row: Chances, rate: float) -> None:
 
 
 @compiled
-def open_pass(known: Evidence, p: Float, seat: int, layer: int, passes: float, learns: bool) -> None:
+def open_pass(known: Evidence, p: Float, batch_slot: int, layer: int, passes: float, learns: bool) -> None:
     """A pass of `layer` begins, or `passes` of them: averages decay, and what was used is now what was used before."""
     E = known.after.shape[3]
     known.rows[PASSES, layer] += passes
@@ -101,7 +101,11 @@ def open_pass(known: Evidence, p: Float, seat: int, layer: int, passes: float, l
         kept, average = (1.0 - p[r]) ** passes, known.rows[AVERAGES + r, layer * E : (layer + 1) * E]
         for e in range(E):
             average[e] *= kept
-    second, before, now = known.used[seat, 0, layer], known.used[seat, 1, layer], known.used[seat, 2, layer]
+    second, before, now = (
+        known.used[batch_slot, 0, layer],
+        known.used[batch_slot, 1, layer],
+        known.used[batch_slot, 2, layer],
+    )
     for i in range(before[E]):
         second[i] = before[i]
         if learns:
@@ -114,37 +118,43 @@ def open_pass(known: Evidence, p: Float, seat: int, layer: int, passes: float, l
     before[E] = now[E] if learns else 0
     now[E] = 0
     if learns:
-        known.latest[seat, layer] = known.ids.request[seat, LENGTH]
+        known.latest[batch_slot, layer] = known.ids.request[batch_slot, LENGTH]
 
 
 @compiled
-def use(known: Evidence, p: Float, seat: int, layer: int, e: int, share: float, passes: float, decode: bool) -> None:
+def use(
+    known: Evidence, p: Float, batch_slot: int, layer: int, e: int, share: float, passes: float, decode: bool
+) -> None:
     """Expert number `e` of the layer was used by the share `share` of the tokens of the pass that is open."""
     E = known.after.shape[3]
     expert = layer * E + e
     for r in range(2):
         known.rows[AVERAGES + r, expert] += (1.0 - (1.0 - p[r]) ** passes) * share
-    known.tokens[seat, expert] += share * passes
+    known.tokens[batch_slot, expert] += share * passes
     known.rows[RUN_TOKENS, expert] += share * passes
     known.rows[LAST, expert] = known.rows[PASSES, layer]
-    second, before, now = known.used[seat, 0, layer], known.used[seat, 1, layer], known.used[seat, 2, layer]
+    second, before, now = (
+        known.used[batch_slot, 0, layer],
+        known.used[batch_slot, 1, layer],
+        known.used[batch_slot, 2, layer],
+    )
     for i in range(second[E]):
         known.after[TWO, layer, second[i], e] += np.float32(p[FOLLOW_RATE])
     for i in range(before[E]):
         known.after[PASS, layer, before[i], e] += np.float32(p[FOLLOW_RATE])
     if decode:
-        tokens.use(known.ids, seat, layer, e)
+        tokens.use(known.ids, batch_slot, layer, e)
         now[now[E]] = e
         now[E] += 1
 
 
 @compiled
-def learn_ahead(known: Evidence, p: Float, seat: int, layer: int) -> None:
+def learn_ahead(known: Evidence, p: Float, batch_slot: int, layer: int) -> None:
     """Of a decoded token: what `layer` used has followed what the layer before it used, if it ran both."""
-    E, token = known.after.shape[3], known.ids.request[seat, LENGTH]
-    if known.latest[seat, layer - 1] != token or known.latest[seat, layer] != token:
+    E, token = known.after.shape[3], known.ids.request[batch_slot, LENGTH]
+    if known.latest[batch_slot, layer - 1] != token or known.latest[batch_slot, layer] != token:
         return
-    before, now = known.used[seat, 2, layer - 1], known.used[seat, 2, layer]
+    before, now = known.used[batch_slot, 2, layer - 1], known.used[batch_slot, 2, layer]
     for i in range(before[E]):
         row = known.after[LAYER, layer - 1, before[i]]
         _fade(row, p[AHEAD_RATE])
@@ -211,7 +221,7 @@ def _sum_after(after: Chances, used: Int, n: int, popular: Float, out: Float) ->
 def _of_ids(
     known: Evidence,
     p: Float,
-    seat: int,
+    batch_slot: int,
     layer: int,
     top_k: int,
     table: int,
@@ -224,7 +234,7 @@ def _of_ids(
 
     before: 0, or BEFORE for the token before; unseen: passes that are counted, but have not routed yet.
     """
-    E, ids, mine = known.after.shape[3], known.ids, known.ids.request[seat]
+    E, ids, mine = known.after.shape[3], known.ids, known.ids.request[batch_slot]
     row, k = mine[before + ROW], max(top_k, 1)
     popular = known.rows[POPULAR, layer * E : (layer + 1) * E]
     passes = max(0, ids.passes[table, row] - unseen) if row >= 0 else 0
@@ -240,14 +250,14 @@ def _of_ids(
     for e in range(E):
         again[e] = popular[e] * alone
     if counted:
-        tokens.add_used(ids, seat, followed, layer, counted * E / k / (counted + 1.0), again)
+        tokens.add_used(ids, batch_slot, followed, layer, counted * E / k / (counted + 1.0), again)
     near_log(out, 1.0, p[EPS_IDS])
     near_log(again, 1.0, p[EPS_IDS])
 
 
 @compiled
-def weigh(known: Evidence, p: Float, seat: int, layer: int, top_k: int, behind: bool) -> None:
-    """Bring the layer's evidence up to date with its latest pass, for the request in `seat`.
+def weigh(known: Evidence, p: Float, batch_slot: int, layer: int, top_k: int, behind: bool) -> None:
+    """Bring the layer's evidence up to date with its latest pass, for the request in `batch_slot`.
 
     behind: a step has begun since, and so the token of that pass is the one before.
     """
@@ -257,7 +267,11 @@ def weigh(known: Evidence, p: Float, seat: int, layer: int, top_k: int, behind: 
     request, popular, seen = rows[REQUEST, first:last], rows[POPULAR, first:last], rows[RUN_TOKENS, first:last]
     followers, second = rows[FOLLOWERS, first:last], rows[SECOND, first:last]
     average, slower, latest = rows[AVERAGES, first:last], rows[AVERAGES + 1, first:last], rows[LAST, first:last]
-    before, used, own = known.used[seat, 1, layer], known.used[seat, 2, layer], known.tokens[seat, first:last]
+    before, used, own = (
+        known.used[batch_slot, 1, layer],
+        known.used[batch_slot, 2, layer],
+        known.tokens[batch_slot, first:last],
+    )
     passes, run = rows[PASSES, layer], 0.0
     for e in range(E):
         run += seen[e]
@@ -273,30 +287,30 @@ def weigh(known: Evidence, p: Float, seat: int, layer: int, top_k: int, behind: 
     near_log(since, 1.0, 1.0)
     token, unseen = (BEFORE, 1) if behind else (0, 0)
     of_next, again = rows[NEXT, first:last], rows[AGAIN, first:last]
-    _of_ids(known, p, seat, layer, top_k, tokens.AFTER, token, unseen, of_next, again)
+    _of_ids(known, p, batch_slot, layer, top_k, tokens.AFTER, token, unseen, of_next, again)
 
 
 @compiled
-def weigh_ahead(known: Evidence, p: Float, seat: int, layer: int, out: Float) -> None:
+def weigh_ahead(known: Evidence, p: Float, batch_slot: int, layer: int, out: Float) -> None:
     """Fill `out` [E] with the evidence AHEAD on the layer after `layer`, which the token at hand has run or skipped."""
-    E, used = len(out), known.used[seat, 2, layer]
+    E, used = len(out), known.used[batch_slot, 2, layer]
     popular = known.rows[POPULAR, (layer + 1) * E : (layer + 2) * E]
-    n = used[E] if known.latest[seat, layer] == known.ids.request[seat, LENGTH] else 0
+    n = used[E] if known.latest[batch_slot, layer] == known.ids.request[batch_slot, LENGTH] else 0
     _sum_after(known.after[LAYER, layer], used, n, popular, out)
     _lifts(out, p[EPS])
 
 
 @compiled
-def weigh_here(known: Evidence, p: Float, seat: int, layer: int, top_k: int, here: Float, again: Float) -> None:
+def weigh_here(known: Evidence, p: Float, batch_slot: int, layer: int, top_k: int, here: Float, again: Float) -> None:
     """Fill both [E] with the evidence HERE and AGAIN_HERE on `layer`, which has not routed in the step at hand."""
-    _of_ids(known, p, seat, layer, top_k, tokens.HERE, 0, 1, here, again)
+    _of_ids(known, p, batch_slot, layer, top_k, tokens.HERE, 0, 1, here, again)
 
 
 @compiled
 def learn(
     known: Evidence,
     p: Float,
-    seat: int,
+    batch_slot: int,
     layer: int,
     experts: Int,
     counts: Int,
@@ -304,7 +318,7 @@ def learn(
     opens: bool,
     top_k: int,
 ) -> None:
-    """The request in `seat` chose `experts` of `layer`, each for `counts` tokens; a pass begins if `opens`.
+    """The request in `batch_slot` chose `experts` of `layer`, each for `counts` tokens; a pass begins if `opens`.
 
     Who asks for evidence then has it weighed first.
     """
@@ -315,7 +329,7 @@ def learn(
         most = max(most, counts[i])
     passes = 1.0 if decode else max(1.0, most, total / top_k if top_k else 0.0)
     if opens:
-        open_pass(known, p, seat, layer, passes, decode)
+        open_pass(known, p, batch_slot, layer, passes, decode)
     for i in range(len(experts)):
         share = 1.0 if decode else min(1.0, counts[i] / passes)
-        use(known, p, seat, layer, experts[i] - layer * E, share, passes, decode)
+        use(known, p, batch_slot, layer, experts[i] - layer * E, share, passes, decode)

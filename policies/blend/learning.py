@@ -61,7 +61,7 @@ USED, EVEN, ROWS = PLACES, PLACES + 1, PLACES + 2
 """Rows of `Learning.questions` after the evidence: whether the expert was used, as far as is known; in the first place
 the log odds of use of one drawn evenly."""
 
-OF_LAYER, OF_STEP, OF_SEAT, SHOWN, MARKS = range(5)
+OF_LAYER, OF_STEP, OF_BATCH_SLOT, SHOWN, MARKS = range(5)
 """Places in `Learning.asked`: which layer is asked about, in which step and of which request; whether it has shown."""
 
 NONE = -1
@@ -96,12 +96,12 @@ def nothing_learned(shape: Shape) -> Learning:
 
 @apart
 @compiled
-def ask(own: Learning, model: int, layer: int, step: int, seat: int, even: float) -> None:
+def ask(own: Learning, model: int, layer: int, step: int, batch_slot: int, even: float) -> None:
     """Settle the last question of the model and ask the next, whose evidence is still to be filled in."""
     asked, question = own.asked[model], own.questions[model]
     if asked[SHOWN] == 1:
         _settle(own.fits, model, question)
-    asked[OF_LAYER], asked[OF_STEP], asked[OF_SEAT], asked[SHOWN] = layer, step, seat, 0
+    asked[OF_LAYER], asked[OF_STEP], asked[OF_BATCH_SLOT], asked[SHOWN] = layer, step, batch_slot, 0
     for e in range(question.shape[1]):
         question[USED, e] = 0.0
         question[CONSTANT, e] = 1.0
@@ -109,12 +109,12 @@ def ask(own: Learning, model: int, layer: int, step: int, seat: int, even: float
 
 
 @compiled
-def show(own: Learning, layer: int, step: int, seat: int, experts: Int) -> None:
+def show(own: Learning, layer: int, step: int, batch_slot: int, experts: Int) -> None:
     """The layer has used these experts in that step: note it where it was asked about."""
     E = own.questions.shape[2]
     for model in range(MODELS):
         asked = own.asked[model]
-        if asked[OF_LAYER] == layer and asked[OF_STEP] == step and asked[OF_SEAT] == seat:
+        if asked[OF_LAYER] == layer and asked[OF_STEP] == step and asked[OF_BATCH_SLOT] == batch_slot:
             asked[SHOWN] = 1
             for expert in experts:
                 own.questions[model, USED, expert % E] = 1.0

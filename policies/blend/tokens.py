@@ -43,30 +43,30 @@ class Tokens(NamedTuple):
 
     chosen: Counts  # [2, ROWS, L, E] by table: passes that used the expert
     passes: Counts  # [2, ROWS]
-    request: Int  # [seats, PLACES]
-    ids: Int  # [seats, HISTORY] by place, which is the position's remainder; -1: not known
-    before: Int  # [seats, HISTORY] an earlier position of the same bucket, or NONE
-    latest: Int  # [seats, BUCKETS] the latest position of each, by the id's remainder
-    routed: Int  # [seats, HISTORY, L, words] experts used there, as bits
+    request: Int  # [batch_slots, PLACES]
+    ids: Int  # [batch_slots, HISTORY] by place, which is the position's remainder; -1: not known
+    before: Int  # [batch_slots, HISTORY] an earlier position of the same bucket, or NONE
+    latest: Int  # [batch_slots, BUCKETS] the latest position of each, by the id's remainder
+    routed: Int  # [batch_slots, HISTORY, L, words] experts used there, as bits
 
 
 def no_tokens(shape: Shape) -> Tokens:
-    L, E, seats = shape.layers, shape.experts, shape.seats
+    L, E, batch_slots = shape.layers, shape.experts, shape.batch_slots
     return Tokens(
         chosen=np.zeros((2, ROWS, L, E), np.uint8),
         passes=np.zeros((2, ROWS), np.uint8),
-        request=np.full((seats, PLACES), NONE),
-        ids=np.full((seats, HISTORY), NONE),
-        before=np.full((seats, HISTORY), NONE),
-        latest=np.full((seats, BUCKETS), NONE),
-        routed=np.zeros((seats, HISTORY, L, -(-E // BITS)), np.int64),
+        request=np.full((batch_slots, PLACES), NONE),
+        ids=np.full((batch_slots, HISTORY), NONE),
+        before=np.full((batch_slots, HISTORY), NONE),
+        latest=np.full((batch_slots, BUCKETS), NONE),
+        routed=np.zeros((batch_slots, HISTORY, L, -(-E // BITS)), np.int64),
     )
 
 
-def begin_request(tokens: Tokens, seat: int) -> None:
-    tokens.request[seat] = NONE
-    tokens.request[seat, [MATCHED, BEFORE + MATCHED, LENGTH]] = 0
-    tokens.latest[seat] = NONE
+def begin_request(tokens: Tokens, batch_slot: int) -> None:
+    tokens.request[batch_slot] = NONE
+    tokens.request[batch_slot, [MATCHED, BEFORE + MATCHED, LENGTH]] = 0
+    tokens.latest[batch_slot] = NONE
 
 
 @compiled
@@ -82,9 +82,9 @@ def _count(tokens: Tokens, table: int, row: int) -> None:
 
 
 @compiled
-def begin_step(tokens: Tokens, seat: int, token: int, decode: bool) -> None:
+def begin_step(tokens: Tokens, batch_slot: int, token: int, decode: bool) -> None:
     """A step takes in `token`, or a prefill that ends with it; -1: its id is not known."""
-    mine = tokens.request[seat]
+    mine = tokens.request[batch_slot]
     for place in (ROW, MATCH, MATCHED):
         mine[BEFORE + place] = mine[place]
     mine[ROW] = token % ROWS if token >= 0 else NONE
@@ -95,18 +95,18 @@ def begin_step(tokens: Tokens, seat: int, token: int, decode: bool) -> None:
         _count(tokens, AFTER, mine[BEFORE + ROW])
     if mine[ROW] >= 0:
         _count(tokens, HERE, mine[ROW])
-    at, ids, before = mine[LENGTH], tokens.ids[seat], tokens.before[seat]
+    at, ids, before = mine[LENGTH], tokens.ids[batch_slot], tokens.before[batch_slot]
     mine[LENGTH] += 1
     ids[at % HISTORY] = token
     before[at % HISTORY] = NONE
-    routed = tokens.routed[seat, at % HISTORY]
+    routed = tokens.routed[batch_slot, at % HISTORY]
     for layer in range(routed.shape[0]):
         for word in range(routed.shape[1]):
             routed[layer, word] = 0
     if token >= 0:
-        found = tokens.latest[seat, token % BUCKETS]
+        found = tokens.latest[batch_slot, token % BUCKETS]
         before[at % HISTORY] = found
-        tokens.latest[seat, token % BUCKETS] = at
+        tokens.latest[batch_slot, token % BUCKETS] = at
         _match(ids, before, at, found, mine)
 
 
@@ -133,21 +133,21 @@ def _match(ids: Int, before: Int, at: int, found: int, mine: Int) -> None:
 
 
 @compiled
-def use(tokens: Tokens, seat: int, layer: int, e: int) -> None:
+def use(tokens: Tokens, batch_slot: int, layer: int, e: int) -> None:
     """The token at hand used expert number `e` of the layer."""
-    mine = tokens.request[seat]
+    mine = tokens.request[batch_slot]
     for table in range(2):
         row = mine[ROW] if table == HERE else mine[BEFORE + ROW]
         if row >= 0 and tokens.chosen[table, row, layer, e] < MOST:
             tokens.chosen[table, row, layer, e] += 1
     if mine[LENGTH] > 0:
-        tokens.routed[seat, (mine[LENGTH] - 1) % HISTORY, layer, e // BITS] |= 1 << (e % BITS)
+        tokens.routed[batch_slot, (mine[LENGTH] - 1) % HISTORY, layer, e // BITS] |= 1 << (e % BITS)
 
 
 @compiled
-def add_used(tokens: Tokens, seat: int, position: int, layer: int, value: float, out: Float) -> None:
+def add_used(tokens: Tokens, batch_slot: int, position: int, layer: int, value: float, out: Float) -> None:
     """Add `value` to out [E] for each expert of the layer that the request used at that position, one of the latest."""
-    words = tokens.routed[seat, position % HISTORY, layer]
+    words = tokens.routed[batch_slot, position % HISTORY, layer]
     for word in range(len(words)):
         bits, base = words[word], word * BITS
         for i in range(min(BITS, len(out) - base)):

@@ -49,7 +49,7 @@ class RequestEvents:
         self._tokens: list[int] = request.tokens.tolist()
         self._ids = np.ascontiguousarray(request.experts)
         self._phases: list[int] = request.phase.tolist()
-        self._seats = np.zeros(1, np.int64)
+        self._batch_slots = np.zeros(1, np.int64)
         self._step, self._steps, self._token_ids = -1, NO_INTS, NO_INTS
         self._first_token: list[int] = [] if request.token_ids is None else [0, *np.cumsum(request.tokens).tolist()]
         self._offsets: dict[int, Int] = {}  # by number of experts
@@ -91,13 +91,13 @@ class RequestEvents:
         if n not in self._offsets:
             self._offsets[n] = np.array([0, n])
         experts, counts = request.experts[first:last].copy(), request.counts[first:last].copy()
-        own = self._seats, self._steps, self._offsets[n], experts, counts
+        own = self._batch_slots, self._steps, self._offsets[n], experts, counts
         serial = self._before + number + 1
         return Event(serial, self._phases[step], layer, experts, counts, *own, *ahead, self._token_ids)
 
 
 class Merged:
-    """The events of one step of several requests (rule 18): parts are (seat, step of the request, its events).
+    """The events of one step of several requests (rule 18): parts are (batch_slot, step of the request, its events).
 
     before: how many events the run had before this step.
     """
@@ -105,7 +105,7 @@ class Merged:
     def __init__(self, parts: Sequence[tuple[int, int, RequestEvents]], before: int) -> None:
         self._parts = parts
         self._before = before
-        self._seats = np.array([seat for seat, _, _ in parts])
+        self._batch_slots = np.array([batch_slot for batch_slot, _, _ in parts])
         self._steps = np.array([step for _, step, _ in parts])
 
     def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
@@ -132,7 +132,14 @@ class Merged:
         ids, counts = [each.experts for each in own], [each.counts for each in own]
         offsets = np.cumsum([0, *map(len, ids)])
         ahead = merged([each.ahead_experts for each in own], [each.ahead_counts for each in own])
-        together = *merged(ids, counts), self._seats, self._steps, offsets, np.concatenate(ids), np.concatenate(counts)
+        together = (
+            *merged(ids, counts),
+            self._batch_slots,
+            self._steps,
+            offsets,
+            np.concatenate(ids),
+            np.concatenate(counts),
+        )
         told = [each.token_ids for each in own]
         token_ids = np.concatenate([ids if len(ids) else UNKNOWN for ids in told]) if any(map(len, told)) else NO_INTS
         return Event(self._before + layer + 1, own[0].phase, layer, *together, *ahead, token_ids)
@@ -162,7 +169,7 @@ class Routing(NamedTuple):
     own_offsets: Int  # [S * L * R + 1] a request after another in each event
     own_experts: Int
     own_counts: Int
-    seats: Int  # [R]
+    batch_slots: Int  # [R]
     first: Int  # [R] the number that the first of these steps has in each request
     steps: Int  # [R] of the event at hand, as are:
     own: Int  # [R + 1] offsets of each request
@@ -186,9 +193,9 @@ def _contiguous(offsets: Int, experts: Int, counts: Int) -> "Arrays":
 
 
 def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> Routing:
-    """Return the arrays of so many steps of several requests: parts are (seat, the first of its steps, request)."""
+    """Return the arrays of so many steps of several requests: parts are (batch_slot, first of its steps, request)."""
     L, R = shape.layers, len(parts)
-    seats, first = (np.array([part[place] for part in parts], np.int64) for place in (0, 1))
+    batch_slots, first = (np.array([part[place] for part in parts], np.int64) for place in (0, 1))
     _, step, request = parts[0]
     phase = request.phase[step : step + steps].astype(np.int64)
     together, own = _merged([(request, step) for _, step, request in parts], steps, shape)
@@ -197,7 +204,7 @@ def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int,
     assert len(own[0]) == steps * L * R + 1
     tokens = _token_ids(parts, steps)
     at_hand = np.zeros(R, np.int64), np.zeros(R + 1, np.int64)
-    return Routing(phase, *together, *picks, *tokens, *own, seats, first, *at_hand)
+    return Routing(phase, *together, *picks, *tokens, *own, batch_slots, first, *at_hand)
 
 
 def _token_ids(parts: Sequence[tuple[int, int, RequestSteps]], steps: int) -> tuple[Int, Int]:
@@ -262,7 +269,7 @@ def merge(offsets: Int, experts: Int, counts: Int, L: int, tokens: Int, together
 @inlined
 def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Event:
     """Return the event of `layer` in the `step`-th of these steps; the one before is gone."""
-    number, R = step * L + layer, len(routing.seats)
+    number, R = step * L + layer, len(routing.batch_slots)
     first, last = routing.offsets[number], routing.offsets[number + 1]
     mine = routing.own_offsets[number * R]
     for r in range(R):
@@ -278,7 +285,7 @@ def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Ev
         layer,
         routing.experts[first:last],
         routing.counts[first:last],
-        routing.seats,
+        routing.batch_slots,
         routing.steps,
         routing.own,
         routing.own_experts[mine:others],
@@ -292,10 +299,10 @@ def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Ev
 @inlined
 def start_at(routing: Routing, step: int, serial: int) -> Event:
     """Return what is known when the `step`-th of these steps starts; the event before is gone."""
-    for r in range(len(routing.seats)):
+    for r in range(len(routing.batch_slots)):
         routing.steps[r] = routing.first[r] + step
         routing.own[r + 1] = 0
     none, tokens = routing.experts[:0], routing.token_offsets
     ids = routing.token_ids[tokens[step] : tokens[step + 1]]
-    one = routing.seats, routing.steps, routing.own
+    one = routing.batch_slots, routing.steps, routing.own
     return Event(serial, routing.phase[step], START, none, none, *one, none, none, none, none, ids)

@@ -5,10 +5,11 @@ are scores over layers x experts, the shape of an EAM: the evictable expert with
 falls to the lower id. Rules 3, 4, 8 and 10 of docs/contract.md say when each method is called; an event holds nothing
 that a policy must not know yet (rule 16).
 
-A step may be of several requests, each in a seat of the batch. What tells of the request itself is its own and is kept
-by seat: what it has used so far, what its latest token chose, which past request it resembles. It begins again with
-`begin_request` and is learned from in `end_request`. What tells of the run is merged, whoever chose: counts of use,
-recency, what has been learned, and keep scores, of which an expert has one however many requests want it.
+A step may be of several requests, each in a batch slot of its own. What tells of the request itself is its own and is
+kept by batch slot: what it has used so far, what its latest token chose, which past request it resembles. It begins
+again with `begin_request` and is learned from in `end_request`. What tells of the run is merged,
+whoever chose: counts of use, recency, what has been learned, and keep scores, of which an expert has one however many
+requests want it.
 """
 
 from abc import ABC, abstractmethod
@@ -45,12 +46,12 @@ NOTHING: tuple[Int, Float] = (NO_INTS, np.empty(0, np.float64))
 class Shape:
     """A model as policies see it: L MoE layers of E experts; expert `e` of layer `l` has the id `l * E + e`.
 
-    `seats` is how many requests the batch of this run holds at most; it says nothing of the model.
+    `batch_slots` is how many requests the batch of this run holds at most; it says nothing of the model.
     """
 
     layers: int
     experts: int
-    seats: int = field(default=1, compare=False)
+    batch_slots: int = field(default=1, compare=False)
 
     @property
     def total(self) -> int:
@@ -62,8 +63,8 @@ class Event(NamedTuple):
     """What a policy hears after a router: the distinct experts that one layer chose, for all requests of the step.
 
     It holds arrays of its own and nothing of what comes later. Of all requests together are `experts` and `counts`;
-    a request's own are `own_experts` and `own_counts` from offsets[r] to offsets[r + 1], r being its place in `seats`.
-    With one request these are the same arrays. Compiled functions take an Event as it is.
+    a request's own are `own_experts` and `own_counts` from offsets[r] to offsets[r + 1], where r is its
+    place in `batch_slots`. With one request these are the same arrays. Compiled functions take an Event as it is.
     """
 
     serial: int  # number of the event over the whole run, from 1
@@ -71,22 +72,22 @@ class Event(NamedTuple):
     layer: int
     experts: Int  # [n] ids, ascending
     counts: Int  # [n] tokens of the step that chose each
-    seats: Int  # [R] place that each request holds in the batch; 0 with one request at a time
+    batch_slots: Int  # [R] place that each request holds in the batch; 0 with one request at a time
     steps: Int  # [R] index of the step within each request
     offsets: Int  # [R + 1]
     own_experts: Int  # [m] ids, ascending within a request
     own_counts: Int  # [m]
     ahead_experts: Int  # ids that the next layer's router picks for what entered this layer; empty if not recorded
     ahead_counts: Int  # tokens of each
-    token_ids: Int  # [T] of the tokens that the step takes in: of a prefill all, of others one for each of `seats`;
+    token_ids: Int  # [T] of the tokens that the step takes in: of a prefill all, of others one a request;
     # -1 where withheld; empty where none is known
 
     def by_request(self) -> Iterator[tuple[int, int, Int, Int]]:
-        """Each request's (seat, step, experts, counts)."""
+        """Each request's (batch_slot, step, experts, counts)."""
         ends = self.offsets.tolist()
-        for r, (seat, step) in enumerate(zip(self.seats.tolist(), self.steps.tolist(), strict=True)):
+        for r, (batch_slot, step) in enumerate(zip(self.batch_slots.tolist(), self.steps.tolist(), strict=True)):
             own = slice(ends[r], ends[r + 1])
-            yield seat, step, self.own_experts[own], self.own_counts[own]
+            yield batch_slot, step, self.own_experts[own], self.own_counts[own]
 
 
 _BOUNDS = {"least": ("of at least", ge), "above": ("above", gt), "most": ("at most", le), "below": ("below", lt)}
@@ -133,8 +134,8 @@ class Compiled(NamedTuple):
     start: Callable[[Shape, Any], Any] | None = None  # the state when a run begins
     observe: Callable[..., Any] | None = None  # (state, event); of an eviction policy (state, keep, event)
     propose: Callable[..., int] | None = None  # (state, event, ids, priorities): fill both; how many
-    begin_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
-    end_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
+    begin_request: Callable[[Any, int], None] | None = None  # (state, batch_slot), not compiled
+    end_request: Callable[[Any, int], None] | None = None  # (state, batch_slot), not compiled
     on_lookup: Callable[[Float, int, int], None] | None = None  # (keep, expert, serial of the event)
     on_host_lookup: Callable[[Float, int, int], None] | None = None  # None: as on_lookup
     on_insert: Callable[[Float, int, int, int], None] | None = None  # (keep, expert, serial, number of the transfer)
@@ -197,20 +198,20 @@ class Listener:
         With `per_access` every access is an event of its own (the untimed mode).
         """
 
-    def begin_request(self, request: int, seat: int) -> None:
-        """A request takes `seat`, a place in the batch that is free; `request` is its ordinal in the run."""
+    def begin_request(self, request: int, batch_slot: int) -> None:
+        """A request takes `batch_slot`, a place in the batch that is free; `request` is its ordinal in the run."""
         declared = type(self).compiled
         if declared and declared.begin_request and not self._state_is_shared:
-            declared.begin_request(self.state, seat)
+            declared.begin_request(self.state, batch_slot)
 
     def observe(self, event: Event) -> None:
         """Rule 3: the router of an event is known."""
 
-    def end_request(self, seat: int) -> None:
-        """The last step of the request in `seat` has ended: the time to learn from it."""
+    def end_request(self, batch_slot: int) -> None:
+        """The last step of the request in `batch_slot` has ended: the time to learn from it."""
         declared = type(self).compiled
         if declared and declared.end_request and not self._state_is_shared:
-            declared.end_request(self.state, seat)
+            declared.end_request(self.state, batch_slot)
 
     def save(self, file: BinaryIO, source: str) -> None:
         """Write what was learned so far, from `source`. Only where `starts_from` is set."""

@@ -307,7 +307,7 @@ class ObservedResidency:
     """The same residency; an observer hears of every call."""
 
     def __init__(self, residency: Residency, observer: ResidencyObserver) -> None:
-        def told(call: Callable[..., Any], hear: Callable[[Any, Any], None]) -> Callable[..., Any]:
+        def reported(call: Callable[..., Any], hear: Callable[[Any, Any], None]) -> Callable[..., Any]:
             def observed(*given: Any) -> Any:
                 answer = call(*given)
                 hear(given, answer)
@@ -317,11 +317,11 @@ class ObservedResidency:
 
         self.slots, self.slot, self.awaited = residency.slots, residency.slot, residency.awaited
         self.computed, self.counters, self.resident = residency.computed, residency.counters, residency.resident
-        self.victims = told(residency.victims, lambda _, answer: observer.left(answer))
-        self.route = told(residency.route, lambda given, answer: observer.routed(given[0], answer[0]))
-        self.propose = told(residency.propose, lambda given, _: observer.proposed(*given))
-        self.next_transfer = told(residency.next_transfer, lambda _, answer: observer.turned_to(*answer))
-        self.interrupt = told(residency.interrupt, lambda _, answer: observer.interrupted(*answer))
-        self.land = told(residency.land, lambda *_: observer.landed())
-        self.arrived = told(residency.arrived, lambda *_: observer.arrived())
-        self.end_request = told(residency.end_request, lambda given, _: observer.request_ended(*given))
+        self.victims = reported(residency.victims, lambda _, answer: observer.left(answer))
+        self.route = reported(residency.route, lambda given, answer: observer.routed(given[0], answer[0]))
+        self.propose = reported(residency.propose, lambda given, _: observer.proposed(*given))
+        self.next_transfer = reported(residency.next_transfer, lambda _, answer: observer.turned_to(*answer))
+        self.interrupt = reported(residency.interrupt, lambda _, answer: observer.interrupted(*answer))
+        self.land = reported(residency.land, lambda *_: observer.landed())
+        self.arrived = reported(residency.arrived, lambda *_: observer.arrived())
+        self.end_request = reported(residency.end_request, lambda given, _: observer.request_ended(*given))

@@ -53,9 +53,9 @@ class PolicyRunner:
         self._states = residency.states
         return residency
 
-    def begin_request(self, ordinal: int, seat: int = 0) -> None:
-        self.retention.begin_request(ordinal, seat)
-        self.prefetcher.begin_request(ordinal, seat)
+    def begin_request(self, ordinal: int, batch_slot: int = 0) -> None:
+        self.retention.begin_request(ordinal, batch_slot)
+        self.prefetcher.begin_request(ordinal, batch_slot)
 
     def observe(self, event: Event) -> None:
         self._take_states()
@@ -81,6 +81,6 @@ class PolicyRunner:
         """Whether the prefetcher is asked when a step starts as well: `propose` of an event that tells no more."""
         return self.prefetcher.at_start
 
-    def end_request(self, seat: int = 0) -> None:
-        self.retention.end_request(seat)
-        self.prefetcher.end_request(seat)
+    def end_request(self, batch_slot: int = 0) -> None:
+        self.retention.end_request(batch_slot)
+        self.prefetcher.end_request(batch_slot)

@@ -70,7 +70,7 @@ class Collection:
     """An EAMC of at most `capacity` EAMs, and the running requests against it (`bucket`, see matching.py)."""
 
     def __init__(self, shape: Shape, options: EamcOptions) -> None:
-        L, total, C, seats = shape.layers, shape.total, options.capacity, shape.seats
+        L, total, C, batch_slots = shape.layers, shape.total, options.capacity, shape.batch_slots
         self.shape = shape
         self.options = options
         self.waiting: list[Int] = []  # of k-means, in order: [L*E] each
@@ -80,14 +80,14 @@ class Collection:
             inverse=np.zeros((L, C)),
             born=np.zeros(C, np.int64),
             uses=np.zeros(C, np.int64),
-            eam=np.zeros((seats, 2, total), np.int64),
-            dots=np.zeros((seats, 2, L, C), np.int64),
-            squares=np.zeros((seats, 2, L), np.int64),
-            past=np.zeros((seats, 2, C)),
-            future=np.zeros((seats, L, C)),
+            eam=np.zeros((batch_slots, 2, total), np.int64),
+            dots=np.zeros((batch_slots, 2, L, C), np.int64),
+            squares=np.zeros((batch_slots, 2, L), np.int64),
+            past=np.zeros((batch_slots, 2, C)),
+            future=np.zeros((batch_slots, L, C)),
             scratch=np.zeros((2, C)),
-            matched=np.full((seats, options.matches), NO_MATCH),
-            layer=np.zeros(seats, np.int64),
+            matched=np.full((batch_slots, options.matches), NO_MATCH),
+            layer=np.zeros(batch_slots, np.int64),
             numbers=np.zeros(matching.NUMBERS, np.int64),
         )
         numbers = self.bucket.numbers
@@ -116,15 +116,15 @@ class Collection:
     def memory_bytes(self) -> int:
         return sum(array.nbytes for array in (*self.bucket, *self.waiting))
 
-    def learn(self, seat: int = 0) -> None:
-        """The request in `seat` has ended: its rEAM is added, and a new one begins."""
+    def learn(self, batch_slot: int = 0) -> None:
+        """The request in `batch_slot` has ended: its rEAM is added, and a new one begins."""
         bucket = self.bucket
-        bucket.matched[seat] = NO_MATCH
-        if bucket.eam[seat, REQUEST].any():
-            self.add(bucket.eam[seat, REQUEST])
-            bucket.eam[seat, REQUEST] = 0
-            bucket.dots[seat, REQUEST] = 0
-            bucket.squares[seat, REQUEST] = 0
+        bucket.matched[batch_slot] = NO_MATCH
+        if bucket.eam[batch_slot, REQUEST].any():
+            self.add(bucket.eam[batch_slot, REQUEST])
+            bucket.eam[batch_slot, REQUEST] = 0
+            bucket.dots[batch_slot, REQUEST] = 0
+            bucket.squares[batch_slot, REQUEST] = 0
 
     def add(self, eam: Int, uses: int = 0) -> None:
         """Store an EAM [L*E], not all zero, in the place that the rule of replacement gives it."""
@@ -153,10 +153,10 @@ class Collection:
         self.eams[entry] = bucket.columns[:, entry] = eam
         norms = np.sqrt(self._counted_squares(eam))
         bucket.inverse[:, entry] = np.divide(1.0, norms, out=np.zeros(len(norms)), where=norms > 0)
-        for seat in range(self.shape.seats):  # others that run now resemble another EAM at this entry
+        for batch_slot in range(self.shape.batch_slots):  # others that run now resemble another EAM at this entry
             rows = self.shape.layers, self.shape.experts
-            products = bucket.eam[seat].reshape(2, *rows) * eam.reshape(rows)
-            bucket.dots[seat, :, :, entry] = products.sum(axis=2)
+            products = bucket.eam[batch_slot].reshape(2, *rows) * eam.reshape(rows)
+            bucket.dots[batch_slot, :, :, entry] = products.sum(axis=2)
         self._learned += 1
         bucket.born[entry], bucket.uses[entry] = self._learned, uses
 

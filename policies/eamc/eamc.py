@@ -47,8 +47,8 @@ def predict(bucket: Bucket, says: "Prediction", event: Event) -> None:
     starts[:] = 0
     ratios[:] = 0.0
     found = False
-    for seat in event.seats:
-        for entry in bucket.matched[seat]:
+    for batch_slot in event.batch_slots:
+        for entry in bucket.matched[batch_slot]:
             if entry != NO_MATCH:
                 found = True
                 for expert in range(len(ratios)):
@@ -70,7 +70,7 @@ def predict(bucket: Bucket, says: "Prediction", event: Event) -> None:
         starts[row + 1] = n
 
 
-NONE = -1  # in place of a step, a phase or a seat
+NONE = -1  # in place of a step, a phase or a batch slot
 
 
 class Prediction(NamedTuple):
@@ -80,8 +80,8 @@ class Prediction(NamedTuple):
     ids: Int  # [L*E] candidates, ids[starts[l]:starts[l + 1]] those of layer l, ascending
     starts: Int  # [L+1]
     decay: Float  # [L, L] of the keep score, by current layer and by layer of the expert
-    shown: Int  # [2] the phase and the seat whose match the ratios are of
-    steps: Int  # [seats] each request's step that runs
+    shown: Int  # [2] the phase and the batch slot whose match the ratios are of
+    steps: Int  # [batch_slots] each request's step that runs
     threshold: float
     eps: float
     split: bool  # the phases have a collection each
@@ -105,14 +105,14 @@ def observe(known: Matched, event: Event) -> bool:
     says, changed = known.says, False
     meets = event.phase if says.split else 0
     bucket = known.decode if meets else known.prefill
-    for r in range(len(event.seats)):
-        begins = says.steps[event.seats[r]] != event.steps[r]
-        says.steps[event.seats[r]] = event.steps[r]
+    for r in range(len(event.batch_slots)):
+        begins = says.steps[event.batch_slots[r]] != event.steps[r]
+        says.steps[event.batch_slots[r]] = event.steps[r]
         changed |= matching.observe(bucket, begins, event, r)
-    seat = event.seats[0] if len(event.seats) == 1 else NONE
-    if not changed and seat != NONE and says.shown[0] == meets and says.shown[1] == seat:
+    batch_slot = event.batch_slots[0] if len(event.batch_slots) == 1 else NONE
+    if not changed and batch_slot != NONE and says.shown[0] == meets and says.shown[1] == batch_slot:
         return False
-    says.shown[0], says.shown[1] = meets, seat
+    says.shown[0], says.shown[1] = meets, batch_slot
     predict(bucket, says, event)
     return True
 
@@ -171,7 +171,7 @@ class Predictor:
             starts=np.zeros(shape.layers + 1, np.int64),
             decay=_decay(options.decay, shape.layers),
             shown=np.full(2, NONE),
-            steps=np.full(shape.seats, NONE),
+            steps=np.full(shape.batch_slots, NONE),
             threshold=float(options.threshold),
             eps=float(options.eps),
             split=options.split,
@@ -188,11 +188,11 @@ class Predictor:
         """The collection that a step of `phase` meets."""
         return self.collections[phase if self.options.split else 0]
 
-    def learn(self, seat: int = 0) -> None:
-        """The request in `seat` has ended: its rEAMs join the collections."""
+    def learn(self, batch_slot: int = 0) -> None:
+        """The request in `batch_slot` has ended: its rEAMs join the collections."""
         for collection in self.collections:
-            collection.learn(seat)
-        self.says.steps[seat] = self.says.shown[0] = NONE
+            collection.learn(batch_slot)
+        self.says.steps[batch_slot] = self.says.shown[0] = NONE
 
     @property
     def memory_bytes(self) -> int:
@@ -281,8 +281,8 @@ class EamcRetention(_StartsFromAFile, ScorePolicy):
         self.keep[VISIT] = {"ratio": 0, "most-visited": -1, "least-visited": 1}[options.keep]
         score(self.predictor.says, self.keep, True, 0)
 
-    def end_request(self, seat: int) -> None:
-        self.predictor.learn(seat)
+    def end_request(self, batch_slot: int) -> None:
+        self.predictor.learn(batch_slot)
 
 
 def _decay(name: str, L: int) -> Float:
@@ -311,7 +311,7 @@ class EamcPrefetcher(_StartsFromAFile, Prefetcher):
         assert isinstance(keeper, EamcRetention)
         return cls(keeper.shape, keeper.predictor.options, keeper.predictor)
 
-    def end_request(self, seat: int) -> None:
+    def end_request(self, batch_slot: int) -> None:
         """Learn the request (a prefetcher on its own)."""
         if self.observes:
-            self.predictor.learn(seat)
+            self.predictor.learn(batch_slot)

@@ -59,28 +59,28 @@ class ExpertMaps(NamedTuple):
 
     stored: NDArray[np.int32]  # [L*E, capacity] tokens
     squares: Int  # [L, capacity] squared norms of layers 0 to l
-    dots: Int  # [seats, capacity] with the step so far
-    own: Int  # [seats, L*E] the step's map
-    own_squares: Int  # [seats, L] its squared norms of layers 0 to l; 0 where a layer has not come
+    dots: Int  # [batch_slots, capacity] with the step so far
+    own: Int  # [batch_slots, L*E] the step's map
+    own_squares: Int  # [batch_slots, L] its squared norms of layers 0 to l; 0 where a layer has not come
     shares: Float  # [L*E] of each expert in the match, for retention
     layer: Float  # [2, E] shares of a layer in the match; the same, ranked
     order: Int  # [E] ids by rank
     numbers: Int  # [NUMBERS]
-    own_numbers: Int  # [seats, OWN_NUMBERS]
+    own_numbers: Int  # [batch_slots, OWN_NUMBERS]
 
 
 def begin(shape: Shape, options: ExpertMapOptions) -> ExpertMaps:
-    L, E, C, seats = shape.layers, shape.experts, options.capacity, shape.seats
+    L, E, C, batch_slots = shape.layers, shape.experts, options.capacity, shape.batch_slots
     numbers = np.zeros(NUMBERS, np.int64)
     numbers[SHOWN_MATCH], numbers[DEPTH] = NO_MATCH, layers_ahead(options.depth, shape)
-    own_numbers = np.zeros((seats, OWN_NUMBERS), np.int64)
+    own_numbers = np.zeros((batch_slots, OWN_NUMBERS), np.int64)
     own_numbers[:, STEP], own_numbers[:, MATCH] = NOT_BEGUN, NO_MATCH
     return ExpertMaps(
         stored=np.zeros((L * E, C), np.int32),
         squares=np.zeros((L, C), np.int64),
-        dots=np.zeros((seats, C), np.int64),
-        own=np.zeros((seats, L * E), np.int64),
-        own_squares=np.zeros((seats, L), np.int64),
+        dots=np.zeros((batch_slots, C), np.int64),
+        own=np.zeros((batch_slots, L * E), np.int64),
+        own_squares=np.zeros((batch_slots, L), np.int64),
         shares=np.zeros(L * E),
         layer=np.empty((2, E)),
         order=np.empty(E, np.int64),
@@ -105,10 +105,10 @@ def _nearest(dots: Int, squares: Int, size: int) -> int:
 
 
 @compiled
-def learn(maps: ExpertMaps, seat: int) -> None:
+def learn(maps: ExpertMaps, batch_slot: int) -> None:
     """Store the map of the request's step that has ended, unless it is empty, and begin another."""
-    numbers, size, own_numbers = maps.numbers, maps.numbers[SIZE], maps.own_numbers[seat]
-    dots, own, own_squares = maps.dots[seat], maps.own[seat], maps.own_squares[seat]
+    numbers, size, own_numbers = maps.numbers, maps.numbers[SIZE], maps.own_numbers[batch_slot]
+    dots, own, own_squares = maps.dots[batch_slot], maps.own[batch_slot], maps.own_squares[batch_slot]
     if own_numbers[SQUARE]:
         entry = size
         if entry < len(dots):
@@ -122,7 +122,7 @@ def learn(maps: ExpertMaps, seat: int) -> None:
             square = max(square, own_squares[layer])
             maps.squares[layer, entry] = square
         for other in range(len(maps.own)):
-            if other != seat:
+            if other != batch_slot:
                 _compare_again(maps, other, entry)
     numbers[LEARNED] += 1
     dots[:] = 0
@@ -133,37 +133,37 @@ def learn(maps: ExpertMaps, seat: int) -> None:
 
 
 @compiled
-def _compare_again(maps: ExpertMaps, seat: int, entry: int) -> None:
+def _compare_again(maps: ExpertMaps, batch_slot: int, entry: int) -> None:
     """Another map stands at `entry` than the one that the request's step was compared with."""
     dot = 0
     for expert in range(maps.own.shape[1]):
-        dot += maps.own[seat, expert] * maps.stored[expert, entry]
-    maps.dots[seat, entry] = dot
+        dot += maps.own[batch_slot, expert] * maps.stored[expert, entry]
+    maps.dots[batch_slot, entry] = dot
 
 
-def end_request(maps: ExpertMaps, seat: int) -> None:
-    learn(maps, seat)
-    maps.own_numbers[seat, STEP] = NOT_BEGUN
+def end_request(maps: ExpertMaps, batch_slot: int) -> None:
+    learn(maps, batch_slot)
+    maps.own_numbers[batch_slot, STEP] = NOT_BEGUN
 
 
 @compiled
 def observe(maps: ExpertMaps, event: Event) -> None:
     """Trajectories grow, and are matched again; a step that has ended is learned."""
-    for r in range(len(event.seats)):
-        if maps.own_numbers[event.seats[r], STEP] != event.steps[r]:
-            learn(maps, event.seats[r])
-            maps.own_numbers[event.seats[r], STEP] = event.steps[r]
+    for r in range(len(event.batch_slots)):
+        if maps.own_numbers[event.batch_slots[r], STEP] != event.steps[r]:
+            learn(maps, event.batch_slots[r])
+            maps.own_numbers[event.batch_slots[r], STEP] = event.steps[r]
     size = maps.numbers[SIZE]
-    for r in range(len(event.seats)):
-        seat = event.seats[r]
-        numbers, dots = maps.own_numbers[seat], maps.dots[seat]
+    for r in range(len(event.batch_slots)):
+        batch_slot = event.batch_slots[r]
+        numbers, dots = maps.own_numbers[batch_slot], maps.dots[batch_slot]
         for i in range(event.offsets[r], event.offsets[r + 1]):
             expert, count = event.own_experts[i], event.own_counts[i]
-            maps.own[seat, expert] = count
+            maps.own[batch_slot, expert] = count
             numbers[SQUARE] += count * count
             for c in range(size):
                 dots[c] += count * maps.stored[expert, c]
-        maps.own_squares[seat, event.layer] = numbers[SQUARE]
+        maps.own_squares[batch_slot, event.layer] = numbers[SQUARE]
         numbers[MATCH] = _nearest(dots, maps.squares[event.layer], size)
 
 
@@ -171,8 +171,8 @@ def observe(maps: ExpertMaps, event: Event) -> None:
 def score(maps: ExpertMaps, keep: Float, event: Event) -> None:
     """`observe`, then keep by the share in the match x lookups; then by lookups. Of several matches the mean counts."""
     observe(maps, event)
-    numbers, shares, requests = maps.numbers, maps.shares, len(event.seats)
-    match = maps.own_numbers[event.seats[0], MATCH]
+    numbers, shares, requests = maps.numbers, maps.shares, len(event.batch_slots)
+    match = maps.own_numbers[event.batch_slots[0], MATCH]
     for expert in event.experts:
         keep[1, expert] += 1
     if requests == 1 and match == numbers[SHOWN_MATCH] and numbers[LEARNED] == numbers[SHOWN_LEARNED]:
@@ -182,9 +182,9 @@ def score(maps: ExpertMaps, keep: Float, event: Event) -> None:
     numbers[SHOWN_MATCH] = match if requests == 1 else SEVERAL
     numbers[SHOWN_LEARNED] = numbers[LEARNED]
     shares[:] = 0.0
-    for seat in event.seats:
-        if maps.own_numbers[seat, MATCH] != NO_MATCH:
-            _add_shares(maps.stored, maps.own_numbers[seat, MATCH], len(maps.order), requests, shares)
+    for batch_slot in event.batch_slots:
+        if maps.own_numbers[batch_slot, MATCH] != NO_MATCH:
+            _add_shares(maps.stored, maps.own_numbers[batch_slot, MATCH], len(maps.order), requests, shares)
     for expert in range(len(shares)):
         keep[0, expert] = shares[expert] * keep[1, expert]
 
@@ -195,21 +195,21 @@ def propose(maps: ExpertMaps, event: Event, ids: Int, priorities: Float) -> int:
     n = 0
     for i in range(event.layer + 1, min(event.layer + 1 + maps.numbers[DEPTH], len(maps.squares))):
         first = n
-        for r in range(len(event.seats)):
-            if maps.own_numbers[event.seats[r], MATCH] != NO_MATCH:
+        for r in range(len(event.batch_slots)):
+            if maps.own_numbers[event.batch_slots[r], MATCH] != NO_MATCH:
                 least, others = event.offsets[r + 1] - event.offsets[r], first if r else len(ids)
-                n = _propose_layer(maps, event.seats[r], event.layer, i, least, others, n, ids, priorities)
+                n = _propose_layer(maps, event.batch_slots[r], event.layer, i, least, others, n, ids, priorities)
     return n
 
 
 @compiled
 def _propose_layer(
-    maps: ExpertMaps, seat: int, layer: int, i: int, least: int, first: int, n: int, ids: Int, priorities: Float
+    maps: ExpertMaps, batch_slot: int, layer: int, i: int, least: int, first: int, n: int, ids: Int, priorities: Float
 ) -> int:
     """Add what the request's match chose in layer i, at least `least` experts; how many are proposed then."""
-    entry, E = maps.own_numbers[seat, MATCH], len(maps.order)
-    square = float(maps.squares[layer, entry]) * float(maps.own_numbers[seat, SQUARE])
-    cosine = maps.dots[seat, entry] / np.sqrt(square)
+    entry, E = maps.own_numbers[batch_slot, MATCH], len(maps.order)
+    square = float(maps.squares[layer, entry]) * float(maps.own_numbers[batch_slot, SQUARE])
+    cosine = maps.dots[batch_slot, entry] / np.sqrt(square)
     shares, ranked, order = maps.layer[0], maps.layer[1], maps.order
     shares[:] = 0.0
     _add_shares(maps.stored[i * E : (i + 1) * E], entry, E, 1, shares)

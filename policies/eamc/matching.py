@@ -12,7 +12,7 @@ step has not touched yet: summed once when it begins, from the last row backward
 `inverse[l, c]` is the 1 / norm of S that a match at layer l needs, so an event costs O(k C + C), and a step O(L C)
 once. Whole numbers are exact, `dots` below 2**63 and their sums below 2**53.
 
-Every request is matched by itself, so all but what is stored has an axis of seats.
+Every request is matched by itself, so all but what is stored has an axis of batch_slots.
 
 Ties go to the oldest entry: equal are similarities within TIE of the greatest, relatively, since so near only
 rounding differs, as between an EAM and its double. Functions are loops over arrays that compiled engines can call.
@@ -44,14 +44,14 @@ class Bucket(NamedTuple):
     inverse: Float  # [L, C] 1 / norm of what a match at each layer counts, 0 for a norm of 0
     born: Int  # [C] when each was learned, ascending
     uses: Int  # [C] events at which each was among the matched
-    eam: Int  # [seats, Q, L*E] tokens
-    dots: Int  # [seats, Q, L, C]
-    squares: Int  # [seats, Q, L] squared norms of the rows
-    past: Float  # [seats, Q, C] sums over the rows before the current one
-    future: Float  # [seats, L, C] sums over the rows of the rEAM after each, as they stood when the step began
+    eam: Int  # [batch_slots, Q, L*E] tokens
+    dots: Int  # [batch_slots, Q, L, C]
+    squares: Int  # [batch_slots, Q, L] squared norms of the rows
+    past: Float  # [batch_slots, Q, C] sums over the rows before the current one
+    future: Float  # [batch_slots, L, C] sums over the rows of the rEAM after each, as they stood when the step began
     scratch: Float  # [2, C] sums over the counted rows; similarities
-    matched: Int  # [seats, M] the nearest entries, the nearest first; NO_MATCH where fewer are stored
-    layer: Int  # [seats] of the latest event
+    matched: Int  # [batch_slots, M] the nearest entries, the nearest first; NO_MATCH where fewer are stored
+    layer: Int  # [batch_slots] of the latest event
     numbers: Int  # [NUMBERS]
 
 
@@ -62,45 +62,45 @@ def observe(bucket: Bucket, begins: bool, event: Event, r: int) -> bool:
     `begins`: it is the first event of its step, whose iEAM begins with it.
     """
     numbers, similarity = bucket.numbers, bucket.scratch[1]
-    seat, layer, size = event.seats[r], event.layer, numbers[SIZE]
+    batch_slot, layer, size = event.batch_slots[r], event.layer, numbers[SIZE]
     if begins:
-        _begin_step(bucket, size, seat)
+        _begin_step(bucket, size, batch_slot)
     similarity[:size] = 0.0
     for q in range(2):
         if numbers[MATCHED + q]:
-            for passed in range(bucket.layer[seat], layer):
-                _add_row(bucket, size, seat, q, passed, bucket.past[seat, q])
+            for passed in range(bucket.layer[batch_slot], layer):
+                _add_row(bucket, size, batch_slot, q, passed, bucket.past[batch_slot, q])
             _grow(bucket, size, q, event, r)
-            _compare(bucket, size, seat, q, layer, similarity)
-    request_eam = bucket.eam[seat, REQUEST]
+            _compare(bucket, size, batch_slot, q, layer, similarity)
+    request_eam = bucket.eam[batch_slot, REQUEST]
     for i in range(event.offsets[r], event.offsets[r + 1]):
         request_eam[event.own_experts[i]] += event.own_counts[i]
-    bucket.layer[seat] = layer
-    return _nearest(similarity, bucket.born, size, bucket.uses, bucket.matched[seat])
+    bucket.layer[batch_slot] = layer
+    return _nearest(similarity, bucket.born, size, bucket.uses, bucket.matched[batch_slot])
 
 
 @compiled
-def _begin_step(bucket: Bucket, size: int, seat: int) -> None:
+def _begin_step(bucket: Bucket, size: int, batch_slot: int) -> None:
     """A new iEAM, all zero; nothing has passed; what the rEAM holds of every later layer stands until the step ends."""
-    bucket.past[seat] = 0.0
-    bucket.layer[seat] = 0
+    bucket.past[batch_slot] = 0.0
+    bucket.layer[batch_slot] = 0
     if bucket.numbers[MATCHED + ITERATION]:
-        bucket.eam[seat, ITERATION] = 0
-        bucket.dots[seat, ITERATION] = 0
-        bucket.squares[seat, ITERATION] = 0
+        bucket.eam[batch_slot, ITERATION] = 0
+        bucket.dots[batch_slot, ITERATION] = 0
+        bucket.squares[batch_slot, ITERATION] = 0
     if bucket.numbers[MATCHED + REQUEST] and bucket.numbers[AHEAD]:
-        future = bucket.future[seat]
+        future = bucket.future[batch_slot]
         for row in range(len(future) - 1, 0, -1):
             for c in range(size):
                 future[row - 1, c] = future[row, c]
-            _add_row(bucket, size, seat, REQUEST, row, future[row - 1])
+            _add_row(bucket, size, batch_slot, REQUEST, row, future[row - 1])
 
 
 @compiled
 def _grow(bucket: Bucket, size: int, q: int, event: Event, r: int) -> None:
     """The products of matrix q with every entry after an event."""
-    seat, layer, columns = event.seats[r], event.layer, bucket.columns
-    eam, dots, squares = bucket.eam[seat, q], bucket.dots[seat, q, layer], bucket.squares[seat, q]
+    batch_slot, layer, columns = event.batch_slots[r], event.layer, bucket.columns
+    eam, dots, squares = bucket.eam[batch_slot, q], bucket.dots[batch_slot, q, layer], bucket.squares[batch_slot, q]
     for i in range(event.offsets[r], event.offsets[r + 1]):
         expert, count = event.own_experts[i], event.own_counts[i]
         squares[layer] += count * (2 * eam[expert] + count)
@@ -116,11 +116,11 @@ def _inverse_root(square: int) -> float:
 
 
 @compiled
-def _add_row(bucket: Bucket, size: int, seat: int, q: int, row: int, sums: Float) -> None:
+def _add_row(bucket: Bucket, size: int, batch_slot: int, q: int, row: int, sums: Float) -> None:
     """sums[c] grows by what row `row` of matrix q contributes."""
-    dots = bucket.dots[seat, q, row]
+    dots = bucket.dots[batch_slot, q, row]
     if bucket.numbers[ROWS]:
-        unit, inverse = _inverse_root(bucket.squares[seat, q, row]), bucket.inverse[row]
+        unit, inverse = _inverse_root(bucket.squares[batch_slot, q, row]), bucket.inverse[row]
         for c in range(size):
             sums[c] += dots[c] * inverse[c] * unit
     else:
@@ -129,18 +129,18 @@ def _add_row(bucket: Bucket, size: int, seat: int, q: int, row: int, sums: Float
 
 
 @compiled
-def _compare(bucket: Bucket, size: int, seat: int, q: int, layer: int, similarity: Float) -> None:
+def _compare(bucket: Bucket, size: int, batch_slot: int, q: int, layer: int, similarity: Float) -> None:
     """similarity[c] grows by that of matrix q with entry c, but for a factor that all entries share."""
-    sums, squares, square = bucket.scratch[0], bucket.squares[seat, q], 0
+    sums, squares, square = bucket.scratch[0], bucket.squares[batch_slot, q], 0
     sums[:size] = 0.0
     if bucket.numbers[BEFORE]:
-        past = bucket.past[seat, q]
+        past = bucket.past[batch_slot, q]
         for c in range(size):
             sums[c] = past[c]
-        _add_row(bucket, size, seat, q, layer, sums)
+        _add_row(bucket, size, batch_slot, q, layer, sums)
         square += squares[: layer + 1].sum()
     if bucket.numbers[AHEAD] and q == REQUEST:
-        future = bucket.future[seat, layer]
+        future = bucket.future[batch_slot, layer]
         for c in range(size):
             sums[c] += future[c]
         square += squares[layer + 1 :].sum()

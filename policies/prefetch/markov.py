@@ -33,7 +33,7 @@ class Chain(NamedTuple):
 
     followed: Counts  # [L*E, E]
     times: Counts  # [L*E]
-    before: Int  # [seats, E + 1] by request, what the layer below chose in this step; last, how many
+    before: Int  # [batch_slots, E + 1] by request, what the layer below chose in this step; last, how many
     scores: Float  # [E] of the next layer
     most: int  # experts proposed
 
@@ -43,7 +43,7 @@ def begin(shape: Shape, options: MarkovOptions) -> Chain:
     return Chain(
         followed=np.zeros((shape.total, E), np.int32),
         times=np.zeros(shape.total, np.int32),
-        before=np.zeros((shape.seats, E + 1), np.int64),
+        before=np.zeros((shape.batch_slots, E + 1), np.int64),
         scores=np.empty(E),
         most=min(options.n, E),
     )
@@ -53,8 +53,8 @@ def begin(shape: Shape, options: MarkovOptions) -> Chain:
 def observe(chain: Chain, event: Event) -> None:
     """Each expert of the layer below was followed by each of the same request's."""
     E = len(chain.scores)
-    for r in range(len(event.seats)):
-        before = chain.before[event.seats[r]]
+    for r in range(len(event.batch_slots)):
+        before = chain.before[event.batch_slots[r]]
         first, last = event.offsets[r], event.offsets[r + 1]
         if event.layer:
             for i in range(before[E]):

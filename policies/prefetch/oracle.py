@@ -30,10 +30,10 @@ class OracleOptions(Limits, policy="oracle"):
 class Horizon(NamedTuple):
     """The requests that run, one behind the other, and which experts the present proposal has named."""
 
-    offsets: Int  # of each request in a seat [S * L + 1], into its own experts
+    offsets: Int  # of each request in a batch slot [S * L + 1], into its own experts
     experts: Int  # of each [A]
-    starts: Int  # [seats, 2] where each begins in both
-    ends: Int  # [seats] events of each
+    starts: Int  # [batch_slots, 2] where each begins in both
+    ends: Int  # [batch_slots] events of each
     stamps: Int  # [L*E] number of the proposal that named each last
     proposals: Int  # [1] how many so far
     horizon: int
@@ -42,7 +42,7 @@ class Horizon(NamedTuple):
 
 def begin(shape: Shape, options: Limits) -> Horizon:
     horizon = options.horizon if isinstance(options, OracleOptions) else 1
-    starts, ends = np.zeros((shape.seats, 2), np.int64), np.zeros(shape.seats, np.int64)
+    starts, ends = np.zeros((shape.batch_slots, 2), np.int64), np.zeros(shape.batch_slots, np.int64)
     stamps, proposals = np.zeros(shape.total, np.int64), np.zeros(1, np.int64)
     return Horizon(NO_INTS, NO_INTS, starts, ends, stamps, proposals, horizon, shape.layers)
 
@@ -50,11 +50,11 @@ def begin(shape: Shape, options: Limits) -> Horizon:
 @compiled
 def _next(seen: Horizon, event: Event, distance: int, ids: Int, priorities: Float, n: int, priority: float) -> int:
     """Add what the requests choose `distance` events after this one, each expert once in a proposal; how many then."""
-    for r in range(len(event.seats)):
-        seat = event.seats[r]
+    for r in range(len(event.batch_slots)):
+        batch_slot = event.batch_slots[r]
         ahead = event.steps[r] * seen.layers + event.layer + distance
-        if ahead < seen.ends[seat]:
-            offsets, experts = seen.offsets[seen.starts[seat, 0] :], seen.experts[seen.starts[seat, 1] :]
+        if ahead < seen.ends[batch_slot]:
+            offsets, experts = seen.offsets[seen.starts[batch_slot, 0] :], seen.experts[seen.starts[batch_slot, 1] :]
             for i in range(offsets[ahead], offsets[ahead + 1]):
                 expert = experts[i]
                 if seen.stamps[expert] != seen.proposals[0]:
@@ -69,8 +69,8 @@ def propose(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the distinct experts of the events within the horizon; how many."""
     seen.proposals[0] += 1
     n, farthest = 0, 0
-    for r in range(len(event.seats)):
-        left = seen.ends[event.seats[r]] - event.steps[r] * seen.layers - event.layer - 1
+    for r in range(len(event.batch_slots)):
+        left = seen.ends[event.batch_slots[r]] - event.steps[r] * seen.layers - event.layer - 1
         farthest = max(farthest, min(left, seen.horizon))
     for distance in range(1, farthest + 1):
         n = _next(seen, event, distance, ids, priorities, n, -distance)
@@ -92,13 +92,13 @@ class Foreseeing(Prefetcher):
     def __init__(self, shape: Shape, options: Limits) -> None:
         super().__init__(shape, options)
         self._requests: Requests = []
-        self._running: list[RequestSteps | None] = [None] * shape.seats
+        self._running: list[RequestSteps | None] = [None] * shape.batch_slots
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         self._requests = requests
 
-    def begin_request(self, request: int, seat: int) -> None:
-        self._running[seat] = self._requests[request]
+    def begin_request(self, request: int, batch_slot: int) -> None:
+        self._running[batch_slot] = self._requests[request]
         offsets, experts = [NO_INTS], [NO_INTS]
         for place, running in enumerate(self._running):
             self.state.starts[place] = sum(map(len, offsets)), sum(map(len, experts))
@@ -108,8 +108,8 @@ class Foreseeing(Prefetcher):
                 experts.append(running.experts)
         self.state = self.state._replace(offsets=np.concatenate(offsets), experts=np.concatenate(experts))
 
-    def end_request(self, seat: int) -> None:
-        self._running[seat] = None
+    def end_request(self, batch_slot: int) -> None:
+        self._running[batch_slot] = None
 
 
 @prefetcher("oracle", oracle=True)

@@ -31,8 +31,8 @@ class PreviousOptions(Limits):
 class Latest(NamedTuple):
     """What the latest decoded token of each request chose."""
 
-    chosen: Int  # [seats, L, E] ids
-    sizes: Int  # [seats, L] how many of them
+    chosen: Int  # [batch_slots, L, E] ids
+    sizes: Int  # [batch_slots, L] how many of them
     depth: int  # layers ahead that are proposed
 
 
@@ -41,22 +41,22 @@ def begin(shape: Shape, options: PreviousOptions) -> Latest:
 
 
 def no_choices(shape: Shape, depth: int) -> Latest:
-    sizes = np.zeros((shape.seats, shape.layers), np.int64)
+    sizes = np.zeros((shape.batch_slots, shape.layers), np.int64)
     return Latest(np.empty((*sizes.shape, shape.experts), np.int64), sizes, depth)
 
 
-def begin_request(latest: Latest, seat: int) -> None:
-    latest.sizes[seat] = 0
+def begin_request(latest: Latest, batch_slot: int) -> None:
+    latest.sizes[batch_slot] = 0
 
 
 @compiled
 def observe(latest: Latest, event: Event) -> None:
     if event.phase == DECODE:
-        for r in range(len(event.seats)):
-            seat, first, last = event.seats[r], event.offsets[r], event.offsets[r + 1]
-            latest.sizes[seat, event.layer] = last - first
+        for r in range(len(event.batch_slots)):
+            batch_slot, first, last = event.batch_slots[r], event.offsets[r], event.offsets[r + 1]
+            latest.sizes[batch_slot, event.layer] = last - first
             for i in range(first, last):
-                latest.chosen[seat, event.layer, i - first] = event.own_experts[i]
+                latest.chosen[batch_slot, event.layer, i - first] = event.own_experts[i]
 
 
 @compiled
@@ -65,9 +65,9 @@ def propose(latest: Latest, event: Event, ids: Int, priorities: Float) -> int:
     n = 0
     for distance in range(1, latest.depth + 1):
         ahead, first = (event.layer + distance) % latest.sizes.shape[1], n
-        for seat in event.seats:
-            for i in range(latest.sizes[seat, ahead]):
-                n = add(ids, priorities, first, n, latest.chosen[seat, ahead, i], -distance)
+        for batch_slot in event.batch_slots:
+            for i in range(latest.sizes[batch_slot, ahead]):
+                n = add(ids, priorities, first, n, latest.chosen[batch_slot, ahead, i], -distance)
     return n
 
 

@@ -72,9 +72,9 @@ class Foresight(NamedTuple):
     weights: Single  # [L, back + 1, E, E]
     bias: Single  # [L, E]
     latest: Latest  # its `depth` is the stride
-    likely: Int  # [seats, L, n] ids, the likeliest first
-    probable: Float  # [seats, L, n] their probabilities
-    predicted: Int  # [seats, L] how many of them
+    likely: Int  # [batch_slots, L, n] ids, the likeliest first
+    probable: Float  # [batch_slots, L, n] their probabilities
+    predicted: Int  # [batch_slots, L] how many of them
     scores: Single  # [E] of the layer that is being predicted
 
 
@@ -95,7 +95,7 @@ def predictor_for(options: StrideOptions, shape: Shape) -> Predictor:
 
 def begin(shape: Shape, options: StrideOptions) -> Foresight:
     """Return the state of a run; without a file its model knows nothing."""
-    L, E, seats, n = shape.layers, shape.experts, shape.seats, min(options.n, shape.experts)
+    L, E, batch_slots, n = shape.layers, shape.experts, shape.batch_slots, min(options.n, shape.experts)
     model = Predictor(1, np.zeros((L, 2, E, E), np.float32), np.zeros((L, E), np.float32))
     if options.model:
         model = predictor_for(options, shape)
@@ -103,16 +103,16 @@ def begin(shape: Shape, options: StrideOptions) -> Foresight:
         weights=np.ascontiguousarray(model.weights),
         bias=np.ascontiguousarray(model.bias),
         latest=no_choices(shape, model.stride),
-        likely=np.empty((seats, L, n), np.int64),
-        probable=np.empty((seats, L, n)),
-        predicted=np.zeros((seats, L), np.int64),
+        likely=np.empty((batch_slots, L, n), np.int64),
+        probable=np.empty((batch_slots, L, n)),
+        predicted=np.zeros((batch_slots, L), np.int64),
         scores=np.empty(E, np.float32),
     )
 
 
-def begin_request(known: Foresight, seat: int) -> None:
-    previous.begin_request(known.latest, seat)
-    known.predicted[seat] = 0
+def begin_request(known: Foresight, batch_slot: int) -> None:
+    previous.begin_request(known.latest, batch_slot)
+    known.predicted[batch_slot] = 0
 
 
 @compiled
@@ -126,27 +126,29 @@ def propose(known: Foresight, event: Event, ids: Int, priorities: Float) -> int:
     if event.phase != DECODE or known.likely.shape[2] == 0:
         return 0
     stride, L = known.latest.depth, known.predicted.shape[1]
-    for seat in event.seats:
-        _predict(known, seat, event.layer, (event.layer + stride) % L)
+    for batch_slot in event.batch_slots:
+        _predict(known, batch_slot, event.layer, (event.layer + stride) % L)
     n = 0
     for distance in range(1, stride + 1):
         ahead, first = (event.layer + distance) % L, n
-        for seat in event.seats:
-            for i in range(known.predicted[seat, ahead]):
-                n = add(ids, priorities, first, n, known.likely[seat, ahead, i], known.probable[seat, ahead, i])
+        for batch_slot in event.batch_slots:
+            for i in range(known.predicted[batch_slot, ahead]):
+                n = add(
+                    ids, priorities, first, n, known.likely[batch_slot, ahead, i], known.probable[batch_slot, ahead, i]
+                )
     return n
 
 
 @compiled
-def _predict(known: Foresight, seat: int, layer: int, target: int) -> None:
-    """Predict layer `target` for the request in `seat`, after the event of `layer`."""
-    chosen, sizes = known.latest.chosen[seat], known.latest.sizes[seat]
+def _predict(known: Foresight, batch_slot: int, layer: int, target: int) -> None:
+    """Predict layer `target` for the request in `batch_slot`, after the event of `layer`."""
+    chosen, sizes = known.latest.chosen[batch_slot], known.latest.sizes[batch_slot]
     _score(known.weights, known.bias, layer, target, chosen, sizes, known.scores)
-    likely, probable = known.likely[seat, target], known.probable[seat, target]
+    likely, probable = known.likely[batch_slot, target], known.probable[batch_slot, target]
     found = best(known.scores, target * len(known.scores), -np.inf, likely, probable)
     for i in range(found):
         probable[i] = 1.0 / (1.0 + np.exp(-probable[i]))
-    known.predicted[seat, target] = found
+    known.predicted[batch_slot, target] = found
 
 
 @compiled

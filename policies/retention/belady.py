@@ -45,18 +45,20 @@ class NextUses(NamedTuple):
     """Of the requests that run, one behind the other; events are numbered over the run, of several in each request."""
 
     following: Int  # [A] by access, the event of the next one to the same expert
-    heard: Int  # [seats] place in it of each one's next access
-    upcoming: Int  # [seats, L*E] event of each one's next use; [0, 0] with one at a time, as are:
-    latest: Int  # [seats] each one's latest event
+    heard: Int  # [batch_slots] place in it of each one's next access
+    upcoming: Int  # [batch_slots, L*E] event of each one's next use; [0, 0] with one at a time, as are:
+    latest: Int  # [batch_slots] each one's latest event
     later: Int  # [L*E] next use in a request that has not begun
     layers: int
 
 
 def begin(shape: Shape, options: Options) -> NextUses:
-    seats, several = shape.seats, shape.seats > 1
-    upcoming = np.full((seats * several, shape.total * several), NEVER, np.int64)
+    batch_slots, several = shape.batch_slots, shape.batch_slots > 1
+    upcoming = np.full((batch_slots * several, shape.total * several), NEVER, np.int64)
     later = np.full(shape.total * several, NEVER, np.int64)
-    return NextUses(NO_INTS, np.zeros(seats, np.int64), upcoming, np.zeros(seats, np.int64), later, shape.layers)
+    return NextUses(
+        NO_INTS, np.zeros(batch_slots, np.int64), upcoming, np.zeros(batch_slots, np.int64), later, shape.layers
+    )
 
 
 @compiled
@@ -67,17 +69,17 @@ def observe(uses: NextUses, keep: Float, event: Event) -> None:
             keep[0, expert] = -uses.following[uses.heard[0]]
             uses.heard[0] += 1
         return
-    for r in range(len(event.seats)):
-        seat = event.seats[r]
-        uses.latest[seat] = event.steps[r] * uses.layers + event.layer
+    for r in range(len(event.batch_slots)):
+        batch_slot = event.batch_slots[r]
+        uses.latest[batch_slot] = event.steps[r] * uses.layers + event.layer
         for i in range(event.offsets[r], event.offsets[r + 1]):
-            uses.upcoming[seat, event.own_experts[i]] = uses.following[uses.heard[seat]]
-            uses.heard[seat] += 1
+            uses.upcoming[batch_slot, event.own_experts[i]] = uses.following[uses.heard[batch_slot]]
+            uses.heard[batch_slot] += 1
     for expert in range(len(uses.later)):
         nearest = NEVER
-        for seat in range(len(uses.latest)):
-            if uses.upcoming[seat, expert] < NEVER:
-                nearest = min(nearest, uses.upcoming[seat, expert] - uses.latest[seat])
+        for batch_slot in range(len(uses.latest)):
+            if uses.upcoming[batch_slot, expert] < NEVER:
+                nearest = min(nearest, uses.upcoming[batch_slot, expert] - uses.latest[batch_slot])
         keep[0, expert] = -nearest if nearest < NEVER else -(FAR + uses.later[expert])
 
 
@@ -95,7 +97,7 @@ class Belady(ScorePolicy):
         self._ends: Int = NO_INTS  # [R] number of the first event after each request
         self._after_stretch: Int = NO_INTS  # [R / stretch, L*E] next uses after each stretch
         self._after: dict[int, Int] = {}  # [L*E] after each request of the stretch that runs
-        self._running: list[Int] = [NO_INTS] * shape.seats  # of several requests: next uses by access
+        self._running: list[Int] = [NO_INTS] * shape.batch_slots  # of several requests: next uses by access
         self._last = 0  # of the requests that have begun
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
@@ -114,32 +116,32 @@ class Belady(ScorePolicy):
             numbers[numbers < NEVER] += 1 - number
         self.keep[0] = -upcoming
 
-    def begin_request(self, request: int, seat: int) -> None:
+    def begin_request(self, request: int, batch_slot: int) -> None:
         """Turn to the request's next uses, which are known where requests run one after another."""
-        if self.shape.seats > 1:
-            self._begin_one_of_several(request, seat)
+        if self.shape.batch_slots > 1:
+            self._begin_one_of_several(request, batch_slot)
             return
         following = self._look_back(request, self._uses_after(request).copy())[1]
         self.state = self.state._replace(following=following, heard=np.zeros(1, np.int64))
 
-    def _begin_one_of_several(self, request: int, seat: int) -> None:
-        state, played, first = self.state, self._requests[request], np.full(self.shape.total, NEVER, np.int64)
+    def _begin_one_of_several(self, request: int, batch_slot: int) -> None:
+        state, routed, first = self.state, self._requests[request], np.full(self.shape.total, NEVER, np.int64)
         heard = state.heard - self._starts()
-        self._running[seat] = _next_uses(played.offsets, played.experts, len(played.offsets) - 1, first)
-        heard[seat] = 0
-        state.upcoming[seat], state.latest[seat] = first, -1
+        self._running[batch_slot] = _next_uses(routed.offsets, routed.experts, len(routed.offsets) - 1, first)
+        heard[batch_slot] = 0
+        state.upcoming[batch_slot], state.latest[batch_slot] = first, -1
         self._last = max(self._last, request)
         state.later[:] = self._uses_after(self._last)
         self.state = state._replace(following=np.concatenate(self._running), heard=heard + self._starts())
 
     def _starts(self) -> Int:
-        """int64[seats]: where each request that runs begins in `following`."""
+        """int64[batch_slots]: where each request that runs begins in `following`."""
         return np.cumsum([0, *map(len, self._running[:-1])])
 
-    def end_request(self, seat: int) -> None:
-        """The request in `seat` uses nothing any more."""
-        if self.shape.seats > 1:
-            self.state.upcoming[seat] = NEVER
+    def end_request(self, batch_slot: int) -> None:
+        """The request in `batch_slot` uses nothing any more."""
+        if self.shape.batch_slots > 1:
+            self.state.upcoming[batch_slot] = NEVER
 
     def _uses_after(self, request: int) -> Int:
         if request not in self._after:
@@ -158,6 +160,6 @@ class Belady(ScorePolicy):
 
     def _look_back(self, request: int, upcoming: Int) -> tuple[int, Int]:
         """The events of a request and, by access, the next uses; `upcoming` is carried from its end to its start."""
-        played = self._requests[request]
-        offsets = np.arange(len(played.experts) + 1) if self._per_access else played.offsets
-        return len(offsets) - 1, _next_uses(offsets, played.experts, int(self._ends[request]), upcoming)
+        routed = self._requests[request]
+        offsets = np.arange(len(routed.experts) + 1) if self._per_access else routed.offsets
+        return len(offsets) - 1, _next_uses(offsets, routed.experts, int(self._ends[request]), upcoming)

@@ -33,15 +33,15 @@ class Passes(NamedTuple):
     """The pass that runs."""
 
     fade: float  # what is left of a count one token later
-    steps: Int  # [seats] each request's step in it
+    steps: Int  # [batch_slots] each request's step in it
 
 
 def begin(shape: Shape, options: ClassOptions) -> Passes:
-    return Passes(0.5 ** (1 / options.half_life), np.full(shape.seats, NOT_BEGUN))
+    return Passes(0.5 ** (1 / options.half_life), np.full(shape.batch_slots, NOT_BEGUN))
 
 
-def begin_request(passes: Passes, seat: int) -> None:
-    passes.steps[seat] = NOT_BEGUN
+def begin_request(passes: Passes, batch_slot: int) -> None:
+    passes.steps[batch_slot] = NOT_BEGUN
 
 
 @compiled
@@ -57,9 +57,9 @@ def weight_of(count: float) -> float:
 def observe(passes: Passes, keep: Float, event: Event) -> None:
     """Let the counts fade where a step begins, count the lookups, and score all experts by their age."""
     begins = False
-    for r in range(len(event.seats)):
-        begins |= passes.steps[event.seats[r]] != event.steps[r]
-        passes.steps[event.seats[r]] = event.steps[r]
+    for r in range(len(event.batch_slots)):
+        begins |= passes.steps[event.batch_slots[r]] != event.steps[r]
+        passes.steps[event.batch_slots[r]] = event.steps[r]
     if begins:
         for expert in range(keep.shape[1]):
             keep[COUNT, expert] *= passes.fade

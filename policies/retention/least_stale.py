@@ -18,24 +18,24 @@ NOT_BEGUN = -1
 class Passes(NamedTuple):
     """The pass that runs."""
 
-    steps: Int  # [seats] each request's step in it
+    steps: Int  # [batch_slots] each request's step in it
 
 
 def begin(shape: Shape, options: Options) -> Passes:
-    return Passes(np.full(shape.seats, NOT_BEGUN))
+    return Passes(np.full(shape.batch_slots, NOT_BEGUN))
 
 
-def begin_request(passes: Passes, seat: int) -> None:
-    passes.steps[seat] = NOT_BEGUN
+def begin_request(passes: Passes, batch_slot: int) -> None:
+    passes.steps[batch_slot] = NOT_BEGUN
 
 
 @compiled
 def observe(passes: Passes, keep: Float, event: Event) -> None:
     """A new pass, with a new step of any request, makes everything stale; what is looked up is fresh."""
     begins = False
-    for r in range(len(event.seats)):
-        begins |= passes.steps[event.seats[r]] != event.steps[r]
-        passes.steps[event.seats[r]] = event.steps[r]
+    for r in range(len(event.batch_slots)):
+        begins |= passes.steps[event.batch_slots[r]] != event.steps[r]
+        passes.steps[event.batch_slots[r]] = event.steps[r]
     if begins:
         for expert in range(keep.shape[1]):
             keep[0, expert] = 0.0

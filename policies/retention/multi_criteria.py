@@ -36,8 +36,8 @@ class MultiCriteriaOptions:
 class Uses(NamedTuple):
     """Of the running requests, and what each criterion weighs."""
 
-    last: Int  # [seats, L*E] step of the latest use, from 1; 0: none
-    used: Int  # [seats, L*E] steps that used it
+    last: Int  # [batch_slots, L*E] step of the latest use, from 1; 0: none
+    used: Int  # [batch_slots, L*E] steps that used it
     layers: int
     recency: float
     frequency: float
@@ -45,14 +45,14 @@ class Uses(NamedTuple):
 
 
 def begin(shape: Shape, options: MultiCriteriaOptions) -> Uses:
-    last, used = np.zeros((2, shape.seats, shape.total), np.int64)
+    last, used = np.zeros((2, shape.batch_slots, shape.total), np.int64)
     weights = float(options.recency), float(options.frequency), float(options.distance)
     return Uses(last, used, shape.layers, *weights)
 
 
-def begin_request(uses: Uses, seat: int) -> None:
-    uses.last[seat] = 0
-    uses.used[seat] = 0
+def begin_request(uses: Uses, batch_slot: int) -> None:
+    uses.last[batch_slot] = 0
+    uses.used[batch_slot] = 0
 
 
 @compiled
@@ -60,8 +60,8 @@ def observe(uses: Uses, keep: Float, event: Event) -> None:
     """Count the event, and score all experts; what several requests use counts for the one that uses it most."""
     L = uses.layers
     E = uses.last.shape[1] // L
-    for r in range(len(event.seats)):
-        step, last, used = event.steps[r] + 1, uses.last[event.seats[r]], uses.used[event.seats[r]]
+    for r in range(len(event.batch_slots)):
+        step, last, used = event.steps[r] + 1, uses.last[event.batch_slots[r]], uses.used[event.batch_slots[r]]
         for i in range(event.offsets[r], event.offsets[r + 1]):
             expert = event.own_experts[i]
             if last[expert] != step:

@@ -27,14 +27,14 @@ class FixedOrder(Decider):
     def residency(self, slots: int, sizes: Int | None = None) -> Residency:
         return self._residency
 
-    def begin_request(self, ordinal: int, seat: int = 0) -> None: ...
+    def begin_request(self, ordinal: int, batch_slot: int = 0) -> None: ...
 
     def observe(self, event: Event) -> None: ...
 
     def propose(self, event: Event) -> tuple[Int, Float] | None:
         return None
 
-    def end_request(self, seat: int = 0) -> None: ...
+    def end_request(self, batch_slot: int = 0) -> None: ...
 
 
 class Lockstep(FixedOrder):

@@ -107,8 +107,8 @@ class Engine:
         )
         self.slowest_transfer_ns = int(h[[streams.LAYER_NS, streams.READ_NS]].max())
         self.totals = np.zeros(streams.COLUMNS, np.int64)  # of the run when the last step ended
-        self.step_ended: dict[int, int] = {}  # by seat: when the request's latest step ended, or it was admitted
-        self.waited: dict[int, int] = {}  # by seat, of those whose first step is still to come
+        self.step_ended: dict[int, int] = {}  # by batch slot: when the request's latest step ended, or it was admitted
+        self.waited: dict[int, int] = {}  # by batch slot, of those whose first step is still to come
 
     def play(self, ended: Ended) -> None:
         """Run everything; the run ends with the last head."""
@@ -122,8 +122,8 @@ class Engine:
                 streams.wait_until(self.state, arrival)
                 continue
             for each, ns in zip(admitted, waited, strict=True):
-                self.runner.begin_request(each.ordinal, each.seat)
-                self.step_ended[each.seat], self.waited[each.seat] = int(n[streams.NOW]), ns
+                self.runner.begin_request(each.ordinal, each.batch_slot)
+                self.step_ended[each.batch_slot], self.waited[each.batch_slot] = int(n[streams.NOW]), ns
             parts = admission.taking_part(admitted)
             began, steps = int(n[streams.NOW]), [each.step for each in parts]
             totals, evictions = self._play(parts, admission)
@@ -141,7 +141,7 @@ class Engine:
         alone = self.run.users is None
         left = min(len(each.request.phase) - each.step for each in parts)
         steps = left if alone else 1 if parts[0].prefills else min(left, streams.STRETCH)
-        batch = [(each.seat, each.step, each.request) for each in parts]
+        batch = [(each.batch_slot, each.step, each.request) for each in parts]
         routing = routing_of(parts[0].request) if alone else routing_of_batch(batch, steps, self.runner.shape)
         durations = self._durations(parts, steps, routing)
         self._check_range(routing, durations)
@@ -167,7 +167,7 @@ class Engine:
     def _end_requests(self, left: list[Active], admission: Admission) -> None:
         """Requests have ended; rule 10 where none remains active: `--cold` discards what is under way."""
         for each in left:
-            self.runner.end_request(each.seat)
+            self.runner.end_request(each.batch_slot)
         if admission.active or not left:
             return
         n, cold = self.state.n, self.run.cold and admission.more
@@ -206,9 +206,9 @@ class Engine:
         number[:], latency[:] = np.arange(S)[:, None], step_ns[:, None]
         for r, (each, step) in enumerate(zip(parts, first, strict=True)):
             request[:, r], own[:, r] = each.request.request, each.request.tokens[step : step + S]
-            latency[0, r] = totals[0, streams.CLOCK] - self.step_ended[each.seat]
-            waited[0, r] = self.waited.pop(each.seat, 0)
-            self.step_ended[each.seat] = last
+            latency[0, r] = totals[0, streams.CLOCK] - self.step_ended[each.batch_slot]
+            waited[0, r] = self.waited.pop(each.batch_slot, 0)
+            self.step_ended[each.batch_slot] = last
         phase = parts[0].request.phase[first[0] : first[0] + S]
         of_streams = spent[:, streams.LINK_BUSY], busy_ns, spent[:, streams.HOST_BUSY_NS :]
         table = np.column_stack(

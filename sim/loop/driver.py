@@ -49,8 +49,8 @@ class Driver:
         self._observer = observer
         self.nobody_active = True
         """Whether the step that ended last was the last one of all its requests."""
-        self._step_ended_at: dict[int, int] = {}  # by seat: when the request's latest step ended, or it was admitted
-        self._waited: dict[int, int] = {}  # by seat, of those whose first step is still to come
+        self._step_ended_at: dict[int, int] = {}  # by batch slot: when its latest step ended, or it was admitted
+        self._waited: dict[int, int] = {}  # by batch slot, of those whose first step is still to come
         self._began = 0  # when the step that is run did
         self._before = self.session.totals()  # when the step before had ended
         self.outside_ns = 0
@@ -105,15 +105,15 @@ class Driver:
     def begin(self, step: Step) -> None:
         decider = self.session.decider
         for place in step.begins:
-            decider.begin_request(place.ordinal, place.seat)
+            decider.begin_request(place.ordinal, place.batch_slot)
         self._began = self.session.begin_step()
         for place in step.begins:
-            self._step_ended_at[place.seat] = self._began
+            self._step_ended_at[place.batch_slot] = self._began
 
     def end(self, step: Step) -> StepRow:
         session, ended = self.session, self.session.clock
         for place in step.ends:
-            session.decider.end_request(place.seat)
+            session.decider.end_request(place.batch_slot)
         self.nobody_active = step.idle
         if self.nobody_active:
             # What `--cold` discards counts for the step that has just ended, but takes none of its time.
@@ -125,8 +125,8 @@ class Driver:
 
     def _forgive(self, waited_ns: int) -> None:
         """What somebody did with a row is not time that requests waited for their next token."""
-        for seat in self._step_ended_at if waited_ns else ():
-            self._step_ended_at[seat] += waited_ns
+        for batch_slot in self._step_ended_at if waited_ns else ():
+            self._step_ended_at[batch_slot] += waited_ns
 
     def _play(self, step: Step) -> None:
         """One forward pass: L layers, then the head."""
@@ -153,12 +153,12 @@ class Driver:
     def _shares(self, step: Step, ended: int) -> list[Share]:
         """What the step was for each of its requests; a request's first step lasts from its admission."""
         for place, waited in zip(step.begins, step.waited_ns, strict=False):
-            self._waited[place.seat] = waited
+            self._waited[place.batch_slot] = waited
         found = []
         for place in step.places:
-            since = self._step_ended_at[place.seat]
-            found.append(Share(place.request, place.tokens, ended - since, self._waited.pop(place.seat, 0)))
-            self._step_ended_at[place.seat] = ended
+            since = self._step_ended_at[place.batch_slot]
+            found.append(Share(place.request, place.tokens, ended - since, self._waited.pop(place.batch_slot, 0)))
+            self._step_ended_at[place.batch_slot] = ended
         return found
 
 

@@ -99,5 +99,5 @@ def gpu_run(
 ) -> Run:
     """Return a run of GPU memory under a policy; `host`: host memory over a disk."""
     tiers = (Tier(slots, policy, link, experts_per_layer), *([host] if host else []))
-    shape = replace(shape, seats=users.max_batch if users else 1)
+    shape = replace(shape, batch_slots=users.max_batch if users else 1)
     return Run(requests, shape, tiers, timing, cold, users)

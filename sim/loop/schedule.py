@@ -22,7 +22,7 @@ class Place(NamedTuple):
     """A request that takes part in a step."""
 
     ordinal: int  # in the order of the run, which policies hear
-    seat: int  # its place in the batch
+    batch_slot: int  # its place in the batch
     request: int  # index in the trace
     tokens: int
     step: int  # its number in the request
@@ -161,13 +161,15 @@ class Active:
 
     ordinal: int
     request: RequestSteps
-    seat: int
+    batch_slot: int
     step: int = 0
 
     @property
     def place(self) -> Place:
         """In the step that comes next."""
-        return Place(self.ordinal, self.seat, self.request.request, int(self.request.tokens[self.step]), self.step)
+        return Place(
+            self.ordinal, self.batch_slot, self.request.request, int(self.request.tokens[self.step]), self.step
+        )
 
     @property
     def prefills(self) -> bool:
@@ -187,9 +189,9 @@ class Admission:
         self._requests, self._arrivals = requests, arrivals
         order = sorted(range(len(requests)), key=arrivals.__getitem__) if arrivals else range(len(requests))
         self._waiting = deque(order)
-        self._seats = users.max_batch
+        self._batch_slots = users.max_batch
         self.active: dict[int, Active] = {}
-        """By seat, ascending."""
+        """By batch slot, ascending."""
         self._first = self._next()
 
     def _next(self) -> tuple[int, RequestSteps] | None:
@@ -208,8 +210,8 @@ class Admission:
 
     @property
     def next_arrival(self) -> int | None:
-        """When the first of those that wait can be admitted, if there is a seat; None: none can be."""
-        if not self._first or len(self.active) == self._seats:
+        """When the first of those that wait can be admitted, if there is a batch slot; None: none can be."""
+        if not self._first or len(self.active) == self._batch_slots:
             return None
         return self._arrivals[self._first[0]] if self._arrivals else 0
 
@@ -219,11 +221,11 @@ class Admission:
         waited: list[int] = []
         while (arrival := self.next_arrival) is not None and arrival <= now:
             assert self._first
-            seat = next(seat for seat in range(self._seats) if seat not in self.active)
-            admitted.append(Active(*self._first, seat))
+            batch_slot = next(batch_slot for batch_slot in range(self._batch_slots) if batch_slot not in self.active)
+            admitted.append(Active(*self._first, batch_slot))
             self._first = self._next()
             waited.append(now - arrival if self._arrivals else 0)
-            self.active[seat] = admitted[-1]
+            self.active[batch_slot] = admitted[-1]
             if admitted[-1].prefills:
                 break
         self.active = dict(sorted(self.active.items()))
@@ -240,7 +242,7 @@ class Admission:
         for each in parts:
             each.step += steps
             if each.step == len(each.request.phase):
-                left.append(self.active.pop(each.seat))
+                left.append(self.active.pop(each.batch_slot))
         return left
 
 
@@ -265,12 +267,12 @@ class Batches:
                 self._clock.wait_until(arrival)
                 continue
             for each in admitted:
-                events[each.seat] = RequestEvents(each.request, layers)
+                events[each.batch_slot] = RequestEvents(each.request, layers)
             parts = admission.taking_part(admitted)
             places = tuple(each.place for each in parts)
             begins = tuple(each.place for each in admitted)
             ends = tuple(each.place for each in parts if each.ends)
-            merged = Merged([(each.seat, each.step, events[each.seat]) for each in parts], before)
+            merged = Merged([(each.batch_slot, each.step, events[each.batch_slot]) for each in parts], before)
             context = sum(int(each.request.context[each.step]) for each in parts)
             phase = int(parts[0].request.phase[parts[0].step])
             admission.ended(parts)

@@ -45,7 +45,7 @@ class Decider(Protocol):
         """Return the residency of a cache of so many slots, or bytes where experts differ in size."""
         ...
 
-    def begin_request(self, ordinal: int, seat: int = 0) -> None:
+    def begin_request(self, ordinal: int, batch_slot: int = 0) -> None:
         """A request begins, at a place in the batch."""
         ...
 
@@ -62,7 +62,7 @@ class Decider(Protocol):
         """Whether `propose` is asked when a step starts as well."""
         ...
 
-    def end_request(self, seat: int = 0) -> None:
+    def end_request(self, batch_slot: int = 0) -> None:
         """The last step of a request has ended."""
         ...
 

@@ -1,5 +1,5 @@
 """A run of the loop put onto a timeline, on whatever device: steps, layers and stalls of the compute stream, every
-transfer on the link, what host and disk do, which request had which seat, which expert which slot, and what waits.
+transfer on the link, what host and disk do, which request had which batch slot, which expert which slot, what waits.
 
 A part of a stream lasts from its submission, from the end of the part before or, an expert, from its arrival, whichever
 is latest, to its completion as the loop handles it. On a clock of its own (SimPy) that is exact, and parts and stalls
@@ -15,7 +15,7 @@ from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.loop.schedule import Step
 from sim.timeline.file import Timeline
-from sim.timeline.tracks import ComputeTracks, HostTracks, LinkTracks, ResidencyTracks, Scene, SeatTracks
+from sim.timeline.tracks import BatchSlotTracks, ComputeTracks, HostTracks, LinkTracks, ResidencyTracks, Scene
 from sim.timeline.window import Window
 from traces.steps import DECODE
 
@@ -49,7 +49,7 @@ class TimelineObserver(LoopObserver):
         self._compute = ComputeTracks(scene)
         self._link = self._compute.link = LinkTracks(scene)
         self._host = HostTracks(scene)
-        self._seats = SeatTracks(scene, group, self._names)
+        self._batch_slots = BatchSlotTracks(scene, group, self._names)
         self._residency = ResidencyTracks(scene, group, self._with_slots)
         tracks = (self._compute, self._link, self._host, self._residency)
         for event in OF_TRACKS:
@@ -62,7 +62,7 @@ class TimelineObserver(LoopObserver):
 
     def close(self) -> None:
         if self._timeline.is_open:
-            for tracks in (self._link, self._host, self._seats, self._residency):
+            for tracks in (self._link, self._host, self._batch_slots, self._residency):
                 tracks.show_unfinished()
             self._timeline.close()
 
@@ -75,7 +75,7 @@ class TimelineObserver(LoopObserver):
             self._timeline.open(began)
         self._began, self._before = began, self._scene.residency.counters()
         self._compute.begin(began)
-        self._seats.begin(step, began)
+        self._batch_slots.begin(step, began)
 
     def step_ended(self, step: Step, ended: int) -> None:
         counters = self._scene.residency.counters()
@@ -91,7 +91,7 @@ class TimelineObserver(LoopObserver):
         }
         self._compute.track.end(f"decode {self._decoded}" if decodes else "prefill", args)
         self._timeline.counter(self._process, "lookups", self._began, lookups)
-        self._seats.end(step, ended - self._scene.origin)
+        self._batch_slots.end(step, ended - self._scene.origin)
         self._decoded += decodes
         self._requests += len(step.ends)
         if self.is_over and self._window.of == "decode steps":

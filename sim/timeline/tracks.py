@@ -1,4 +1,4 @@
-"""What each track of a timeline shows: the compute stream, the link, host and disk, seats, slots, and what waits."""
+"""What each track of a timeline shows: compute stream, link, host and disk, batch slots, slots, and what waits."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -223,8 +223,8 @@ class HostTracks(Spans):
         self._open.clear()
 
 
-class SeatTracks(Spans):
-    """A track for each seat of a batch (rule 18): its requests, from their admission to the end of their last head."""
+class BatchSlotTracks(Spans):
+    """A track for each batch slot (rule 18): its requests, from their admission to the end of their last head."""
 
     def __init__(self, scene: Scene, group: str, names: Sequence[str]) -> None:
         super().__init__(scene)
@@ -232,16 +232,18 @@ class SeatTracks(Spans):
         self._tracks: list[Track] = []
         if users := scene.run.users:
             process = scene.timeline.process(f"{group}: requests")
-            self._tracks = [scene.timeline.track(process, f"seat {seat}") for seat in range(users.max_batch)]
+            self._tracks = [
+                scene.timeline.track(process, f"batch_slot {batch_slot}") for batch_slot in range(users.max_batch)
+            ]
 
     def begin(self, step: Step, began: int) -> None:
         for place, waited_ns in zip(step.begins, step.waited_ns, strict=False):
             args: Args = {"waited_us": waited_ns / 1_000}
-            self._begin(self._tracks[place.seat], self._names[place.request], began, args)
+            self._begin(self._tracks[place.batch_slot], self._names[place.request], began, args)
 
     def end(self, step: Step, ended: int) -> None:
         for place in step.ends if self._tracks else ():
-            self._end(self._tracks[place.seat], ended, steps=place.step + 1)
+            self._end(self._tracks[place.batch_slot], ended, steps=place.step + 1)
 
 
 @dataclass(slots=True)

@@ -103,26 +103,31 @@ def test_of_several_requests_the_nearest_next_use_decides_and_then_the_order_of_
     L, E = 2, 5
     trace = synthetic(5, 4, L, E, 2, seed=1)
     run = [trace.steps(i) for i in range(5)]
-    belady = Belady(Shape(L, E, seats=2), Options())
+    belady = Belady(Shape(L, E, batch_slots=2), Options())
     belady.foresee(run, per_access=False)
-    waiting, seats, steps = list(order), dict[int, int](), dict[int, int]()
+    waiting, batch_slots, steps = list(order), dict[int, int](), dict[int, int]()
     begun, serial = -1, 0
-    while waiting or seats:
-        for seat in range(2):
-            if seat not in seats and waiting and (seat == 0 or serial > L):  # the second begins a step later
-                seats[seat], steps[seat] = waiting.pop(0), 0
-                begun = max(begun, seats[seat])
-                belady.begin_request(seats[seat], seat)
-        taking_part = [(seat, steps[seat], RequestEvents(run[seats[seat]], L)) for seat in sorted(seats)]
+    while waiting or batch_slots:
+        for batch_slot in range(2):
+            if (
+                batch_slot not in batch_slots and waiting and (batch_slot == 0 or serial > L)
+            ):  # the second begins a step later
+                batch_slots[batch_slot], steps[batch_slot] = waiting.pop(0), 0
+                begun = max(begun, batch_slots[batch_slot])
+                belady.begin_request(batch_slots[batch_slot], batch_slot)
+        taking_part = [
+            (batch_slot, steps[batch_slot], RequestEvents(run[batch_slots[batch_slot]], L))
+            for batch_slot in sorted(batch_slots)
+        ]
         for layer in range(L):
             belady.observe(Merged(taking_part, serial).event(layer))
-            at = {seats[seat]: step * L + layer for seat, step, _ in taking_part}
+            at = {batch_slots[batch_slot]: step * L + layer for batch_slot, step, _ in taking_part}
             uses = [nearest_use(run, at, begun, expert) for expert in range(L * E)]
             nearest_first = np.argsort(-belady.keep[0], kind="stable").tolist()
             assert nearest_first == sorted(range(L * E), key=lambda expert: uses[expert])
         serial += L
-        for seat in list(seats):
-            steps[seat] += 1
-            if steps[seat] == len(run[seats[seat]].phase):
-                belady.end_request(seat)
-                del seats[seat]
+        for batch_slot in list(batch_slots):
+            steps[batch_slot] += 1
+            if steps[batch_slot] == len(run[batch_slots[batch_slot]].phase):
+                belady.end_request(batch_slot)
+                del batch_slots[batch_slot]

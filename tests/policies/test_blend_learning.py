@@ -106,7 +106,7 @@ def test_a_pass_that_was_not_asked_about_teaches_nothing(told):
     learning.ask(own, CHANCE, 0, 0, 0, EVEN)
     own.questions[CHANCE, :CONSTANT] = 1.0
     if told:
-        layer, step, seat = told
-        learning.show(own, layer, step, seat, np.arange(K))
+        layer, step, batch_slot = told
+        learning.show(own, layer, step, batch_slot, np.arange(K))
     learning.ask(own, CHANCE, 0, 1, 0, EVEN)
     assert np.array_equal(weights(own), WEIGHTS)

@@ -49,7 +49,7 @@ class Bad(ScorePolicy):
     oracle = True
     def foresee(self, requests, per_access):
         self.requests = requests
-    def begin_request(self, request, seat):
+    def begin_request(self, request, batch_slot):
         self.coming = self.requests[request].experts
     def observe(self, event):
         self.coming = self.coming[len(event.experts):]
@@ -99,7 +99,7 @@ class Bad(ScorePolicy):
 """,
     ": KeyError": """
 class Bad(RetentionPolicy):
-    def begin_request(self, request, seat):
+    def begin_request(self, request, batch_slot):
         self.inserted = {}
     def on_insert(self, expert, serial, start):
         self.inserted[expert] = start
@@ -128,7 +128,7 @@ class Bad(Prefetcher):
     oracle = True
     def foresee(self, requests, per_access):
         self.requests = requests
-    def begin_request(self, request, seat):
+    def begin_request(self, request, batch_slot):
         self.coming = self.requests[request].experts
     def propose(self, event):
         self.coming = self.coming[len(event.experts):]

@@ -126,7 +126,7 @@ class TooEarly(Prefetcher):
     oracle = True
     def foresee(self, requests, per_access):
         self.requests = requests
-    def begin_request(self, request, seat):
+    def begin_request(self, request, batch_slot):
         self.lookahead = self.requests[request].lookahead
     def propose(self, event):
         if event.layer + 2 >= self.shape.layers:

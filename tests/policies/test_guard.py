@@ -77,7 +77,7 @@ RAISES = {
     "in __init__": "def __init__(self, shape, options):\n    super().__init__(shape, options)\n    1 / 0",
     "in observe": "def observe(self, event):\n    if event.serial > 3:\n        1 / 0",
     "in foresee": "oracle = True\ndef foresee(self, requests, per_access):\n    for _ in requests:\n        1 / 0",
-    "in end_request": "def end_request(self, seat):\n    def helper():\n        1 / 0\n    helper()",
+    "in end_request": "def end_request(self, batch_slot):\n    def helper():\n        1 / 0\n    helper()",
 }
 
 
@@ -148,7 +148,7 @@ def propose(self, event):
     assert event is self.event
     self.ids = np.arange(12)
     return self.ids, np.zeros(12)
-def end_request(self, seat):
+def end_request(self, batch_slot):
     if hasattr(self, "ids"):  # untimed nothing is proposed
         self.ids[:] = 99"""
     evicted(f"lru+{file_of(tmp_path, body, 'Prefetcher')}")

@@ -222,7 +222,7 @@ def spans_of(log: RunLog, arrivals: np.ndarray) -> np.ndarray:
 
 @ENGINES
 def test_littles_law_holds_in_a_closed_loop_of_users(engine):
-    """Requests in the system = throughput x time in the system: users who never pause keep every seat taken."""
+    """Requests in the system = throughput x time in the system: users who never pause keep every batch slot taken."""
     for users in (1, 2, 3):
         log = users_run(Users(users), requests=4 * users, engine=engine)
         rows = log.by_request

@@ -279,7 +279,7 @@ def test_queues_end_empty_and_at_most_two_transfers_are_under_way() -> None:
     assert all(seen[name, True] > 100 for name in ("queued demands", "queued prefetches", "transfers under way"))
 
 
-# Host, disk and seats
+# Host, disk and batch slots
 
 
 def agrees_on_host_and_disk(run: Drawn, shown: Shown, log: RunLog) -> None:
@@ -300,23 +300,23 @@ def agrees_on_host_and_disk(run: Drawn, shown: Shown, log: RunLog) -> None:
         assert all(one.lasted == run.host.link.used_ns(run.link.bytes_of(one.args["expert"] // E)) for one in ended)
 
 
-def agrees_on_seats(run: Drawn, shown: Shown, log: RunLog) -> None:
-    """A seat has one request at a time, from its admission to its end; each waited and lasted as the log says."""
-    seats = [slices for name, slices in shown.tracks.items() if name.startswith("seat ")]
-    assert len(seats) <= (run.users.max_batch if run.users else 0)
-    for slices in seats:
+def agrees_on_batch_slots(run: Drawn, shown: Shown, log: RunLog) -> None:
+    """A batch slot has one request at a time, from its admission to its end; each waited and lasted as the log says."""
+    batch_slots = [slices for name, slices in shown.tracks.items() if name.startswith("batch_slot ")]
+    assert len(batch_slots) <= (run.users.max_batch if run.users else 0)
+    for slices in batch_slots:
         assert all(a.ended <= b.began for a, b in itertools.pairwise(slices))
     rows = log.by_request
-    for one in itertools.chain(*seats):
+    for one in itertools.chain(*batch_slots):
         own = rows.request == int(one.name.removeprefix("request "))
         assert one.args["steps"] == own.sum()
         assert one.lasted == rows.latency_ns[own].sum()
         assert ns(one.args["waited_us"]) == rows.waited_ns[own].sum()
-    assert sum(map(len, seats)) == (len(np.unique(rows.request)) if run.users else 0)
+    assert sum(map(len, batch_slots)) == (len(np.unique(rows.request)) if run.users else 0)
 
 
-def test_with_tiers_and_users_every_stream_and_every_seat_agrees_with_the_log() -> None:
-    checks = (fills_its_steps, agrees_on_the_link, agrees_on_slots, agrees_on_host_and_disk, agrees_on_seats)
+def test_with_tiers_and_users_every_stream_and_every_batch_slot_agrees_with_the_log() -> None:
+    checks = (fills_its_steps, agrees_on_the_link, agrees_on_slots, agrees_on_host_and_disk, agrees_on_batch_slots)
     seen: Counter[str] = Counter()
     for seed in TIERS:
         run, shown, log = watched_tiers(seed)
@@ -332,7 +332,7 @@ def test_with_tiers_and_users_every_stream_and_every_seat_agrees_with_the_log() 
     assert min(seen.values()) >= 4, seen
 
 
-def test_a_window_cuts_host_disk_and_seats_like_all_else() -> None:
+def test_a_window_cuts_host_disk_and_batch_slots_like_all_else() -> None:
     compared = 0
     for seed in TIERS:
         run, full, _ = watched_tiers(seed)
@@ -342,7 +342,7 @@ def test_a_window_cuts_host_disk_and_seats_like_all_else() -> None:
         part, _ = watch(run, Window("decode steps", 1, len(ends) - 2, stops=False))
         for name in full.threads.values():
             assert clipped(part.tracks[name], ends[1], ends[-2]) == clipped(full.tracks[name], ends[1], ends[-2]), seed
-        compared += sum(len(part.tracks[name]) for name in ("host", "disk", "seat 0"))
+        compared += sum(len(part.tracks[name]) for name in ("host", "disk", "batch_slot 0"))
     assert compared > 500
 
 

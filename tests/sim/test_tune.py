@@ -73,7 +73,7 @@ class Lucky(ScorePolicy):
 
     Options = LuckyOptions
 
-    def begin_request(self, request, seat):
+    def begin_request(self, request, batch_slot):
         self.request = request
 
     def observe(self, event):

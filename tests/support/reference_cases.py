@@ -177,13 +177,13 @@ def play(case: Case, engine: str = "simpy") -> Case:
             super().__init__(shape, options)
             self.scripts: dict[int, Any] = {}
 
-        def begin_request(self, request: int, seat: int) -> None:
-            self.scripts[seat] = case["proposals"][request]
+        def begin_request(self, request: int, batch_slot: int) -> None:
+            self.scripts[batch_slot] = case["proposals"][request]
 
         def propose(self, event: Event) -> tuple[Int, Float]:
             best: dict[int, float] = {}  # of all requests
-            for seat, step, *_ in event.by_request():
-                for expert, priority in self.scripts[seat][step][event.layer]:
+            for batch_slot, step, *_ in event.by_request():
+                for expert, priority in self.scripts[batch_slot][step][event.layer]:
                     best[expert] = max(priority, best.get(expert, -np.inf))
             return np.array(list(best), np.int64), np.array(list(best.values()), np.float64)
 

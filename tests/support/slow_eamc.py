@@ -152,7 +152,7 @@ class SlowEamc:
             (self.ratio[i, e] + self.options.eps) * decay[self.options.decay][i] for i in range(L) for e in range(E)
         ]
 
-    def end_request(self, seat: int) -> None:
+    def end_request(self, batch_slot: int) -> None:
         for collection in self.collections:
             collection.learn()
         self.step = None

@@ -87,8 +87,8 @@ def _sequence(source: Source, answer: Answer) -> Sequence:
     generated = body.output_ids if body.output_ids and output in (None, len(body.output_ids)) else None
     # the prompt's ids: by themselves, or with logprobs, all of which are there if `logprob_start_len` was 0
     logged = body.meta_info and body.meta_info.input_token_logprobs
-    told = [one[1] for one in logged] if logged and len(logged) == prompt else body.prompt_token_ids
-    ids = taken_in(told, prompt, generated, len(experts))
+    token_ids = [one[1] for one in logged] if logged and len(logged) == prompt else body.prompt_token_ids
+    ids = taken_in(token_ids, prompt, generated, len(experts))
     return Sequence(place, answer.id, experts, prompt, output, ids)
 
 

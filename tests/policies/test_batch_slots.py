@@ -1,4 +1,4 @@
-"""Two requests at a time: what is a request's own is kept by seat, and is as if the request ran alone."""
+"""Two requests at a time: what is a request's own is kept by batch slot, and is as if the request ran alone."""
 
 from dataclasses import replace
 
@@ -20,38 +20,41 @@ TRACE = replace(MADE, token_id=np.random.default_rng(0).integers(0, 3, len(MADE.
 REQUESTS = [TRACE.steps(i) for i in range(LEARNED + 2)]
 
 OWN = {
-    "previous": lambda state, seat: [chosen_so_far(state.chosen, state.sizes, seat)],
-    "stride": lambda state, seat: [
-        chosen_so_far(state.latest.chosen, state.latest.sizes, seat),
-        chosen_so_far(state.likely, state.predicted, seat),
-        chosen_so_far(state.probable, state.predicted, seat),
+    "previous": lambda state, batch_slot: [chosen_so_far(state.chosen, state.sizes, batch_slot)],
+    "stride": lambda state, batch_slot: [
+        chosen_so_far(state.latest.chosen, state.latest.sizes, batch_slot),
+        chosen_so_far(state.likely, state.predicted, batch_slot),
+        chosen_so_far(state.probable, state.predicted, batch_slot),
     ],
-    "markov": lambda state, seat: [state.before[seat, : state.before[seat, E]].tolist()],
-    "least-stale": lambda state, seat: [state.steps[seat]],
-    "multi-criteria": lambda state, seat: [state.last[seat].tolist(), state.used[seat].tolist()],
-    "expert-map": lambda state, seat: [
-        state.own[seat].tolist(),
-        state.own_numbers[seat, [expert_map.STEP, expert_map.SQUARE]].tolist(),
+    "markov": lambda state, batch_slot: [state.before[batch_slot, : state.before[batch_slot, E]].tolist()],
+    "least-stale": lambda state, batch_slot: [state.steps[batch_slot]],
+    "multi-criteria": lambda state, batch_slot: [state.last[batch_slot].tolist(), state.used[batch_slot].tolist()],
+    "expert-map": lambda state, batch_slot: [
+        state.own[batch_slot].tolist(),
+        state.own_numbers[batch_slot, [expert_map.STEP, expert_map.SQUARE]].tolist(),
     ],
-    "eamc-blend": lambda state, seat: [
-        state.known.tokens[seat].tolist(),
-        [chosen_so_far(state.known.used[:, when], state.known.used[:, when, :, E], seat) for when in range(3)],
-        *(table[seat, : state.known.ids.request[seat, tokens.LENGTH]].tolist() for table in state.known.ids[3::3]),
+    "eamc-blend": lambda state, batch_slot: [
+        state.known.tokens[batch_slot].tolist(),
+        [chosen_so_far(state.known.used[:, when], state.known.used[:, when, :, E], batch_slot) for when in range(3)],
+        *(
+            table[batch_slot, : state.known.ids.request[batch_slot, tokens.LENGTH]].tolist()
+            for table in state.known.ids[3::3]
+        ),
     ],
-    "eamc": lambda state, seat: [
-        *(bucket.eam[seat, REQUEST].tolist() for bucket in (state.prefill, state.decode)),
-        *(array[seat].tolist() for array in at_play(state, seat)),
+    "eamc": lambda state, batch_slot: [
+        *(bucket.eam[batch_slot, REQUEST].tolist() for bucket in (state.prefill, state.decode)),
+        *(array[batch_slot].tolist() for array in at_play(state, batch_slot)),
     ],
 }
 
 
-def chosen_so_far(table, sizes, seat):
-    return [table[seat, layer, : sizes[seat, layer]].tolist() for layer in range(L)]
+def chosen_so_far(table, sizes, batch_slot):
+    return [table[batch_slot, layer, : sizes[batch_slot, layer]].tolist() for layer in range(L)]
 
 
-def at_play(state, seat):
+def at_play(state, batch_slot):
     """Of the collection of the phase that runs."""
-    bucket = state.decode if state.says.steps[seat] else state.prefill
+    bucket = state.decode if state.says.steps[batch_slot] else state.prefill
     return bucket.eam, bucket.dots, bucket.squares, bucket.past, bucket.matched
 
 
@@ -64,11 +67,11 @@ def model(tmp_path_factory):
     return file
 
 
-def built(name: str, model, seats: int) -> tuple[ScorePolicy, Prefetcher]:
+def built(name: str, model, batch_slots: int) -> tuple[ScorePolicy, Prefetcher]:
     typed = f"lru+stride:model={model}" if name == "stride" else name
     if typed in ("previous", "markov", "oracle", "oracle1", "gate", "popular", "all"):
         typed = f"lru+{typed}"
-    keeper, prefetcher = parse(typed).build(Shape(L, E, seats))
+    keeper, prefetcher = parse(typed).build(Shape(L, E, batch_slots))
     assert isinstance(keeper, ScorePolicy)
     for half in (keeper, prefetcher):
         half.foresee(REQUESTS, False)
@@ -90,20 +93,20 @@ def hear(halves, event: Event) -> dict[int, float]:
     return dict(zip(ids.tolist(), priorities.tolist(), strict=True))
 
 
-def play(halves, ordinal: int, seat: int):
+def play(halves, ordinal: int, batch_slot: int):
     """One event of a request after the other, with what is proposed after each."""
     events = RequestEvents(REQUESTS[ordinal], L)
     for half in halves:
-        half.begin_request(ordinal, seat)
+        half.begin_request(ordinal, batch_slot)
     for step in range(len(REQUESTS[ordinal].phase)):
         for layer in range(L):
-            yield hear(halves, events.event(step, layer)._replace(seats=np.array([seat])))
+            yield hear(halves, events.event(step, layer)._replace(batch_slots=np.array([batch_slot])))
     for half in halves:
-        half.end_request(seat)
+        half.end_request(batch_slot)
 
 
-def learned(name: str, model, seats: int):
-    halves = built(name, model, seats)
+def learned(name: str, model, batch_slots: int):
+    halves = built(name, model, batch_slots)
     for ordinal in range(LEARNED):
         list(play(halves, ordinal, 0))
     return halves
@@ -113,14 +116,14 @@ def learned(name: str, model, seats: int):
 def test_what_is_a_requests_own_is_as_if_it_ran_alone(name, model):
     together = learned(name, model, 2)
     alone = [learned(name, model, 1) for _ in range(2)]
-    running = [play(together, LEARNED + seat, seat) for seat in range(2)]
-    single = [play(alone[seat], LEARNED + seat, 0) for seat in range(2)]
+    running = [play(together, LEARNED + batch_slot, batch_slot) for batch_slot in range(2)]
+    single = [play(alone[batch_slot], LEARNED + batch_slot, 0) for batch_slot in range(2)]
     events = 0
-    for seat in [0, 1] * (L * len(REQUESTS[LEARNED].phase)):
-        next(running[seat])
-        next(single[seat])
-        ours, theirs = telling(together).state, telling(alone[seat]).state
-        assert OWN[name](ours, seat) == OWN[name](theirs, 0)
+    for batch_slot in [0, 1] * (L * len(REQUESTS[LEARNED].phase)):
+        next(running[batch_slot])
+        next(single[batch_slot])
+        ours, theirs = telling(together).state, telling(alone[batch_slot]).state
+        assert OWN[name](ours, batch_slot) == OWN[name](theirs, 0)
         events += 1
     assert events == 2 * L * 8
 
@@ -129,17 +132,17 @@ def test_what_is_a_requests_own_is_as_if_it_ran_alone(name, model):
 def test_what_a_request_alone_decides_is_proposed_as_if_it_ran_alone(name, model):
     together = built(name, model, 2) if ":" not in name else built(f"lru+{name}", model, 2)
     single = [built(name, model, 1) if ":" not in name else built(f"lru+{name}", model, 1) for _ in range(2)]
-    ours = [play(together, seat, seat) for seat in range(2)]
-    theirs = [play(single[seat], seat, 0) for seat in range(2)]
-    for seat in [0, 1] * (L * len(REQUESTS[0].phase)):
-        assert next(ours[seat]) == next(theirs[seat])
+    ours = [play(together, batch_slot, batch_slot) for batch_slot in range(2)]
+    theirs = [play(single[batch_slot], batch_slot, 0) for batch_slot in range(2)]
+    for batch_slot in [0, 1] * (L * len(REQUESTS[0].phase)):
+        assert next(ours[batch_slot]) == next(theirs[batch_slot])
 
 
 def test_a_request_that_ends_teaches_the_collection_its_own_and_the_others_go_on_against_it(model):
     halves = built("eamc:capacity=3:split=false:source=both", model, 2)
     for ordinal in range(2):
         list(play(halves, ordinal, 0))
-    running = [play(halves, ordinal, seat) for seat, ordinal in ((0, 2), (1, 3))]
+    running = [play(halves, ordinal, batch_slot) for batch_slot, ordinal in ((0, 2), (1, 3))]
     for _ in range(L):
         next(running[1])
     list(running[0])
@@ -158,12 +161,12 @@ def test_a_request_that_ends_teaches_the_collection_its_own_and_the_others_go_on
 
 def test_a_map_that_is_stored_while_another_request_runs_is_compared_with_that(model):
     halves = built("expert-map:capacity=5", model, 2)
-    running = [play(halves, seat, seat) for seat in range(2)]
-    for seat in [0, 0, 0, 1] * L * 2:
-        next(running[seat])
+    running = [play(halves, batch_slot, batch_slot) for batch_slot in range(2)]
+    for batch_slot in [0, 0, 0, 1] * L * 2:
+        next(running[batch_slot])
         maps = halves[0].state
         size = maps.numbers[expert_map.SIZE]
-        assert maps.dots[seat, :size].tolist() == (maps.own[seat] @ maps.stored)[:size].tolist()
+        assert maps.dots[batch_slot, :size].tolist() == (maps.own[batch_slot] @ maps.stored)[:size].tolist()
     assert size == 5
 
 
@@ -183,11 +186,11 @@ def test_a_step_of_two_requests_is_one_event_with_one_proposal(name, model):
     halves = built(name, model, 2)
     own = OWN.get(name)
     alone = [built(name, model, 1) for _ in range(2)]
-    single = [play(alone[seat], seat, 0) for seat in range(2)]
-    events = [RequestEvents(REQUESTS[seat], L) for seat in range(2)]
-    for seat in range(2):
+    single = [play(alone[batch_slot], batch_slot, 0) for batch_slot in range(2)]
+    events = [RequestEvents(REQUESTS[batch_slot], L) for batch_slot in range(2)]
+    for batch_slot in range(2):
         for half in halves:
-            half.begin_request(seat, seat)
+            half.begin_request(batch_slot, batch_slot)
     for step in range(len(REQUESTS[0].phase)):
         for layer in range(L):
             proposed = hear(halves, merged(*(each.event(step, layer) for each in events)))
@@ -197,8 +200,8 @@ def test_a_step_of_two_requests_is_one_event_with_one_proposal(name, model):
             if name in ("previous", "stride", "oracle", "oracle1"):
                 assert proposed == {i: max(each.get(i, -np.inf) for each in wanted) for each in wanted for i in each}
             if own and name not in ("eamc",):
-                for seat in range(2):
-                    assert own(telling(halves).state, seat) == own(telling(alone[seat]).state, 0)
+                for batch_slot in range(2):
+                    assert own(telling(halves).state, batch_slot) == own(telling(alone[batch_slot]).state, 0)
     for half in halves:
         half.end_request(0)
         half.end_request(1)
