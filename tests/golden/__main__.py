@@ -59,13 +59,14 @@ def main(out: Path) -> None:
 
 
 def run(words: list[str]) -> tuple[object, str, str]:
-    """Run a command in this process; return its status and what it printed."""
+    """Run a command in this process, with one worker on any machine; return its status and what it printed."""
     out, err = io.StringIO(), io.StringIO()
     environment = {"COLUMNS": "150", "TERM": "dumb", "NO_COLOR": "1"}
     command = importlib.import_module(f"{PROGRAMS[words[0]]}.__main__").main
     with (
         patch.object(sys, "argv", words),
         patch.dict(os.environ, environment),
+        patch.object(os, "cpu_count", return_value=1),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

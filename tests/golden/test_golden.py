@@ -1,10 +1,10 @@
 """What some 60 commands print and write stays as it is stored: `python -m tests.golden` renews the folder."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.golden.__main__ import main
 
 OUTPUTS = Path(__file__).parent / "outputs"
 
@@ -12,7 +12,7 @@ OUTPUTS = Path(__file__).parent / "outputs"
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("golden")
-    subprocess.run([sys.executable, "-m", "tests.golden", folder], cwd=Path(__file__).parents[2], check=True)
+    main(folder)
     return folder
 
 
