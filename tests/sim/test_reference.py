@@ -6,6 +6,7 @@ that they do not reach is worked out by hand too.
 
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.support.reference_cases import (
 
 SHARED = Path(__file__).parents[3] / "shared" / "design"
 SEEDS = 600
+FEWER = 150
+"""Of those that are compared with others."""
 
 stored = pytest.mark.parametrize("path", [STORED_CASES, STORED_TIERS_CASES], ids=lambda path: path.name)
 
@@ -48,23 +51,26 @@ def tiers_case(seed: int) -> Case:
     return draw_tiers_case(random.Random(seed).randint)
 
 
+@cache
+def results() -> list[tuple[Case, Case]]:
+    """Random cases, each with its result."""
+    return [(case, reference.run_case(case)) for case in map(tiers_case, range(SEEDS))]
+
+
 def test_the_random_tiers_cases_reach_every_key_every_count_and_every_cause_of_stall_that_can_be() -> None:
-    cases = [tiers_case(seed) for seed in range(SEEDS)]
-    results = [reference.run_case(case) for case in cases]
-    assert all(sum(result["stalls"]) == result["stall_ns"] for result in results)
+    cases, ended = zip(*results(), strict=True)
+    assert all(sum(result["stalls"]) == result["stall_ns"] for result in ended)
     for key in set().union(*cases):
         assert sum(case.get(key) not in (None, 0) for case in cases) >= 50, key
-    for key in results[0].keys() - {"stalls"}:
-        assert sum(any(result[key] or []) if isinstance(result[key], list) else bool(result[key]) for result in results)
-    reached = [sum(result["stalls"][cause] > 0 for result in results) for cause in range(7)]
+    for key in ended[0].keys() - {"stalls"}:
+        assert sum(any(result[key] or []) if isinstance(result[key], list) else bool(result[key]) for result in ended)
+    reached = [sum(result["stalls"][cause] > 0 for result in ended) for cause in range(7)]
     assert min(reached[:6]) >= 20
     assert reached[6] == 0, "who waits has computed all it had, here and on the host, so none of it is pinned"
 
 
 def test_everything_that_is_admitted_is_accounted_for() -> None:
-    for seed in range(SEEDS):
-        case = tiers_case(seed)
-        result = reference.run_case(case)
+    for case, result in results():
         assert len(result["token_ns"]) == sum(len(request) for request in case["requests"])
         assert result["on_host"] <= result["misses"]
         if case.get("max_batch") is None:
@@ -82,14 +88,14 @@ def same(one: Case, other: Case) -> bool:
 
 
 def test_one_user_without_arrival_times_is_the_run_of_one_request_after_another() -> None:
-    for seed in range(SEEDS):
+    for seed in range(FEWER):
         case = tiers_case(seed) | {"max_batch": None}
         alone = {"max_batch": 1, "arrival_ns": None, "prefill": [True for _ in case["requests"]]}
         assert same(case | alone, case), f"tiers_case({seed})"
 
 
 def test_equal_sizes_in_bytes_are_the_slots_of_before() -> None:
-    for seed in range(SEEDS):
+    for seed in range(FEWER):
         case = {key: value for key, value in tiers_case(seed).items() if "capacity" not in key} | {"partitions": None}
         slots = case | {"slots": 3, "layer_bytes": None}
         capacity: dict[str, Any] = {"slots": None, "capacity_bytes": 3 * case["expert_bytes"]}
@@ -101,7 +107,7 @@ def test_equal_sizes_in_bytes_are_the_slots_of_before() -> None:
 
 
 def test_no_layer_on_the_host_is_fetch_and_every_layer_is_host() -> None:
-    for seed in range(SEEDS):
+    for seed in range(FEWER):
         case = {"host_ns": 2, "hop_ns": 1, **tiers_case(seed), "placement": "layers"}
         assert same(case | {"host_layers": 0}, case | {"placement": "fetch"}), f"tiers_case({seed})"
         assert same(case | {"host_layers": case["L"]}, case | {"placement": "host"}), f"tiers_case({seed})"
