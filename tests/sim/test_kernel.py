@@ -81,7 +81,7 @@ def test_the_engines_are_equal_in_every_column_on_seeded_random_runs_of_tiers_an
 
 
 @pytest.mark.parametrize("draw", [draw_run, draw_tiers_run])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_the_engines_are_equal_on_runs_that_hypothesis_shrinks(
     draw: Callable[[Draw], Drawn], data: st.DataObject

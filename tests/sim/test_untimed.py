@@ -24,13 +24,6 @@ def test_misses_equal_libcachesims_to_the_unit(ours, theirs, kind):
         assert log.misses.sum() == oracle_misses(theirs, ids, slots), (slots, kind)
 
 
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=60), st.integers(1, 8), st.sampled_from(["lru", "lfu", "fifo"]))
-def test_belady_is_never_beaten_untimed(ids, slots, policy):
-    requests = accesses(np.array(ids), 8)
-    best = count(requests, 1, 8, slots, parse("belady")).misses.sum()
-    assert best <= count(requests, 1, 8, slots, parse(policy)).misses.sum()
-
-
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=60), st.integers(1, 7))
 def test_lru_hits_grow_with_the_cache(ids, slots):
     requests = accesses(np.array(ids), 8)
