@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,11 +41,14 @@ from replay.model.network import Network
 from sim.engines import count
 from sim.loop import Requests, play
 from sim.profiles.hardware_profile import hardware
+from tests.support.command import run
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces import InputError
 from traces.models.profile import MODELS, ModelProfile, model
 from traces.synthetic import synthetic
+
+Command = Callable[..., tuple[int, str, str]]
 
 BIG = replace(PROFILE, name="big", hidden_size=64, expert_intermediate_size=57)
 """Its experts are of eleven pages, the last one not full."""
@@ -281,40 +284,29 @@ def test_output_that_is_not_finite_is_blamed_on_the_file_of_experts(
             act()
 
 
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:
-    monkeypatch.setattr("sys.argv", ["moe-replay", *map(str, arguments)])
-    try:
-        main()
-        status: int | str | None = 0
-    except SystemExit as ended:
-        status = ended.code
-    told = capsys.readouterr()
-    return int(status or 0), told.out + told.err
+@pytest.fixture(scope="module")
+def on_disk(stand_in: str) -> tuple[str, ...]:
+    """The options of a run on a file of the stand-in's experts, made by the command."""
+    store = str(Path(stand_in).with_name("here.experts"))
+    done = run(main, "store", store, "--model-profile", stand_in, "--dedup", 8)
+    assert done.returncode == 0, done.stderr
+    return "--device", "disk", "--store", store, "--model-profile", stand_in
 
 
-def test_the_commands_write_a_file_and_replay_from_it(
-    stand_in: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, told = run(capsys, monkeypatch, "store", "here.experts", "--model-profile", stand_in, "--dedup", 8)
+def test_the_commands_write_a_file_and_replay_from_it(command: Command, on_disk: tuple[str, ...]) -> None:
+    status, _, told = command("store", *on_disk[3:])
+    assert (status, "exists: replace it with --overwrite" in told) == (2, True)
+    few = ["--lanes", "1", "--verify", "--cache-size", "10%", "--requests", "1"]
+    status, out, told = command(*on_disk, *few, "--policy", "lru", "--out", "here")
     assert status == 0, told
-    again = run(capsys, monkeypatch, "store", "here.experts", "--model-profile", stand_in)
-    assert (again[0], "exists: replace it with --overwrite" in again[1]) == (2, True)
-    on_disk = ["--device", "disk", "--store", "here.experts", "--model-profile", stand_in, "--lanes", "1", "--verify"]
-    on_disk += ["--cache-size", "10%", "--requests", "1"]
-    status, told = run(capsys, monkeypatch, *on_disk, "--policy", "lru", "--out", "here")
-    assert status == 0, told
-    assert "as the machine's pace varied" in told.replace("\n", " ")
+    assert "as the machine's pace varied" in (out + told).replace("\n", " ")
 
 
 def test_a_machine_with_a_disk_is_calibrated(
-    stand_in: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, on_disk: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("replay.calibration.calibrate.SLOT_BYTES", {"disk": 1 << 20})
-    assert run(capsys, monkeypatch, "store", "here.experts", "--model-profile", stand_in, "--dedup", 8)[0] == 0
-    on_disk = ["--device", "disk", "--store", "here.experts", "--model-profile", stand_in]
-    status, told = run(capsys, monkeypatch, "calibrate", *on_disk, "--policies", "lru", "--out", "here.toml", "-q")
+    status, _, told = command("calibrate", *on_disk, "--policies", "lru", "--out", "here.toml", "-q")
     assert status in (0, 1), told  # 1: the passes differ, and the file is written all the same
     machine = hardware(str(tmp_path / "here.toml"))
     (known,) = machine.measured
@@ -324,13 +316,10 @@ def test_a_machine_with_a_disk_is_calibrated(
     assert machine.calibration["lanes"] >= 1
 
 
-def test_a_disk_without_a_file_is_told_how_to_write_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, printed = run(capsys, monkeypatch, "--device", "disk", "-q")
+def test_a_disk_without_a_file_is_told_how_to_write_one(command: Command) -> None:
+    status, _, told = command("--device", "disk", "-q")
     assert status == 2
-    assert "moe-replay store FILE --model-profile" in printed
+    assert "moe-replay store FILE --model-profile" in told
 
 
 def test_real_profiles_fit_whole_pages() -> None:

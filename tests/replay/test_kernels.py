@@ -66,7 +66,6 @@ CASES = {
     "as many experts as a launch takes": Case(20, 8, 3, FP32, tuple(range(12)), pool_slots=12),
     "one more, and repeated slots": Case(20, 8, 3, FP32, (*range(12), 3), pool_slots=12),
     "three launches": Case(16, 10, 2, BF16, tuple(n % 7 for n in range(26)), pool_slots=7),
-    "a slot behind 16 bits and 4 GiB": Case(32, 20, 3, BF16, (299_999,), pool_slots=300_000, stride=1 << 14),
     "several slots behind 16 bits and 4 GiB": Case(
         32, 20, 3, BF16, (299_999, 1, 262_144), pool_slots=300_000, stride=1 << 14
     ),
@@ -215,7 +214,7 @@ def _cuobjdump(option: str, cubin: bytes, folder: Path) -> str:
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b-bf16"])
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "gpt-oss-20b-bf16"])
 def test_real_shapes_compile_to_16_byte_loads_issued_by_whole_tiles(name: str, tmp_path: Path) -> None:
     profile = model(name)
     for code, kernel in _machine_code(profile.hidden_size, profile.expert_intermediate_size):
