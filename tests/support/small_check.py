@@ -24,4 +24,5 @@ def shrink(change: Callable[[Any, str, Any], None] = setattr) -> None:
     change(model_profile, "model", lambda name: dataclasses.replace(real(name), **TINY))
     change(cells, "PROMPT_TOKENS", 6)
     change(runner, "BUFFER_BYTES", 1 << 16)
+    change(runner, "PASSES", 1)
     change(rates, "BUFFER_BYTES", 1 << 20)
