@@ -77,13 +77,13 @@ def test_importing_a_package_imports_none_of_its_modules():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_a_researchers_script_runs(tmp_path):
+def test_a_researchers_script_runs(tmp_path, monkeypatch, capsys):
     assert len(SCRIPT.strip().splitlines()) <= 25
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "faster per token than lru over 3 requests" in done.stdout
-    assert "<Run of Fading, 256 (25%) of the experts, olmoe-1b-7b on a5000: hit_rate" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    exec(SCRIPT, {"__name__": "__main__"})
+    out = capsys.readouterr().out
+    assert "faster per token than lru over 3 requests" in out
+    assert "<Run of Fading, 256 (25%) of the experts, olmoe-1b-7b on a5000: hit_rate" in out
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
 

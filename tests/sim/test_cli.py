@@ -184,7 +184,7 @@ def test_a_sweep_killed_again_and_again_ends_with_the_same_results(home, tmp_pat
             text=True,
         )
         held = len(list((tmp_path / "cut/cells/results").glob("*.parquet")))
-        enough = held + rng.randint(2, 4)
+        enough = held + rng.randint(4, 5)
         while running.poll() is None and len(list((tmp_path / "cut/cells/results").glob("*.parquet"))) < enough:
             time.sleep(0.01)
         if running.poll() is not None:

@@ -298,8 +298,8 @@ print(len(run_steps.signatures), sum(run_steps.stats.cache_hits.values()), compi
 
 
 def test_a_second_process_compiles_nothing_and_two_kernels_serve_all_policies_and_tiers() -> None:
-    root = Path(__file__).parents[2]
-    for _ in range(2):
-        command = [sys.executable, "-c", SECOND_PROCESS]
-        answer = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True).stdout.split(maxsplit=2)
+    exec(SECOND_PROCESS, {})  # here: what is still to be compiled
+    command = [sys.executable, "-c", SECOND_PROCESS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    answer = done.stdout.split(maxsplit=2)
     assert answer == ["2", "2", "[]\n"]

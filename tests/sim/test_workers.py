@@ -27,7 +27,7 @@ REQUESTS = 12
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    made = synthetic(REQUESTS, tokens=60, layers=4, experts=16, top_k=3, seed=3, prompt_tokens=6)
+    made = synthetic(REQUESTS, tokens=30, layers=4, experts=16, top_k=3, seed=3, prompt_tokens=6)
     folder = tmp_path_factory.mktemp("traces") / "tiny"
     write_trace(replace(made, meta=replace(made.meta, model="tiny", **SIZES)), folder)
     return TimedRun.of(Experiment(str(folder)))
@@ -53,12 +53,19 @@ def test_two_workers_write_the_bytes_that_one_writes_and_tell_of_every_request(l
     assert sum(told) == REQUESTS * len(GRID.cells())
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="has no masks")
 def test_compiled_cells_and_what_only_this_process_knows_run_in_it_and_other_python_in_others(loaded):
+    """Which have the machine of their task, also one made on the spot, and leave Ctrl-C to their parent."""
     policies = [*map(parse, PLACES), here_alone()]
     tasks = [Task(loaded, process_of_cell, (policy,), loaded.compiled(policy)) for policy in policies]
     assert not tasks[-1].compiled
-    found = dict(Local(2).results(tasks, lambda requests: None))
-    assert [found[i] == os.getpid() for i in range(len(tasks))] == [*PLACES.values(), True]
+    other = replace(loaded, hardware=replace(loaded.hardware, link_bandwidth_gb_per_s=1.5))
+    links = [Task(one, link_of, (), compiled) for one in (loaded, other) for compiled in (True, False)]
+    results = dict(Local(2).results([*tasks, *links, Task(loaded, blocked, (), False)], lambda requests: None))
+    found = [results[i] for i in range(len(results))]
+    assert [process == os.getpid() for process in found[: len(tasks)]] == [*PLACES.values(), True]
+    assert found[len(tasks) : -1] == [24, 24, 1.5, 1.5]
+    assert signal.SIGINT in found[-1]
 
 
 PLACES = {"lru": True, "clock": False, "eamc-blend": True, "sieve+markov": False}
@@ -69,15 +76,12 @@ def process_of_cell(loaded, policy, advance):
     return os.getpid()
 
 
-def test_a_machine_made_on_the_spot_goes_to_other_processes_too(loaded):
-    other = replace(loaded, hardware=replace(loaded.hardware, link_bandwidth_gb_per_s=1.5))
-    tasks = [Task(one, link_of, (), compiled) for one in (loaded, other) for compiled in (True, False)]
-    found = dict(Local(2).results(tasks, lambda requests: None))
-    assert [found[i] for i in range(4)] == [24, 24, 1.5, 1.5]
-
-
 def link_of(loaded, advance):
     return loaded.hardware.link_bandwidth_gb_per_s
+
+
+def blocked(loaded, advance):
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_trace_that_another_one_replaces_is_not_run_by_other_processes(tmp_path):
@@ -132,16 +136,6 @@ def endless(loaded, number, advance):
     while number:
         time.sleep(0.01)
         advance(1)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="has no masks")
-def test_a_worker_process_leaves_ctrl_c_to_its_parent(loaded):
-    tasks = [Task(loaded, blocked, (), False) for _ in range(2)]
-    assert all(signal.SIGINT in found for _, found in Local(2).results(tasks, lambda requests: None))
-
-
-def blocked(loaded, advance):
-    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_worker_process_that_is_killed_is_told_in_one_line(loaded):
@@ -208,7 +202,7 @@ def test_a_cluster_that_loses_a_worker_loses_nothing_and_counts_nothing_twice(lo
 def test_a_scheduler_that_dies_is_told_in_one_line_and_what_was_finished_is_kept(loaded, tmp_path):
     distributed = pytest.importorskip("distributed")
     table, store = Table(loaded, GRID, tmp_path), Store(tmp_path)
-    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as doomed:
+    with distributed.LocalCluster(1, processes=False, threads_per_worker=1, dashboard_address=":0") as doomed:
         players = Cluster(doomed.scheduler_address)
         with pytest.raises(InputError):
             sweep([table], store, players, lambda requests: doomed.close())

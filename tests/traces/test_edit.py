@@ -23,7 +23,7 @@ def made(folder: Path, name: str, seed: int, **changes: Any) -> Path:
     return folder / name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(traces(), st.data())
 def test_what_is_kept_is_what_was_there(trace: Trace, data: st.DataObject) -> None:
     keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(trace.requests), max_size=len(trace.requests))))
