@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from policies.core import BLOCKED, PolicyResidency, Shape, available, lru_misses
 from policies.core.per_layer import PerLayer
 from policies.core.residency_compiled import NO_EXPERT
 from policies.core.scope import even, lru_curves, optimal
-from sim.commands import main
 from sim.engines import count
 from sim.engines.simpy_engine import simulate
 from sim.experiment import Experiment
@@ -23,6 +20,7 @@ from sim.loaded import load
 from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweeps import grid_of, specs, warnings, winner
+from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
 from tests.support.untimed_oracle import SHARED, oracle_misses
@@ -305,34 +303,24 @@ def test_a_profile_of_another_model_and_too_few_slots_are_refused(home):
         parse("lru@layer").divide(Shape(6, 4), 5)
 
 
-def moe_sim(home: Path, monkeypatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    monkeypatch.chdir(home)
-    monkeypatch.setattr(sys, "argv", ["moe-sim", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr()
-    assert ended.value.code in (0, None), told.err
-    return told.out
-
-
-def test_a_sweep_plays_what_names_no_scope_in_the_one_given_and_its_winner_is_rebuilt(home, monkeypatch, capsys):
+def test_a_sweep_plays_what_names_no_scope_in_the_one_given_and_its_winner_is_rebuilt(home):
     policies = ("--policies", "lru,clock+popular,fifo@global", "--scope", "layer")
     asked = ("sweep", "tiny", *policies, "--cache-sizes", "25%", "--workers", "1", "--out", "x", "--json")
-    rows = json.loads(moe_sim(home, monkeypatch, capsys, *asked))
+    rows = json.loads(moe_sim(*asked, cwd=home).stdout)
     assert [row["policy"] for row in rows] == ["lru@layer", "clock+popular@layer", "fifo@global"]
     assert json.loads(rows[0]["options"])["scope"] == {"name": "layer", "profile": ""}
     _, winners = winner.read(home / "x")
     best = min(rows, key=lambda row: row["tpot_mean_ms"])
     assert winners[0].policy == best["policy"]
     assert parse(winners[0].policy).options() == json.loads(best["options"])
-    told = moe_sim(home, monkeypatch, capsys, "compare", "x:lru@layer@25%", "x:fifo@global")
+    told = moe_sim("compare", "x:lru@layer@25%", "x:fifo@global", cwd=home).stdout
     assert told.startswith("fifo@global ")
     assert "lru@layer" in told
 
 
-def test_an_analysis_takes_a_scope(home, monkeypatch, capsys):
+def test_an_analysis_takes_a_scope(home):
     asked = ("--policies", "lru,lru@global", "--scope", "layer", "--cache-sizes", "12", "--out", "y", "--json")
-    own, shared = json.loads(moe_sim(home, monkeypatch, capsys, "analyze", "tiny", *asked))["misses"]
+    own, shared = json.loads(moe_sim("analyze", "tiny", *asked, cwd=home).stdout)["misses"]
     assert (own["policy"], shared["policy"]) == ("lru@layer", "lru@global")
     assert own["misses"] != shared["misses"]
     assert own["capacity"] == shared["capacity"], "Belady's, in one pool, is the bound of both"

@@ -2,8 +2,8 @@
 
 import math
 import random
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +17,7 @@ from policies.core import PolicyRunner, RequestEvents, Shape, parse
 from policies.prefetch import Predictor, Tokens, Training, recall, recall_of_previous, train
 from policies.prefetch.stride_training import probabilities
 from policies.random_routing import scripts
-from sim.commands import main
+from tests.support import command
 from tests.support.tiny import SIZES
 from traces import DECODE, InputError, write_trace
 from traces.synthetic import synthetic
@@ -192,16 +192,8 @@ def test_a_predictor_is_needed_and_has_to_fit(tmp_path):
 
 
 @pytest.fixture
-def moe_sim(monkeypatch, capsys, tmp_path):
-    def run(*arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setattr(sys, "argv", ["moe-sim", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return run
+def moe_sim(tmp_path):
+    return partial(command.moe_sim, cwd=tmp_path)
 
 
 def test_the_command_trains_tests_and_writes_what_a_sweep_takes(moe_sim, tmp_path):

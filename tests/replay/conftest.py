@@ -1,12 +1,12 @@
 """Settings of the tests of replay: a machine is measured for a short time, since none judges how exactly."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from replay.commands import main
-from tests.support.command import run
+from tests.support.command import Run, run
 from tests.support.short_calibrations import shorten
 
 
@@ -18,12 +18,7 @@ def _short_calibrations(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Run `moe-replay` in an empty folder: its exit status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        ended = run(main, *arguments)
-        return ended.returncode, ended.stdout, ended.stderr
-
-    return invoke
+    return partial(run, main)

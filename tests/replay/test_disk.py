@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,14 +41,12 @@ from replay.model.network import Network
 from sim.engines import count
 from sim.loop import Requests, play
 from sim.profiles.hardware_profile import hardware
-from tests.support.command import run
+from tests.support.command import Run, run
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces import InputError
 from traces.models.profile import MODELS, ModelProfile, model
 from traces.synthetic import synthetic
-
-Command = Callable[..., tuple[int, str, str]]
 
 BIG = replace(PROFILE, name="big", hidden_size=64, expert_intermediate_size=57)
 """Its experts are of eleven pages, the last one not full."""
@@ -293,7 +291,7 @@ def on_disk(stand_in: str) -> tuple[str, ...]:
     return "--device", "disk", "--store", store, "--model-profile", stand_in
 
 
-def test_the_commands_write_a_file_and_replay_from_it(command: Command, on_disk: tuple[str, ...]) -> None:
+def test_the_commands_write_a_file_and_replay_from_it(command: Run, on_disk: tuple[str, ...]) -> None:
     status, _, told = command("store", *on_disk[3:])
     assert (status, "exists: replace it with --overwrite" in told) == (2, True)
     few = ["--lanes", "1", "--verify", "--cache-size", "10%", "--requests", "1"]
@@ -303,7 +301,7 @@ def test_the_commands_write_a_file_and_replay_from_it(command: Command, on_disk:
 
 
 def test_a_machine_with_a_disk_is_calibrated(
-    command: Command, on_disk: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Run, on_disk: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replay.calibration.calibrate.SLOT_BYTES", {"disk": 1 << 20})
     status, _, told = command("calibrate", *on_disk, "--policies", "lru", "--repeat", 2, "--out", "here.toml", "-q")
@@ -316,7 +314,7 @@ def test_a_machine_with_a_disk_is_calibrated(
     assert machine.calibration["lanes"] >= 1
 
 
-def test_a_disk_without_a_file_is_told_how_to_write_one(command: Command) -> None:
+def test_a_disk_without_a_file_is_told_how_to_write_one(command: Run) -> None:
     status, _, told = command("--device", "disk", "-q")
     assert status == 2
     assert "moe-replay store FILE --model-profile" in told

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from replay.commands import main
 from sim.loop import play
 from sim.timeline import WHOLE, Timeline, TimelineObserver
 from tests.support.devices import AnyOrder, Watch
@@ -44,13 +43,9 @@ def test_on_a_device_that_ends_in_any_order_every_part_and_piece_is_shown_in_its
 
 
 @pytest.mark.parametrize("device", ["virtual", "cpu"])
-def test_the_command_shows_measured_and_predicted_in_one_file(device, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = ["moe-replay", "--policy", "eamc", "--device", device, "--requests", "1", "--timeline", "t.json", "-q"]
-    monkeypatch.setattr("sys.argv", asked)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
+def test_the_command_shows_measured_and_predicted_in_one_file(device, command, tmp_path):
+    asked = ("--policy", "eamc", "--device", device, "--requests", "1", "--timeline", "t.json", "-q")
+    assert command(*asked) == (0, "", "")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert all(e["ts"] >= 0 and e.get("dur", 0) >= 0 for e in events if e["ph"] != "M")
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}

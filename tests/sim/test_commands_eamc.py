@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,27 +10,20 @@ import pandas as pd
 import pytest
 
 from sim.commands import main
+from tests.support.command import run
 from tests.support.tiny import SIZES
 from traces import write_trace
 from traces.synthetic import synthetic
 
 
 @pytest.fixture
-def moe_sim(tmp_path, monkeypatch, capsys):
+def moe_sim(tmp_path, monkeypatch):
     """Run a command in a folder with a small trace: (exit status, output, errors)."""
     trace = synthetic(3, tokens=6, layers=3, experts=16, top_k=2, seed=3)
     write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **SIZES)), tmp_path / "tiny")
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["moe-sim", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
+    return partial(run, main)
 
 
 def test_a_trace_is_learned_shown_and_started_from(moe_sim):

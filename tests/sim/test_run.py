@@ -2,8 +2,8 @@
 
 import gzip
 import json
-import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from policies.core import parse
-from sim.commands import main
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.results import summarise
 from sim.timeline import WHOLE, Window
 from sim.timeline import window as timeline_window
+from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces import DECODE, PREFILL, InputError, write_trace
 from traces.synthetic import synthetic
@@ -33,18 +33,9 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture
-def moe_sim_run(home, tmp_path, monkeypatch, capsys):
+def moe_sim_run(tmp_path):
     """Runs the command in a folder of its own; status, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["moe-sim", "run", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        return ended.value.code, told.out, told.err
-
-    return command
+    return partial(moe_sim, "run", cwd=tmp_path)
 
 
 def steps_of(path):

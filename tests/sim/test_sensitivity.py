@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import math
-import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -13,12 +13,12 @@ import pytest
 from policies.core import parse
 from sim.analysis import point_of
 from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, figure, plan, save, sensitivity
-from sim.commands import main
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.roofline import Roofline, disk_link, host_link
+from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces import MARKER, write_trace
 from traces.synthetic import synthetic
@@ -289,18 +289,9 @@ def test_options_are_typed_where_they_belong(text, names, moved):
 
 
 @pytest.fixture
-def command(home, tmp_path, monkeypatch, capsys):
+def command(tmp_path):
     """Runs `moe-sim sensitivity` in a folder of its own: status, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["moe-sim", "sensitivity", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        return ended.value.code, told.out, told.err
-
-    return run
+    return partial(moe_sim, "sensitivity", cwd=tmp_path)
 
 
 def test_the_command_ranks_names_what_helps_most_and_writes(command, home, tmp_path):

@@ -2,15 +2,14 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from policies.core import Shape, parse
-from sim.commands import main
 from sim.commands.systems import _title
 from sim.engines import engine
 from sim.experiment import Experiment
@@ -24,6 +23,7 @@ from sim.profiles.timing import FixedTiming, Link
 from sim.systems import Setting, chosen, table1, transforms
 from sim.systems.predict import CannotRunError, SystemRun
 from sim.systems.system import systems
+from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
 from traces import DECODE, InputError, write_trace
@@ -56,17 +56,9 @@ def home(tmp_path_factory, trace):
 
 
 @pytest.fixture
-def moe_sim_systems(home, monkeypatch, capsys):
+def moe_sim_systems(home):
     """Runs the command; status, standard output, standard error."""
-
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["moe-sim", "systems", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        return ended.value.code, told.out, " ".join(told.err.split())
-
-    return command
+    return partial(moe_sim, "systems", cwd=home)
 
 
 def setting_of(home, name="tiny", size="25%", played_on="simpy", **more):

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 import pytest
 
 from policies.core import Shape, parse
-from sim.commands import main
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.sweeps import config
@@ -316,18 +316,9 @@ def test_a_damaged_journal_is_refused(home, tmp_path):
 
 
 @pytest.fixture
-def command(home, tmp_path, monkeypatch, capsys):
+def command(home, tmp_path):
     """Runs `moe-sim tune` on the trace in a folder of its own: status, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["moe-sim", "tune", str(home / "tiny"), *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        return ended.value.code, told.out, told.err
-
-    return run
+    return partial(moe_sim, "tune", home / "tiny", cwd=tmp_path)
 
 
 ASKED = ("--policy", "eamc", "--search", "capacity=2..40:matches=1|2", "--trials", "6", "--workers", "2")

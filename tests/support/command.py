@@ -4,15 +4,14 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import sim.commands
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a command ended."""
 
     returncode: int

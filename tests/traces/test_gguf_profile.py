@@ -1,7 +1,6 @@
 """Profiles of GGUF files that the format's own writer wrote: bytes and parameters are those of their tensors."""
 
 import json
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from sim.commands import main
+from tests.support.command import moe_sim
 from tests.traces.test_expert_sizes import BYTES_OF_256, Gguf
 from traces import InputError
 from traces.models.gguf_profile import of_gguf
@@ -242,11 +241,8 @@ def test_a_file_without_experts_or_with_another_number_of_them_is_refused(tmp_pa
         model(str(tmp_path / "absent.gguf"))
 
 
-def test_a_plan_of_a_gguf_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_plan_of_a_gguf_file_runs(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", [ATTENTION | DENSE, ATTENTION | routed(), ATTENTION | routed("Q6_K")])
-    arguments = ["plan", "--model", str(path), "--host-memory", "64GiB", "--json"]
-    monkeypatch.setattr(sys, "argv", ["moe-sim", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    assert json.loads(capsys.readouterr().out)["model"] == "x"
+    done = moe_sim("plan", "--model", path, "--host-memory", "64GiB", "--json", cwd=tmp_path)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["model"] == "x"
