@@ -10,7 +10,6 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from sim.commands import main
 from sim.sweeps import CELLS, MAKER
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
@@ -129,18 +128,13 @@ def test_evict_and_prefetch_combine(home):
         (["sizeless"], "its trace states no sizes; choose one with --model-profile"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(home, monkeypatch, capsys, arguments, complaint):
+def test_bad_input_is_one_line_and_nothing_is_written(home, monkeypatch, arguments, complaint):
     monkeypatch.setattr("sim.sweeps.workers.ANSWER_S", 1)
-    monkeypatch.chdir(home)
-    monkeypatch.setattr(sys, "argv", ["moe-sim", "sweep", *arguments, "--out", "bad", "--quiet"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr()
-    assert ended.value.code == 2
-    assert complaint in told.err
-    assert told.err.startswith("moe-sim: error: ")
-    assert told.err.count("\n") == 1
-    assert told.out == ""
+    status, out, err = moe_sim("sweep", *arguments, "--out", "bad", "--quiet", cwd=home)
+    assert (status, out) == (2, "")
+    assert complaint in err
+    assert err.startswith("moe-sim: error: ")
+    assert err.count("\n") == 1
     assert not (home / "bad").exists()
 
 
