@@ -1,4 +1,9 @@
-"""One replay: open the device, measure it, run the trace in closed loop, and predict the same cell."""
+"""One replay: open the device, measure it, run the trace in closed loop, and predict the same cell.
+
+What a real device is compared with is the simulator on this machine as measured just before and just after, not on the
+profile named by `--hardware`, which describes another one; that prediction stands beside it. How far both calibrations
+disagree is the interval of the prediction.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,22 +12,36 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from replay.calibration.contention import effective
 from replay.calibration.pace import pausing
-from replay.choice import Choice
+from replay.choice import Choice, Described
 from replay.devices.waiting import Pace
-from replay.prediction import PREDICTED, Prediction, predict
 from replay.warmup import undisturbed
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
+from sim.experiment import AUTO
 from sim.loop.driver import Driver
 from sim.loop.log import PREDICTOR, RunLog, StepRow
 from sim.loop.run import Run
 from sim.profiles.measured import MeasuredModel
-from sim.results.metrics import Row, summarise
+from sim.profiles.timing import Link, Timing
+from sim.results.metrics import Cell, Row, summarise
 from sim.timeline import simulated
 from sim.timeline import window as timeline_window
 from sim.timeline.file import Timeline
 from sim.timeline.observer import TimelineObserver
+
+PREDICTED = ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms", "hit_rate")
+"""Figures of the simulator that stand in a replay's row."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator says of the same cell."""
+
+    machine: str
+    row: Row
+    interval_ms: tuple[float, float] | None = None  # of its TPOT mean, by either of two calibrations
 
 
 @dataclass(frozen=True)
@@ -54,7 +73,7 @@ def replay(
     with choice.opened() as (opened, facts), undisturbed(None if choice.device == "virtual" else run):
         device = opened
         calibrations: Sequence[MeasuredModel] = ()
-        paces: list[Pace] = []
+        paces = list[Pace]()
         if choice.device != "virtual":
             from replay.calibration.around import Around
             from replay.calibration.measure import measure_model, under_policy
@@ -121,3 +140,41 @@ def host_ms(log: RunLog, counted: NDArray[np.bool_]) -> float:
     """Return the time of the counted steps in which nothing was submitted and nothing awaited."""
     alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
     return int(alone_ns[counted].sum()) / 1e6
+
+
+def under_contention(choice: Choice, model: MeasuredModel, predictor_ns: int) -> Described:
+    """Return the machine of that model as this run's decoded tokens experience it, contention included."""
+    chunk_bytes = choice.loaded.experiment.chunk_bytes
+
+    def simulate(on: MeasuredModel) -> RunLog:
+        return engine.simulate(AUTO, choice.on(on.timing(predictor_ns), on.link(chunk_bytes)))
+
+    slowed = effective(model, simulate)
+    return slowed.timing(predictor_ns), slowed.link(chunk_bytes)
+
+
+def predict(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -> list[Prediction]:
+    """Return what the simulator says on this machine as measured, and on the hardware profile.
+
+    calibrations: as fast as the machine may have been, as it was measured, and as slow; none on a logical clock.
+    """
+    loaded = choice.loaded
+
+    def predicted(timing: Timing, link: Link, machine: str) -> Row:
+        there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
+        log = engine.simulate(AUTO, choice.on(timing, link))
+        return summarise(log, there, loaded.trace.requests)[0]
+
+    profile = loaded.hardware.name
+    predictions = [Prediction(profile, predicted(loaded.timing(choice.policy), loaded.link, profile))]
+    if calibrations:
+        here = "this machine as measured"
+        predictor_ns = round((cell.predictor_us or 0.0) * 1_000)
+        machines = (under_contention(choice, each, predictor_ns) for each in calibrations)
+        fastest, during, slowest = (predicted(*machine, here) for machine in machines)
+        interval = None
+        if during["tpot_mean_ms"] is not None:
+            low, high = sorted((fastest["tpot_mean_ms"], slowest["tpot_mean_ms"]))
+            interval = low, high
+        predictions.insert(0, Prediction(here, during, interval))
+    return predictions

@@ -20,7 +20,7 @@ from replay.comparison.cell import MODES, CellOutcome, run_cell
 from replay.comparison.record import Record
 from replay.comparison.summary import accuracy, rankings
 from replay.keys import key_of
-from replay.prediction import under_contention
+from replay.run import under_contention
 from replay.warmup import undisturbed
 from sim.profiles.measured import MeasuredModel
 from sim.results.metrics import Row

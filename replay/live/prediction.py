@@ -9,8 +9,7 @@ from replay.calibration.measure import middle
 from replay.devices.device_facts import facts
 from replay.live.answering import Answered
 from replay.live.model import LiveModel
-from replay.prediction import Prediction
-from replay.run import Outcome, copy_gb_per_s, host_ms
+from replay.run import Outcome, Prediction, copy_gb_per_s, host_ms
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import PREDICTOR
 from sim.loop.requests import Requests

@@ -30,7 +30,7 @@ from replay.comparison.cell import WithoutPolicy, counted_steps, run_cell
 from replay.comparison.errors import DECIDED
 from replay.device_choice import DeviceChoice
 from replay.devices import Pace
-from replay.prediction import under_contention
+from replay.run import under_contention
 from sim.engines import SimpyDevice, engine
 from sim.experiment import AUTO, Experiment
 from sim.loaded import TimedRun
