@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replay.calibration.contention import effective
+from replay.calibration.in_loop import effective
 from replay.calibration.pace import pausing
 from replay.choice import Choice, Described
 from replay.devices.waiting import Pace
@@ -75,8 +75,7 @@ def replay(
         calibrations: Sequence[MeasuredModel] = ()
         paces = list[Pace]()
         if choice.device != "virtual":
-            from replay.calibration.around import Around
-            from replay.calibration.measure import measure_model, under_policy
+            from replay.calibration.measure import Around, measure_model, under_policy
 
             before = measure_model(device, run, choice.most_tokens, "this machine")
             timing, link = under_policy(before.model, run, device)

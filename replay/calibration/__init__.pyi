@@ -1,8 +1,8 @@
-from .around import Around as Around
 from .calibrate import Calibration as Calibration
 from .calibrate import choices as choices
 from .calibrate import profile as profile
-from .contention import effective as effective
+from .in_loop import effective as effective
+from .measure import Around as Around
 from .measure import Measurement as Measurement
 from .measure import measure_model as measure_model
 from .measure import middle as middle

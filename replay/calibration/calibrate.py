@@ -16,7 +16,7 @@ import torch
 
 from policies.core.spec import PolicySpec
 from replay.calibration import toml
-from replay.calibration.host_time import parts_ns
+from replay.calibration.in_loop import parts_ns
 from replay.calibration.measure import Measurement, combined, middle, one_pass, policy_ns
 from replay.calibration.parts import top_k
 from replay.calibration.rates import Rates, host_gib, rates

@@ -1,34 +1,47 @@
 """What this machine takes for each part of a step and for a transfer, measured through the device that replays.
 
 Each kind of work is timed alone (`parts`). Then the real loop runs tokens that miss nothing and tokens that miss
-everything (`host_time`): what those take beyond the sum of their parts is the host's, a turnaround for each layer (from
+everything (`in_loop`): what those take beyond the sum of their parts is the host's, a turnaround for each layer (from
 the end of a router to the start of what is submitted in answer) and a launch for each expert. So the tables give both
-as they were measured. Parts and transfers slow each other down (`contention`).
+as they were measured. Parts and transfers slow each other down.
 
 All this is one pass. Of several passes the median of each figure counts, before it is compared with others: what
 disturbed one pass for a moment is left out.
 
 How far the repeats of a figure lie from their mean, in the mean over all figures, is the noise.
+
+A machine is measured before a run and after it and, where the device reports its pace, during the run: the calibrations
+take the pace in the same way as the run's pauses (`replay.calibration.pace`), and what they measured is scaled by how
+the two compare, as far as that is more than noise. Nothing that the run itself moves or computes is used: a prediction
+stays one.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from statistics import mean, median
+from math import hypot, sqrt
+from statistics import fmean, mean, median, stdev
 from time import monotonic
 from typing import Any
 
-from replay.calibration.contention import Busy, at_most_as_beside, half_missing_in_loop, slowed, slowed_by
-from replay.calibration.host_time import Token, tokens_in_loop, with_host
+from replay.calibration.in_loop import (
+    Busy,
+    Token,
+    at_most_as_beside,
+    half_missing_in_loop,
+    slowed_by,
+    tokens_in_loop,
+    with_host,
+)
 from replay.calibration.meter import Meter
-from replay.calibration.pace import Paced, mean_pace
-from replay.calibration.parts import cycle_slots, decoded_contexts, parts_alone, top_k
+from replay.calibration.pace import Paced, by_kind, mean_pace
+from replay.calibration.parts import cycle_slots, decoded_contexts, parts_alone, slowed, top_k
 from replay.devices.waiting import Pace
 from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS
 from sim.loop.run import Run
 from sim.loop.session import decider_of
-from sim.profiles.measured import MeasuredModel, MeasuredTiming
+from sim.profiles.measured import TABLES, MeasuredModel, MeasuredTiming
 from sim.profiles.timing import Link
 from traces.steps import DECODE
 
@@ -40,6 +53,19 @@ FIRST_STEPS = 2
 POLICY_S = 2.0
 SLOWEST = 0.01
 """Of a policy's steps, so many of the slowest are not counted: the machine was elsewhere, or compiled."""
+
+PHASE, PREDICTOR_NS = COLUMNS.index("phase"), COLUMNS.index("stall_predictor_ns")
+
+NOISE = 0.03
+"""By what share mean paces of a run and of its calibrations differ, besides what their own repeats show, on a machine
+that does not change its speed. Of two tables of a shared machine (`replay/results`), one hardly depends on it between
+2 and 10%; the other, of an hour in which it changed more, is predicted the better the less it is."""
+
+DIFFER = 0.05
+"""Standard deviation of single paces, at least, as a share: a few that happen to be alike are not exact."""
+
+LEAST = 0.1
+"""Of a factor: so that the lower end of an interval stays a duration, however large the error."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +146,6 @@ def middle(values: Sequence[Any]) -> Any:
     return first
 
 
-PHASE, PREDICTOR_NS = COLUMNS.index("phase"), COLUMNS.index("stall_predictor_ns")
-
-
 def policy_ns(run: Run, device: Device) -> int:
     """Return the ns that an event of decode costs the policy on this host, in the mean: as the driver itself counts it.
 
@@ -143,3 +166,65 @@ def policy_ns(run: Run, device: Device) -> int:
     took = sorted(ns for kind, ns in steady if kind == DECODE) or sorted(ns for _, ns in steady)
     counted = took[: len(took) - int(len(took) * SLOWEST)]
     return int(mean(counted) / run.shape.layers)
+
+
+@dataclass(frozen=True)
+class Around:
+    """The machine before, after and during a run, and as far as the errors of the last go."""
+
+    before: MeasuredModel
+    after: MeasuredModel
+    during: MeasuredModel  # between both, at the pace of the run
+    fastest: MeasuredModel
+    slowest: MeasuredModel
+    paces: tuple[tuple[Pace, ...], tuple[Pace, ...]] = ((), ())  # of each pass before and after
+
+    @staticmethod
+    def of(before: Measurement, after: Measurement, paces: Sequence[Pace]) -> "Around":
+        """Return what lies between; where no pace is known, either calibration is an end of it."""
+        models, passes = (before.model, after.model), (before.paces, after.paces)
+        during = middle(models)
+        if not (all(passes) and paces):
+            return Around(*models, during, *models, passes)
+        at, least, most = (Factors.of(*passes, paces, errors).scale(during) for errors in (0.0, -1.0, 1.0))
+        return Around(*models, at, least, most, passes)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How many times as long reads and computes take as they did at the calibrations."""
+
+    reads: float = 1.0
+    computes: float = 1.0
+
+    @staticmethod
+    def of(before: Sequence[Pace], after: Sequence[Pace], run: Sequence[Pace], errors: float = 0.0) -> "Factors":
+        """Return those of a run's mean pace, and so many standard errors above it.
+
+        before, after: a mean pace of each pass of the calibrations, whose medians count as those of other figures do.
+        Of what the ratio differs from 1, noise is taken off: all of it up to the noise, and the less the more they
+        differ (the non-negative garrote of one number, Breiman 1995). The noise is NOISE and the standard error.
+        """
+        factors = []
+        for now, *passes in zip(*map(by_kind, (run, before, after)), strict=True):
+            ratio = 2 * fmean(now) / sum(map(median, passes))
+            error = ratio * hypot(_error(now), _error([*passes[0], *passes[1]]))
+            beyond, noise = ratio - 1, hypot(NOISE, error)
+            kept = beyond * max(0.0, 1 - (noise / beyond) ** 2) if beyond else 0.0
+            factors.append(max(1 + kept + errors * error, LEAST))
+        return Factors(*factors)
+
+    def scale(self, model: MeasuredModel) -> MeasuredModel:
+        """Return the model of a machine that is so much slower."""
+        tables: dict[str, Any] = {
+            name: tuple((*row[:-1], round(row[-1] * self.computes)) for row in getattr(model, name)) for name in TABLES
+        }
+        transfer, latency = round(model.transfer_ns * self.reads), round(model.latency_ns * self.reads)
+        launch = max(model.launch_ns, -tables["expert"][0][-1])
+        return replace(model, transfer_ns=transfer, latency_ns=min(latency, transfer), launch_ns=launch, **tables)
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean, as a share of it: single ones differ by DIFFER at least."""
+    spread = stdev(values) / fmean(values) if len(values) > 1 else 0.0
+    return max(spread, DIFFER) / sqrt(len(values))

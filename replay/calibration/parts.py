@@ -1,4 +1,4 @@
-"""Each part of a step alone, and transfers, timed through the device that replays; and at which points.
+"""Each part of a step alone, and transfers, timed through the device that replays; at which points; and both together.
 
 Transfers go through the pump itself.
 """
@@ -16,7 +16,7 @@ from replay.calibration.meter import AT_LEAST, Meter, rising
 from replay.calibration.pace import Paced
 from replay.devices.store import spread
 from replay.devices.waiting import Pace
-from sim.loop.device import Device
+from sim.loop.device import Completion, Device, Kind
 from sim.loop.pump import Pump, Transfers
 from sim.loop.run import Run
 from sim.profiles.measured import Curve, MeasuredModel, Surface
@@ -28,6 +28,10 @@ TRANSFERS = 8
 """Of a series."""
 PACES = 12
 """Series between which the pace is taken, at least in all passes."""
+ROUNDS, EXPERTS, MOVES = 8, 16, 3
+"""Of compute and transfers together: how often they are timed, and how many of each."""
+LEAST, MOST = 1.0, 10.0
+"""Of a slow-down: below is noise, and above something else continues."""
 CONTEXTS = 6
 LADDER = 4
 """From one number of tokens to the next."""
@@ -236,3 +240,55 @@ def _pumped(device: Device, size: int, places: int, turns: range, experts: int =
             ends.append(device.now())
         pump.act()
     return ends
+
+
+# Compute and transfers together
+
+
+def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, expert_ns: int) -> tuple[float, float]:
+    """Return by what factors an expert's compute for one token, and a transfer, take longer beside each other.
+
+    places: slots that hold their own experts. Both are timed alone and together in turn.
+    """
+    half, device = places // 2, meter.device
+    if half < 1:
+        return LEAST, LEAST
+
+    def timed(kind: Kind, computes: int, moves: int) -> int:
+        """Submit both; return the ns until the last of that kind has ended.
+
+        What has ended is looked at while the rest is being submitted, which may take longer than a transfer.
+        """
+        began = ended = device.now()
+        left = {Kind.COPY: moves, Kind.EXPERT: computes}
+
+        def note(completed: Completion) -> None:
+            nonlocal ended
+            left[completed.kind] -= 1
+            if completed.kind is kind and not left[kind]:
+                ended = device.now()
+
+        for number in range(moves):
+            place = half + number % (places - half)
+            device.copy(place, place, 0, expert_bytes)
+        for number in range(computes):
+            device.experts([(number % half, number % half, 1)])
+            while (completed := device.poll()) is not None:
+                note(completed)
+        while any(left.values()):
+            note(device.next_completion())
+        return max(ended - began, 1)
+
+    enough_moves = 2 + 2 * EXPERTS * expert_ns // transfer_ns
+    enough_computes = 2 + 2 * MOVES * transfer_ns // max(expert_ns, 1)
+    took = [0, 0, 0, 0]
+    for _ in range(ROUNDS):
+        took[0] += timed(Kind.EXPERT, EXPERTS, 0)
+        took[1] += timed(Kind.EXPERT, EXPERTS, enough_moves)
+        took[2] += timed(Kind.COPY, 0, MOVES)
+        took[3] += timed(Kind.COPY, enough_computes, MOVES)
+    return factor_of(took[1] / took[0]), factor_of(took[3] / took[2])
+
+
+def factor_of(ratio: float) -> float:
+    return round(min(max(ratio, LEAST), MOST), 4)

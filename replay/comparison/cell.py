@@ -43,7 +43,7 @@ from traces.errors import InputError
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
-    from replay.calibration.around import Around
+    from replay.calibration.measure import Around
     from replay.devices.stage import Stage
 
 CLOSED_LOOP, LOCKSTEP = "closed-loop", "lockstep"

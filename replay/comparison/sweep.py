@@ -146,7 +146,7 @@ class Machine:
         outcome = run_cell(choice, mode, *self._under(choice), self._stage, on_step, repeat)
         if not self._is_measured:
             return outcome
-        from replay.calibration.around import Around
+        from replay.calibration.measure import Around
 
         self._measure()
         before, after = self._latest

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from replay.calibration.contention import effective
+from replay.calibration.in_loop import effective
 from replay.calibration.measure import middle
 from replay.devices.device_facts import facts
 from replay.live.answering import Answered

@@ -22,7 +22,7 @@ from matplotlib.text import Text
 from policies.core import parse
 from replay import commands as cli
 from replay.calibration import Around, Measurement, middle
-from replay.calibration.around import DIFFER, NOISE, Factors
+from replay.calibration.measure import DIFFER, NOISE, Factors
 from replay.choice import Choice
 from replay.comparison import CLOSED_LOOP, LOCKSTEP, MODES, Lockstep, LoopRecorder, accuracy, in_words, plot, rankings
 from replay.comparison import sweep as comparison

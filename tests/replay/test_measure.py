@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 
 from policies.core import Shape, parse
 from replay.calibration import Meter, effective, measure_model, policy_ns, rising, transfers, under_policy
-from replay.calibration.contention import at_most_as_beside, half_missing, half_missing_in_loop, slowed, slowed_by
-from replay.calibration.host_time import FIRST_STEPS, parts_ns, same_again, tokens_in_loop, with_host
+from replay.calibration.in_loop import (
+    FIRST_STEPS,
+    at_most_as_beside,
+    half_missing,
+    half_missing_in_loop,
+    parts_ns,
+    same_again,
+    slowed_by,
+    tokens_in_loop,
+    with_host,
+)
 from replay.calibration.measure import PASSES, combined, one_pass
-from replay.calibration.parts import _pumped, decoded_contexts, ladder, top_k
+from replay.calibration.parts import _pumped, decoded_contexts, ladder, slowed, top_k
 from replay.devices import CudaDevice, HostStore, Launches, Pace
 from replay.model.network import Network
 from sim.engines import SimpyDevice

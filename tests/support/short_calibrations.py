@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replay import warmup
-from replay.calibration import contention, host_time, measure, meter, rates
-from replay.calibration.host_time import InLoop
+from replay.calibration import in_loop, measure, meter, rates
+from replay.calibration.in_loop import InLoop
 from replay.devices import cpu, lanes
 
 
@@ -16,8 +16,8 @@ def shorten(change: Callable[[Any, str, Any], None] = setattr) -> None:
     change(meter, "SURE", 1.0)
     change(meter, "ENOUGH_NS", meter.ENOUGH_NS // 10)
     change(meter, "LONGEST_NS", meter.LONGEST_NS // 10)
-    change(host_time, "LOOP", InLoop(least=4, most=12, ns=host_time.LOOP.ns // 10))
-    change(contention, "LOOP", InLoop(least=3, most=6, ns=contention.LOOP.ns // 10))
+    change(in_loop, "LOOP", InLoop(least=4, most=12, ns=in_loop.LOOP.ns // 10))
+    change(in_loop, "MIXED_LOOP", InLoop(least=3, most=6, ns=in_loop.MIXED_LOOP.ns // 10))
     change(measure, "PASSES", 1)
     change(measure, "POLICY_S", measure.POLICY_S / 10)
     change(warmup, "DECISIONS_S", warmup.DECISIONS_S / 10)
