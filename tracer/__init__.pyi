@@ -1,5 +1,6 @@
 from .answers import Runner as Runner
 from .answers import Sampling as Sampling
+from .commands.convert import load as load
 from .hook import ExpertsHook as ExpertsHook
 from .hook import Pass as Pass
 from .models import LoadedModel as LoadedModel
@@ -9,4 +10,3 @@ from .prompts import Columns as Columns
 from .prompts import Prompt as Prompt
 from .prompts import read_prompts as read_prompts
 from .record import Options as Options
-from .torch_dumps import load as load

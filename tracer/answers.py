@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook, Pass
-from tracer.models import LoadedModel
+from tracer.models import LoadedModel, blaming
 from traces.errors import InputError, refuse
 
 Tokens = list[int]

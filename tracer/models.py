@@ -1,21 +1,38 @@
-"""Load a causal language model and its tokenizer, and turn messages into tokens."""
+"""Find a model in a folder or on the hub, load it with its tokenizer, and turn messages into tokens.
+
+This is the one door for checkpoints. Files and code of a model raise any kind of error where they do not fit together;
+`blaming` makes one line of each. A checkpoint whose weights are not whole is refused, as its routing would be random.
+"""
 
 import atexit
 import hashlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Annotated, Any
+from traceback import walk_tb
+from typing import Annotated, Any, NamedTuple
 
+import huggingface_hub
 import numpy as np
 import torch
+import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from numpy.typing import NDArray
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
 
-from tracer.checkpoints import blaming, find_model, notes_of, require_weights
 from traces.errors import InputError, unknown
 from traces.typed import Option
 
@@ -29,6 +46,13 @@ OFFLOADS = ("cpu", "disk")
 SLICED = (torch.float32, torch.bfloat16, torch.float16)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+ANSWERING = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+OURS = ("tracer.", "replay.", "sim.", "policies.")
+"""Packages whose errors are defects of this project."""
 
 
 @dataclass(frozen=True)
@@ -209,3 +233,95 @@ def _offloaded(options: Loading, device: torch.device) -> dict[str, Any]:
         folder = Path(tempfile.mkdtemp(prefix="moe-trace-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return {"device_map": "auto", "max_memory": memory, "offload_folder": str(folder)}
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Raise InputError, one line that starts with `what`, for whatever a model's own code raises; our errors stay."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        *_, (innermost, _) = walk_tb(error.__traceback__)
+        if innermost.f_globals.get("__name__", "").startswith(OURS):
+            raise
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = "out of memory; a smaller --batch-size or --dtype may fit"
+        raise InputError(f"{what}: {reason}") from error
+
+
+class Found(NamedTuple):
+    """A model before any of its weights are read."""
+
+    name: str
+    source: str  # a folder or a hub id
+    config: Any
+    tokenizer: Any  # None: there is none, and none is needed
+    auto: Any  # the auto class that loads it
+
+
+def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bool = True) -> Found:
+    """Read config and tokenizer of `source`, a folder or a hub id. Raise InputError."""
+    _quiet_libraries()
+    folder = Path(source)
+    if not folder.is_dir() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
+        raise InputError(f"no model at {source}: there is no such folder")
+    if not folder.is_dir() and not try_to_load_from_cache(source, "config.json"):  # transformers tries for a minute
+        with blaming(f"there is no folder {source}, and the hub cannot be asked for it"), suppress(HfHubHTTPError):
+            get_hf_file_metadata(hf_hub_url(source, "config.json"))
+    with blaming(f"cannot load the model {source}"):
+        try:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            reason = "comes with code of its own, which runs only with --trust-remote-code"
+            raise InputError(f"{source} {reason}") from error
+        tokenizer = None
+        if needs_tokenizer or not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        name = folder.resolve().name if folder.is_dir() else source
+        return Found(name, source, config, tokenizer, _class_for(source, config))
+
+
+def _class_for(source: str, config: Any) -> Any:
+    """Return the auto class that loads a model which answers: that it was saved from, if any. Raise InputError."""
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    fitting: dict[Any, Any] = {
+        auto: auto._model_mapping[type(config)] for auto in ANSWERING if type(config) in auto._model_mapping
+    }
+    if not fitting:
+        raise InputError(f"{source} is a {config.model_type}, which transformers cannot let answer a text")
+    saved_from = getattr(config, "architectures", None) or []
+    return next((auto for auto, kind in fitting.items() if kind.__name__ in saved_from), next(iter(fitting)))
+
+
+def _quiet_libraries() -> None:
+    """Turn off the libraries' warnings and progress bars: what matters of them is in our errors."""
+    messages: Any = transformers.utils.logging  # untyped
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
+    hub_messages: Any = huggingface_hub.logging
+    hub_messages.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+
+
+def require_weights(source: str, loading: dict[str, Any]) -> None:
+    """Raise InputError for a checkpoint that leaves weights as they were drawn at random, and so its routing."""
+    missing = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
+    if missing:
+        raise InputError(
+            f"{source} is no whole checkpoint of its model: {len(missing)} weights are missing or of another shape, "
+            f"such as {', '.join(sorted(missing)[:3])}; they would be random"
+        )
+
+
+def notes_of(loading: dict[str, Any]) -> tuple[str, ...]:
+    """Return a note of weights for which the model has no place, as of layers that its config.json does not count."""
+    surplus = sorted(loading["unexpected_keys"])
+    such = f"{len(surplus)} weights of the checkpoint, such as {', '.join(surplus[:3])}"
+    return (f"{such}, have no place in the model that its config is of",) if surplus else ()

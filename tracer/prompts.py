@@ -1,6 +1,6 @@
 """Read prompts from a file, or from all files of a folder: each with its dataset, its task and, if given, its answers.
 
-Known datasets need no options (see `tracer.datasets`). In other files, columns are found by their usual names. Options
+Known datasets need no options (see `tracer.tables`). In other files, columns are found by their usual names. Options
 that name columns or labels come before both; a CSV with no header has columns 0, 1, ...
 """
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from tracer.datasets import is_mmlu, recognize
-from tracer.tables import Row, is_table, read_table, stem
+from tracer.tables import Row, is_mmlu, is_table, read_table, recognize, stem
 from traces.errors import InputError
 from traces.typed import Option, Positive
 

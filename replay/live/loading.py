@@ -20,8 +20,7 @@ from replay.devices.expert_file import ExpertFile, StoredModel, write
 from replay.devices.store import Bytes
 from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_layers, sources
 from replay.live.shards import Shard, open_shards
-from tracer.checkpoints import Found, blaming, find_model, notes_of, require_weights
-from tracer.models import LoadedModel
+from tracer.models import Found, LoadedModel, blaming, find_model, notes_of, require_weights
 from traces.errors import InputError, located, refuse
 from traces.output import check_file, make_folder
 

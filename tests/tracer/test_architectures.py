@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.support.architectures import names, tiny_model
 from tests.support.routing_oracle import IDS, check, merged, observed, run
 from tracer import ExpertsHook
-from tracer.commands.architectures import architectures as command
+from tracer.commands.profile import architectures as command
 from tracer.nllb import NOTE
 from traces import InputError
 from traces.models import Interface

@@ -43,7 +43,7 @@ app = program.group(
             "Count a model's layers, experts and bytes, and write them as a profile for `--model-profile` and `plan`.",
         ),
         "architectures": (
-            "tracer.commands.architectures:architectures",
+            "tracer.commands.profile:architectures",
             "List the MoE architectures of the installed transformers, and how the routing of each is observed.",
         ),
     },

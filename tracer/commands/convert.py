@@ -1,12 +1,11 @@
 """`moe-trace import` and `export`: other tools' dumps as traces, and traces for other tools."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, TraceArgument, report
-from tracer.torch_dumps import load
 from traces.commands import console
 from traces.errors import refuse, unknown
 from traces.export import FORMATS, of_phase
@@ -84,3 +83,17 @@ def export(
     if not quiet:
         what = {"oracleGeneral": "accesses", "csv": "rows", "npz": "tokens"}[to]
         console.say(f"{out}: {written} {what}")
+
+
+def load(path: Path) -> Any:
+    """Return the content of a .pt that holds tensors, numbers, texts and containers only."""
+    import torch  # here, as other dumps are imported without it
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.numpy()
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return plain(torch.load(path, map_location="cpu", weights_only=True))

@@ -1,5 +1,6 @@
-"""`moe-trace profile`: what a model is, as a profile."""
+"""`moe-trace profile` and `architectures`: what a model is, as a profile, and which models can be recorded."""
 
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from traces import InputError, replacing
 from traces.commands import console
 from traces.files import expanded
 from traces.models import written
+from traces.models.architectures import architectures as known
 from traces.models.profile import model as read_model
 
 
@@ -40,3 +42,17 @@ def profile(
     with replacing(target) as file:
         file.write_text(text, "utf-8")
     console.say(f"{target}: {counted.name}, {counted.moe_layers} MoE layers x {counted.experts} experts")
+
+
+def architectures(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the MoE architectures of the installed transformers, and how the routing of each is observed.
+
+    Example: moe-trace architectures
+    """
+    found = known()
+    if as_json:
+        console.say_json([asdict(one) for one in found])
+        return
+    width = max(len(one.name) for one in found)
+    for one in found:
+        console.say(f"{one.name:<{width}}  {'' if one.recorded else 'refused: '}{one.how}")
