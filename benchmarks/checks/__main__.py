@@ -14,8 +14,8 @@ from benchmarks.checks import bounds, draw
 from benchmarks.checks.cells import DISK, GPU, POLICIES, Plan
 from benchmarks.checks.runner import Check
 from policies.core.grammar import split_list
+from replay.comparison.errors import in_words
 from replay.comparison.record import ERROR, Record
-from replay.comparison.summary import in_words
 from replay.device_choice import require_cuda
 from replay.devices.gpu import Gpu
 from replay.model.network import expert_dtype_of

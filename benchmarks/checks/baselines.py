@@ -25,8 +25,7 @@ from policies.core.policy import Float, Int, Shape
 from policies.core.residency import NO_EXPERT
 from replay.calibration.pace import OnStep
 from replay.choice import Choice
-from replay.comparison.cell import Side, run_on
-from replay.comparison.lockstep import FixedOrder
+from replay.comparison.cell import FixedOrder, Side, run_on
 from replay.devices.cpu import CpuDevice
 from replay.devices.cuda import CudaDevice
 from replay.devices.expert_file import ExpertFile

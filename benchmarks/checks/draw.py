@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.checks.bounds import at_quarter
 from replay.comparison.cell import CLOSED_LOOP
+from replay.comparison.errors import accuracy, in_words
 from replay.comparison.record import ERROR
-from replay.comparison.summary import accuracy, in_words
 from sim.results.files import write_figure
 from sim.results.metrics import Row
 from sim.results.plot import BOUND_COLOUR, COLOURS

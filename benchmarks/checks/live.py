@@ -31,10 +31,9 @@ from replay.devices.device_facts import driver, machine_name
 from replay.devices.expert_file import read_through, write
 from replay.devices.store import Stamps, available_memory_bytes
 from replay.keys import key_of
-from replay.live.answering import answer
+from replay.live.answering import answer, prompts_of, reading_ids
 from replay.live.opening import open_live
 from replay.live.prediction import outcome
-from replay.live.prompts import prompts_of, reading_ids
 from replay.run import replay
 from replay.warmup import undisturbed
 from sim.defaults import POLICY

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from replay import kv_cache
+from replay.live.memory import kv_name_in
 from traces.errors import InputError, unknown
 from traces.models.profile import ModelProfile
 
@@ -132,7 +132,7 @@ def accelerate_offload(
 def decode_ms(model: Any, device: torch.device, tokens: int, context: int) -> tuple[float, ...]:
     """Decode `tokens` tokens after one for warm-up, behind a prompt of `context` tokens; return the ms of each."""
     synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    took, name = list[float](), kv_cache.name_in(model)
+    took, name = list[float](), kv_name_in(model)
     with torch.inference_mode():
         prompt = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
         answer = model(input_ids=prompt.to(device), use_cache=True)

@@ -34,14 +34,13 @@ from replay.calibration.measure import Measurement
 from replay.calibration.rates import rates
 from replay.choice import Choice, first_tokens
 from replay.comparison.cell import MODES
+from replay.comparison.errors import accuracy, rankings
 from replay.comparison.record import Record
-from replay.comparison.summary import accuracy, rankings
 from replay.comparison.sweep import Machine, ceiling_gb_per_s, copy_gb_per_s, head_of
 from replay.device_choice import REQUIRE, DeviceChoice
 from replay.devices.device_facts import driver, machine_name
 from replay.devices.expert_file import read_through, stride_of, write
-from replay.devices.gpu import Gpu, Task
-from replay.devices.pinning import pinned
+from replay.devices.gpu import Gpu, Task, pinned
 from replay.devices.stage import Stage
 from replay.devices.store import RESERVE_BYTES, HostMemory, Stamps, available_memory_bytes
 from replay.keys import key_of

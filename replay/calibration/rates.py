@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from replay.device_choice import BEST_EFFORT
-from replay.devices.gpu import Gpu, Stream, Task
-from replay.devices.pinning import pinned
+from replay.devices.gpu import Gpu, Stream, Task, pinned
 from replay.devices.store import HostMemory
 from traces.errors import InputError
 

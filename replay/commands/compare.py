@@ -14,9 +14,9 @@ from replay.choice import Choice, first_part
 from replay.commands.device_options import Compared, Replayed, chosen
 from replay.comparison import plot as plot_compare
 from replay.comparison.cell import MODES
+from replay.comparison.errors import in_words
 from replay.comparison.plot import NAME as PICTURE
 from replay.comparison.record import ERROR, Record
-from replay.comparison.summary import in_words
 from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
 from sim import defaults
 from sim.commands import options

@@ -9,9 +9,8 @@ import typer
 from replay.commands import shown
 from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
-from replay.live.answering import TextStream, answer
+from replay.live.answering import TextStream, answer, prompts_of, reading_ids
 from replay.live.prediction import outcome
-from replay.live.prompts import prompts_of, reading_ids
 from replay.warmup import undisturbed
 from sim.commands import options
 from sim.commands.printed import progress

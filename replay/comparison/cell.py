@@ -2,8 +2,8 @@
 
 A cell is a policy at a cache size in a mode. In `closed-loop` the policy decides on the device as things happen, and
 the simulator runs the same cell on that machine's profile: they differ in time, and therefore in what is decided. In
-`lockstep` the device executes what the simulator decided; neither side is charged for policy overhead, and all
-that is left to differ is time.
+`lockstep` the device executes what the simulator decided (`policies.core.script`); neither side is charged for policy
+overhead, and all that is left to differ is time.
 
 The machine is described once for all cells, by a calibrated profile or as measured just before, and never touched
 afterwards: a prediction must not use the measurement that it is compared with.
@@ -23,7 +23,6 @@ from policies.core.policy import Int
 from replay.calibration.pace import OnStep, pausing
 from replay.choice import Choice, Described
 from replay.comparison import errors
-from replay.comparison.lockstep import Lockstep, LoopRecorder
 from replay.devices.waiting import Pace
 from replay.run import bookkeeping_us, copy_gb_per_s, host_ms
 from replay.warmup import undisturbed
@@ -45,6 +44,11 @@ from traces.steps import DECODE
 if TYPE_CHECKING:
     from replay.calibration.measure import Around
     from replay.devices.stage import Stage
+
+
+from policies.core.policy import NOTHING, Event, Float
+from policies.core.residency import Residency
+from policies.core.script import Recorder, Script, ScriptedResidency
 
 CLOSED_LOOP, LOCKSTEP = "closed-loop", "lockstep"
 MODES = (CLOSED_LOOP, LOCKSTEP)
@@ -173,6 +177,50 @@ class CellOutcome:
         for name in errors.DECIDED:
             columns |= {f"measured_{name}": getattr(measured, name), f"predicted_{name}": getattr(predicted, name)}
         return pd.DataFrame(columns)
+
+
+class LoopRecorder(Recorder, LoopObserver):
+    """Writes down what a run of the loop decides."""
+
+
+class FixedOrder(Decider):
+    """A decider of what was decided before: it ignores all events and proposes nothing."""
+
+    silent = True
+    at_start = False
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+
+    def residency(self, slots: int, sizes: Int | None = None) -> Residency:
+        return self._residency
+
+    def begin_request(self, ordinal: int, batch_slot: int = 0) -> None: ...
+
+    def observe(self, event: Event) -> None: ...
+
+    def propose(self, event: Event) -> tuple[Int, Float] | None:
+        return None
+
+    def end_request(self, batch_slot: int = 0) -> None: ...
+
+
+class Lockstep(FixedOrder):
+    """The decider of a run in lockstep: the script, in place of the run's policy."""
+
+    silent = False
+
+    def __init__(self, run: Run, script: Script) -> None:
+        self._run = run
+        self._script = script
+        self.at_start = run.policy.prefetch.cls.at_start
+
+    def residency(self, slots: int, sizes: Int | None = None) -> Residency:
+        shape = self._run.shape
+        return ScriptedResidency(shape, self._run.policy.divide(shape, slots), self._script)
+
+    def propose(self, event: Event) -> tuple[Int, Float] | None:
+        return NOTHING if self._script.proposes else None  # where the script's run had proposals, they take time
 
 
 def _in_ns(paces: Sequence[Pace]) -> list[list[int]]:

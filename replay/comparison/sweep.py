@@ -17,8 +17,8 @@ from policies.core.spec import PolicySpec
 from replay.calibration.pace import OnStep
 from replay.choice import Choice, Described
 from replay.comparison.cell import MODES, CellOutcome, run_cell
+from replay.comparison.errors import accuracy, rankings
 from replay.comparison.record import Record
-from replay.comparison.summary import accuracy, rankings
 from replay.keys import key_of
 from replay.run import under_contention
 from replay.warmup import undisturbed

@@ -7,13 +7,13 @@ from .expert_file import write as write
 from .gpu import Gpu as Gpu
 from .gpu import Stream as Stream
 from .gpu import Task as Task
+from .gpu import pinned as pinned
 from .lanes import PAGE as PAGE
 from .lanes import knee as knee
 from .lanes import page_up as page_up
 from .lanes import rates as rates
 from .launches import Launches as Launches
 from .nvtx import marked as marked
-from .pinning import pinned as pinned
 from .stage import open_stage as open_stage
 from .store import HostMemory as HostMemory
 from .store import HostStore as HostStore

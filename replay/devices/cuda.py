@@ -3,7 +3,7 @@
 Copy engines know no priorities, so prefetches are chosen late (`sim.loop.pump`). Nothing else copies host to device:
 what a kernel must know goes as its arguments. Slots and slabs are allocated once. Compute waits, on the device, for the
 event behind an expert's last piece; a slot is taken again only when its last use was seen to have ended.
-The host's memory was registered before (`replay.devices.pinning`).
+The host's memory was registered before (`replay.devices.gpu.pinned`).
 
 A decoded token goes in few launches (`replay.devices.launches`), longer steps kernel by kernel.
 """

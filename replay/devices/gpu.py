@@ -1,17 +1,25 @@
 """What the CUDA device asks of CUDA, and nothing else: streams, events, graphs, registered host memory.
 
 Everything that touches the driver goes through here, so that a test can put streams in its place that run their work
-later and in any order which events allow, and can count what was asked.
+later and in any order which events allow, and can count what was asked. Host memory is registered where it is, at its
+true size: torch's pinned allocator rounds up to powers of two.
 """
 
 import gc
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from replay.device_choice import REQUIRE
+from sim.quantities import show_bytes
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from replay.devices.store import HostMemory
 
 Task = Callable[[], object]
 
@@ -159,3 +167,36 @@ class _OnDevice:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def pinned(memory: "HostMemory", pin: str, gpu: Gpu) -> Iterator[bool]:
+    """Register all slabs, and give them back however this ends, unless the GPU is stuck; yields whether they are.
+
+    Where the driver refuses one: InputError, or with best effort none is registered and copies are slower.
+    """
+    registered = 0
+    try:
+        for slab in memory.slabs:
+            refused = gpu.register(slab)
+            if refused and pin == REQUIRE:
+                raise InputError(
+                    f"the driver refused to pin host memory (CUDA error {refused}) after {registered} of "
+                    f"{len(memory.slabs)} slabs, {show_bytes(memory.nbytes)} in all: raise the limit of locked memory, "
+                    "share buffers with --host-dedup, or continue without with --pin best-effort"
+                )
+            if refused:
+                break
+            registered += 1
+        if registered < len(memory.slabs):
+            registered = _unregister(memory, registered, gpu)
+        yield registered > 0
+    finally:
+        _unregister(memory, registered, gpu)
+
+
+def _unregister(memory: "HostMemory", registered: int, gpu: Gpu) -> int:
+    if not gpu.is_stuck:
+        for slab in memory.slabs[:registered]:
+            gpu.unregister(slab)
+    return 0

@@ -17,10 +17,9 @@ from replay.devices.cpu import CpuDevice
 from replay.devices.cuda import CudaDevice
 from replay.devices.device_facts import facts
 from replay.devices.expert_file import ExpertFile
-from replay.devices.gpu import Gpu
+from replay.devices.gpu import Gpu, pinned
 from replay.devices.lanes import knee, rates
 from replay.devices.launches import Launches
-from replay.devices.pinning import pinned
 from replay.devices.store import HostMemory, HostStore, require_host_memory, stride_of
 from replay.model.network import Network
 from replay.model.weights import Checkpoint

@@ -5,17 +5,23 @@ sums and heads by itself, in the order in which its forward pass comes to them.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from threading import local
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from replay.device_choice import BEST_EFFORT
 from replay.devices.cpu import LinkThreads, Outcome, Stream, nothing
-from replay.devices.gpu import Gpu
-from replay.devices.store import ExpertSource
+from replay.devices.gpu import Gpu, pinned
+from replay.devices.lanes import TRIED
+from replay.devices.store import ExpertSource, HostMemory, HostStore, anonymous, require_host_memory, stride_of
 from replay.devices.waiting import stuck
-from replay.live.host import HostExperts
+from replay.live.layout import ExpertLayer, places_of
 from replay.live.memory import peak_bytes
 from sim.loop.device import Completion, Kind, Work
 from traces.errors import InputError
@@ -103,6 +109,20 @@ class LiveDevice(LinkThreads):
         return stuck(2 * self.watchdog_s, [self._copies[0] if self._copies else Completion(Kind.EXPERT)])
 
 
+class HostExperts:
+    """An `ExpertSource` of slots in a GPU's memory. Rows lie in an expert as `Row.begin` says."""
+
+    def __init__(self, host: HostStore, gpu: Gpu) -> None:
+        self._host, self._link = host, gpu.copy_stream()
+        self.expert_bytes, self.stride, self.distinct = host.expert_bytes, host.stride, host.distinct
+
+    def read(self, expert: int, first: int, last: int, slot: Any) -> None:
+        """Copy these bytes to the same place in a slot, a tensor uint8[stride]; return when they have arrived."""
+        bytes_ = torch.from_numpy(self._host[expert][first:last])
+        self._link.run(lambda: slot[first:last].copy_(bytes_, non_blocking=True))
+        self._link.synchronize()
+
+
 class LiveGpu(LiveDevice):
     """A link from host memory to a GPU's. One lane waits for one copy after another."""
 
@@ -134,3 +154,33 @@ class LiveGpu(LiveDevice):
 
     def peak_bytes(self) -> int:
         return self._on.peak_bytes()
+
+
+@contextmanager
+def host_experts(
+    source: ExpertSource,
+    layers: Sequence[ExpertLayer],
+    gpu: Gpu,
+    progress: Callable[[int], AbstractContextManager[Callable[[int], None]]],
+) -> Iterator[HostExperts]:
+    """Read all experts of a source on a disk into host memory, pinned where the driver allows it.
+
+    progress: is shown meanwhile. Raise InputError where host memory does not suffice.
+    """
+    total, stride = source.distinct, stride_of(source.expert_bytes)
+    require_host_memory(total * stride, f"{total} experts in host memory", "use --device disk")
+    memory = HostMemory(total, stride, seed=None)
+    host, own, places = HostStore(memory, total, source.expert_bytes), local(), places_of(source, layers)
+
+    def fetch(expert: int) -> None:
+        if not hasattr(own, "slot"):
+            own.slot = anonymous(source.stride)
+        source.read(expert, 0, source.expert_bytes, own.slot)
+        for row, place in zip(layers[expert // layers[0].experts].rows, places(expert), strict=True):
+            np.copyto(host[expert][row.begin : row.begin + row.nbytes], own.slot[place : place + row.nbytes])
+
+    with progress(total) as advance, ThreadPoolExecutor(max(TRIED)) as threads:
+        for _ in threads.map(fetch, range(total)):
+            advance(1)
+    with pinned(memory, BEST_EFFORT, gpu):
+        yield HostExperts(host, gpu)

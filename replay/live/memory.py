@@ -1,9 +1,13 @@
-"""The memory that a live model takes, part by part, stated before it is taken and compared with the peak afterwards."""
+"""The memory that a live model takes, part by part, stated before it is taken and compared with the peak afterwards.
+
+And the KV cache of a transformers model: its name there.
+"""
 
 import contextlib
 import resource
 import sys
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,9 @@ LEAST_WORKSPACE = 64 << 20
 
 EXPERTS = 4
 """Kernels may reorder an expert's matrices, or widen them: so many experts in any forward pass."""
+
+KV_NAMES = ("cache", "past_key_values")
+"""What transformers calls it: since 5.24, and before that. A model with code of its own may still use the second."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +108,8 @@ def peak_bytes() -> int:
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def kv_name_in(model: Any) -> str:
+    """Return what a model calls it, as an argument of forward() and in its output."""
+    return KV_NAMES[0] if KV_NAMES[0] in signature(model.forward).parameters else KV_NAMES[1]

@@ -3,7 +3,7 @@
 Decisions are those of a replay: the session's (`sim.loop.session`), asked by the loop of a live model. A forward pass
 with an empty KV cache begins a request; `end_request` says that the last one has ended. When a read fails, early ones
 too, the pass that runs then raises the error, cache and policy start again, and the model can be called again. Where
-no pass runs then, `on_note` is called.
+no pass runs then, `on_note` is called. What a policy has learned is kept in a file for the next time (a warm start).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,22 +21,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policies.core.policy import NO_INTS
-from replay import kv_cache
+from policies.core.policy import NO_INTS, Listener
+from policies.core.spec import Part, PolicySpec
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
 from replay.live.device import LiveDevice
 from replay.live.experts import TRIALS, LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, places_of
 from replay.live.loop import LiveLoop
-from replay.live.memory import Memory
+from replay.live.memory import KV_NAMES, Memory
 from replay.live.parts import Parts
-from replay.live.profile import write_learned
 from sim.loop.log import StepRow
 from sim.loop.run import Run
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel
-from traces.errors import InputError
+from traces.errors import InputError, refuse
+from traces.output import check_file, replacing
 
 HOOK = "moe_expert_cache"
 """Attribute of a module of experts: what computes them."""
@@ -167,7 +167,7 @@ class LiveModel:
         names = ("input_ids", "inputs_embeds")
         inputs: Tensor = args[0] if args else next(kwargs[name] for name in names if kwargs.get(name) is not None)
         rows, columns = inputs.shape[:2]
-        cache = next((kwargs[name] for name in kv_cache.NAMES if kwargs.get(name) is not None), None)
+        cache = next((kwargs[name] for name in KV_NAMES if kwargs.get(name) is not None), None)
         before = int(cache.get_seq_length()) if cache is not None else 0
         continues = before > 0 and self._end_pass(ends_request=False)
         if not continues:
@@ -229,3 +229,33 @@ class LiveModel:
                 loop.computed([expert], is_last=not left)
         parts.lap()
         return experts.combined() if output is None else output
+
+
+def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
+    """Return the policy as it starts from what `file` holds, if that is there. Raise InputError for one that cannot."""
+    saving = sum(bool(half.cls.starts_from) for half in (policy.evict, policy.prefetch))
+    if not file:
+        return policy
+    apart = saving == 2 and not (policy.shares and policy.prefetch.cls.shares_state_with(policy.evict.cls))
+    refuse(
+        (not saving, f"--profile: {policy.text} does not save what it learns; eamc and eamc-blend do"),
+        (apart, f"--profile: both halves of {policy.text} save what they learn, and a profile is of one"),
+    )
+    check_file(file, overwrite=True)  # better now than when all is learned
+    if not file.exists():
+        return policy
+    evict, prefetch = _from(policy.evict, file), _from(policy.prefetch, file)
+    return replace(PolicySpec.of(evict, prefetch, policy.scope, policy.placement), typed=policy.typed)
+
+
+def _from(half: Part, file: Path) -> Part:
+    return half.having({half.cls.starts_from: str(file)}) if half.cls.starts_from else half
+
+
+def write_learned(halves: tuple[Listener, Listener], model: str, file: Path) -> None:
+    """Write what the policy has learned from runs of `model`."""
+    for half in halves:
+        if half.starts_from:
+            with replacing(file) as part, part.open("wb") as written:
+                half.save(written, model)
+            return

@@ -19,28 +19,24 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from policies.core.policy import Shape
 from policies.core.spec import FETCHED, PolicySpec, parse
-from replay import kv_cache
 from replay.device_choice import DeviceChoice, require_cuda
 from replay.devices.cpu import nothing
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
 from replay.devices.store import require_host_memory, stride_of
-from replay.live.device import LiveDevice, LiveGpu
-from replay.live.host import host_experts
+from replay.live.device import LiveDevice, LiveGpu, host_experts
 from replay.live.layout import ExpertLayer, without_interface
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
-from replay.live.memory import cache_bytes, memory_of
-from replay.live.model import HOOK, LiveModel
-from replay.live.profile import starting_from
+from replay.live.memory import cache_bytes, kv_name_in, memory_of
+from replay.live.model import HOOK, LiveModel, starting_from
 from replay.warmup import decide
 from sim.defaults import CACHE_SIZE, POLICY
 from sim.loop.requests import Requests
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import parse_cache_size, show_bytes
-from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel
+from tracer.models import LoadedModel, blaming
 from traces.errors import InputError, refuse, unknown
 from traces.synthetic import synthetic
 
@@ -180,7 +176,7 @@ def _try_out(loaded: LoadedModel, layers: int) -> tuple[int, int]:
     model, ids = loaded.model, torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=loaded.device)
     took, options = [], {"use_cache": True, "return_dict": True}  # whatever the config says
     with torch.inference_mode():
-        name = kv_cache.name_in(model)
+        name = kv_name_in(model)
         cache = model(input_ids=ids, **options)[name]
         size = cache_bytes(cache)
         for _ in range(3):

@@ -22,11 +22,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from replay.live.metrics import Metrics
+from replay.live.answering import TokenIds, reading_ids
 from replay.live.model import LiveModel
-from replay.live.prompts import TokenIds, reading_ids
 from replay.live.requests import ChatRequest, CompletionRequest, require_sampling
-from replay.live.worker import ClosedError, Job, Worker
+from replay.live.worker import ClosedError, Job, Metrics, Worker
 from traces.errors import InputError
 
 NEW_TOKENS = 256

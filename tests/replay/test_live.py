@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from policies.blend.profile import Profile
 from policies.core import parse
 from policies.eamc import SavedEamc
-from replay import kv_cache
 from replay.commands import main
 from replay.device_choice import DeviceChoice
 from replay.devices import Gpu
 from replay.live import LiveModel, Shard, open_live, opening
 from replay.live.layout import ShardStore
-from replay.live.profile import starting_from
+from replay.live.memory import kv_name_in
+from replay.live.model import starting_from
 from sim.loop import COLUMNS
 from tests.support.command import run
 from tests.support.fake_gpu import FakeGpu
@@ -410,7 +410,7 @@ def test_a_prefetch_that_fails_between_two_passes_is_reported_and_the_next_pass_
     monkeypatch.setattr(os, "preadv", fails)
     with opened(folder, lanes=2, policy="lru+all", cache_size="12", on_note=notes.append) as live:
         for seed in range(50):
-            name = kv_cache.name_in(live.model)
+            name = kv_name_in(live.model)
             cache = live.model(input_ids=prompt(9, seed=seed))[name]
             hook = live.model.model.norm.register_forward_hook(lambda *_: broken.set())  # behind the last layer
             live.model(input_ids=prompt(1, seed=seed), **{name: cache})

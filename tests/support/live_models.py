@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from replay import kv_cache
+from replay.live.memory import kv_name_in
 from tests.support.architectures import tiny_model
 
 NEW_TOKENS = 24
@@ -33,7 +33,7 @@ def prompt(tokens: int, vocabulary: int = 250, seed: int = 3) -> Tensor:
 def logits(model: Any, ids: Tensor, new_tokens: int = NEW_TOKENS) -> list[Tensor]:
     """Return the logits of a prefill and of greedy tokens after it."""
     out = model(input_ids=ids, use_cache=True)
-    found, name = [out.logits], kv_cache.name_in(model)
+    found, name = [out.logits], kv_name_in(model)
     for _ in range(new_tokens):
         token = found[-1][:, -1:].argmax(-1)
         out = model(input_ids=token, use_cache=True, **{name: out[name]})
