@@ -110,20 +110,11 @@ def _layer(name: str, module: nn.Module) -> ExpertLayer:
     return ExpertLayer(name, module, lengths.pop(), tuple(rows))
 
 
-class OfExpert(NamedTuple):
-    """Where a row of an expert lies in a checkpoint."""
+Range = tuple[Shard, int, int]
+"""Bytes that lie together in a file: from where on, and how many."""
 
-    pieces: tuple["Piece", ...]
-    lead: int  # how far behind a multiple of ALIGNMENT it is in the model that transformers loads
-
-
-class Piece(NamedTuple):
-    """Bytes of an expert that lie together in a file."""
-
-    shard: Shard
-    offset: int  # in the file
-    begin: int  # byte of the expert
-    size: int
+OfExpert = tuple[list[Range], int]
+"""Where a row of an expert lies in a checkpoint, and how far behind a multiple of ALIGNMENT in transformers' model."""
 
 
 @dataclass
@@ -148,26 +139,22 @@ class Source:
         joins = len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1
         if (rest and not joins) or (len(self.tensors) > 1 and not joins):
             return None
-        shapes = [{each.shape[0 if merges else 1 :] for each in tensors} for tensors in self._in_order()]
+        patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.tensors]
+        in_order = [self.tensors[pattern] for pattern in patterns or self.tensors]  # as Concatenate takes them
+        shapes = [{each.shape[0 if merges else 1 :] for each in tensors} for tensors in in_order]
         if any(len(of_part) != 1 or () in of_part for of_part in shapes):
             return None
         heights, others = zip(*((shape[0], shape[1:]) for (shape,) in shapes), strict=True)
         if (sum(heights), {*others}) != (row.shape[0], {row.shape[1:]}):
             return None
-        parts = [self._of_each(tensors, experts, merges) for tensors in self._in_order()]
-        if any(part is None for part in parts):
+        parts = [_of_each(tensors, experts, merges) for tensors in in_order]
+        if any(len(part) != experts for part in parts):
             return None
-        places: list[OfExpert] = []
-        for number, each in enumerate(zip(*(part for part in parts if part is not None), strict=True)):
-            begin, own = row.begin, list[Piece]()
-            for shard, offset, size in each:
-                own.append(Piece(shard, offset, begin, size))
-                begin += size
-            if begin != row.begin + row.nbytes:
-                return None
-            lead = lead_of(number * row.nbytes if kinds else own[0].offset, row.dtype.itemsize)
-            places.append(OfExpert(tuple(own), lead))
-        return places
+        width = row.dtype.itemsize
+        return [
+            (_joined(ranges), lead_of(number * row.nbytes if kinds else ranges[0][1], width))
+            for number, ranges in enumerate(zip(*parts, strict=True))
+        ]
 
     def converted(self, model: nn.Module, config: object) -> dict[str, Tensor]:
         """Return what loading makes of the tensors, by full names of parameters."""
@@ -178,22 +165,28 @@ class Source:
         made: dict[str, Any] = converter.convert(self.parameter, model=model, config=config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def _in_order(self) -> list[list[ShardTensor]]:
-        """Return the tensors by the converter's patterns, as Concatenate takes them."""
-        patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.tensors]
-        return [self.tensors[pattern] for pattern in patterns or self.tensors]
 
-    @staticmethod
-    def _of_each(tensors: list[ShardTensor], experts: int, merges: bool) -> list[tuple[Shard, int, int]] | None:
-        """Return where each expert's part lies: a tensor each, or a row of one."""
-        if merges:
-            each = [(tensor.shard, tensor.offset, tensor.nbytes) for tensor in tensors]
-            return each if len(each) == experts else None
-        (tensor,) = tensors
-        if not tensor.shape or tensor.shape[0] != experts:
-            return None
-        size = tensor.nbytes // experts
-        return [(tensor.shard, tensor.offset + expert * size, size) for expert in range(experts)]
+def _of_each(tensors: list[ShardTensor], experts: int, merges: bool) -> list[Range]:
+    """Return where each expert's part lies: a tensor each, or a row of one; of another number of experts, none."""
+    if merges:
+        return [(tensor.shard, tensor.offset, tensor.nbytes) for tensor in tensors]
+    (tensor,) = tensors
+    if tensor.shape[:1] != (experts,):
+        return []
+    size = tensor.nbytes // experts
+    return [(tensor.shard, tensor.offset + expert * size, size) for expert in range(experts)]
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """Return ranges of which none lies directly behind another one."""
+    joined = [ranges[0]]
+    for shard, offset, size in ranges[1:]:
+        last, begin, before = joined[-1]
+        if (shard, offset) == (last, begin + before):
+            joined[-1] = shard, begin, before + size
+        else:
+            joined.append((shard, offset, size))
+    return joined
 
 
 def sources(
@@ -225,10 +218,13 @@ def sources(
     return wanted_sources, others
 
 
-class Placed(NamedTuple):
-    """A piece, and its place in the slot."""
+class Piece(NamedTuple):
+    """Bytes of an expert that lie together in a file, and their place in the slot."""
 
-    piece: Piece
+    shard: Shard
+    offset: int  # in the file
+    begin: int  # byte of the expert
+    size: int
     place: int
     in_pages: bool  # whether it is read in whole pages, straight to its place
 
@@ -238,35 +234,25 @@ class InSlot:
     """How one expert lies in its slot."""
 
     places: tuple[int, ...]  # of its rows
-    pieces: tuple[Placed, ...]
+    pieces: tuple[Piece, ...]
     end: int
 
     @staticmethod
     def of(rows: Sequence[Row], own: Sequence[OfExpert]) -> "InSlot":
         """Place each row, which lies there, behind the one before."""
-        places, placed, end = [], [], 0
-        for row, (pieces, lead) in zip(rows, own, strict=True):
-            joined = _joined(pieces)
-            offset, width = joined[0].offset, row.dtype.itemsize
-            fits = width < ALIGNED_WIDTH or offset % ALIGNMENT == lead
-            in_pages = len(joined) == 1 and fits and offset % width == 0
-            place = end + (offset % PAGE if in_pages else lead)
+        places, pieces, end = [], [], 0
+        for row, (ranges, lead) in zip(rows, own, strict=True):
+            first, width = ranges[0][1], row.dtype.itemsize
+            fits = width < ALIGNED_WIDTH or first % ALIGNMENT == lead
+            in_pages = len(ranges) == 1 and fits and first % width == 0
+            place = end + (first % PAGE if in_pages else lead)
             places.append(place)
-            placed += [Placed(piece, place + piece.begin - row.begin, in_pages) for piece in joined]
             end = page_up(place + row.nbytes)
-        return InSlot(tuple(places), tuple(placed), end)
-
-
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return pieces of which none lies directly behind another one, in the file as in the expert."""
-    joined = [pieces[0]]
-    for piece in pieces[1:]:
-        last = joined[-1]
-        if piece[:3] == (last.shard, last.offset + last.size, last.begin + last.size):
-            joined[-1] = last._replace(size=last.size + piece.size)
-        else:
-            joined.append(piece)
-    return joined
+            begin = row.begin
+            for shard, offset, size in ranges:
+                pieces.append(Piece(shard, offset, begin, size, place, in_pages))
+                begin, place = begin + size, place + size
+        return InSlot(tuple(places), tuple(pieces), end)
 
 
 class ShardStore:
@@ -276,7 +262,7 @@ class ShardStore:
         self._experts = experts
         self.expert_bytes, self.distinct = expert_bytes, len(experts)
         self.stride = max(expert.end for expert in experts)
-        self._shards = {placed.piece.shard for expert in experts for placed in expert.pieces}
+        self._shards = {piece.shard for expert in experts for piece in expert.pieces}
         self.past_cache = all(shard.past_cache for shard in self._shards)
 
     def places(self, expert: int) -> tuple[int, ...]:
@@ -285,7 +271,7 @@ class ShardStore:
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Read what of these bytes the expert has. slot: uint8[stride], from the beginning of a page on."""
-        for (shard, offset, begin, size), place, in_pages in self._experts[expert].pieces:
+        for shard, offset, begin, size, place, in_pages in self._experts[expert].pieces:
             low, high = max(first, begin), min(last, begin + size)
             if low >= high:
                 continue
