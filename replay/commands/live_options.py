@@ -1,7 +1,6 @@
 """Options that `generate` and `serve` share."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
@@ -34,13 +33,11 @@ class LiveOptions:
         Path | None, typer.Option(help="File for what the policy learns: it starts from it the next time.")
     ] = None
 
-    @contextmanager
     def live(
         self, model: str | None, on: options.Stated, policy: str | PolicySpec, progress: Progress
-    ) -> Iterator[LiveModel]:
+    ) -> AbstractContextManager[LiveModel]:
         """Open the model; None: the shipped one."""
-
-        with open_live(
+        return open_live(
             model or str(demo.MODEL),
             DeviceChoice.of(on),
             policy=policy,
@@ -50,20 +47,14 @@ class LiveOptions:
             name=None if model else demo.NAME,
             progress=progress,
             on_note=console.warn,
-        ) as live:
-            yield live
+        )
 
     def require_apart(self, store: Path | None, record: Path | None = None) -> None:
         """Raise InputError where one of the files would take another one's place. record: folder of a trace."""
         files = {name: file for name, file in {"store": store, "profile": self.profile}.items() if file}
         places = {name: Path(realpath(file)) for name, file in files.items()}
+        same = len(places) > len(set(places.values()))
+        refuse((same, f"`store` and `profile` both name {self.profile}: name a file for each"))
         trace = Path(realpath(record)) if record else None
         for name, place in places.items():
-            taken = name == "profile" and place == places.get("store")
-            refuse(
-                (taken, f"`store` and `profile` both name {self.profile}: name a file for each"),
-                (
-                    trace in (place, *place.parents),
-                    f"`{name}` {files[name]} is in the folder of `record`: move it",
-                ),
-            )
+            refuse((trace in (place, *place.parents), f"`{name}` {files[name]} is in the folder of `record`: move it"))

@@ -35,6 +35,7 @@ from sim.loop.log import RunLog, StepRow, joined
 from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.loop.session import Decider
+from sim.profiles.derived import Derived
 from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import Link, Timing
 from sim.results.metrics import Row, summarise
@@ -290,16 +291,12 @@ def decoded_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
     return decoded
 
 
-class WithoutPolicy:
+class WithoutPolicy(Derived):
     """A timing that charges nothing for policy overhead."""
 
-    predictor_ns = 0
-
-    def __init__(self, timing: Timing) -> None:
-        self.timing = timing
-        self.dense_ns, self.expert_ns = timing.dense_ns, timing.expert_ns
-        self.combine_ns, self.head_ns = timing.combine_ns, timing.head_ns
-        self.host_ns, self.hop_ns = timing.host_ns, timing.hop_ns
+    @property
+    def predictor_ns(self) -> int:
+        return 0
 
 
 # Both sides
