@@ -119,19 +119,12 @@ class LinkThreads(Device):
         """Wait for the thread that is done first. Raise what a thread has raised."""
         if not (self._copies or self._computes):
             raise nothing_under_way()
-        while True:
-            try:
-                return self._ended(self._outcomes.get(timeout=self.watchdog_s))
-            except Empty:
-                if self._may_wait():
-                    continue
-                self._stuck = True
-                oldest = [pending[0] for pending in (self._copies, self._computes) if pending]
-                raise stuck(self.watchdog_s, oldest) from None
-
-    def _may_wait(self) -> bool:
-        """Return whether what is under way may take longer than anything should."""
-        return False
+        try:
+            return self._ended(self._outcomes.get(timeout=self.watchdog_s))
+        except Empty:
+            self._stuck = True
+            oldest = [pending[0] for pending in (self._copies, self._computes) if pending]
+            raise stuck(self.watchdog_s, oldest) from None
 
     @timed
     def poll(self) -> Completion | None:
