@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from policies.core.grammar import policy_title, split_list
 from replay.choice import Choice, first_part
 from replay.commands.device_options import Compared, Replayed, chosen
-from replay.comparison import plot as plot_compare
+from replay.comparison import plot
 from replay.comparison.cell import MODES
 from replay.comparison.errors import in_words
 from replay.comparison.plot import NAME as PICTURE
@@ -68,15 +68,22 @@ def compare(
     target = chosen(on, replayed)
     is_calibrated = hardware is not None and target.device != "virtual"
     loaded = TimedRun.of(options.experiment(replayed, trace, hardware=hardware))
-    if is_calibrated:
-        _require_calibrated(loaded)
+    if is_calibrated and loaded.measured is None:  # rates of a datasheet describe no machine
+        raise InputError(
+            f"--hardware {loaded.experiment.hardware} holds nothing measured with {loaded.profile.name}: write it with "
+            "moe-replay calibrate on this machine, or leave --hardware out"
+        )
     if "requests" not in replayed:
         loaded = first_part(loaded, target.device)
     grid = grid_of(loaded, specs(split_list(policies), None), split_list(cache_sizes))
     first, slots = grid.requested()[0]
     choice = Choice(loaded, first, slots, target)
     folder = output.folder(loaded.experiment.trace, "-compare")
-    comparison = Comparison(choice, grid, _modes(split_list(modes)), is_calibrated, folder, repeat)
+    chosen_modes = tuple(dict.fromkeys(split_list(modes) or [""]))
+    for mode in chosen_modes:
+        if mode not in MODES:
+            raise unknown("mode", mode, MODES)
+    comparison = Comparison(choice, grid, chosen_modes, is_calibrated, folder, repeat)
     with claimed(folder, MAKER, [RECORD, TOKENS, PICTURE]):
         record = Record.open(folder / RECORD, resume=not output.overwrite, otherwise="drop it with --overwrite")
         require_resume(len(record), folder, output.resume)
@@ -84,22 +91,6 @@ def compare(
         refuse_others(sum(cell["key"] not in cells for cell in record), folder, "comparison")
         _run(comparison, record, output)
         _report(comparison, record, max_error, output)
-
-
-def _modes(names: Sequence[str]) -> tuple[str, ...]:
-    for name in names or [""]:
-        if name not in MODES:
-            raise unknown("mode", name, MODES)
-    return tuple(dict.fromkeys(names))
-
-
-def _require_calibrated(loaded: TimedRun) -> None:
-    """Raise InputError for rates of a datasheet, which describe no machine."""
-    if loaded.measured is None:
-        raise InputError(
-            f"--hardware {loaded.experiment.hardware} holds nothing measured with {loaded.profile.name}: write it with "
-            "moe-replay calibrate on this machine, or leave --hardware out"
-        )
 
 
 def _run(comparison: Comparison, record: Record, output: options.OutputOptions) -> None:
@@ -132,18 +123,16 @@ def _report(comparison: Comparison, record: Record, max_error: float | None, out
 
 
 def _draw(cells: list[Row], folder: Path, output: options.OutputOptions) -> list[str]:
-    if not cells:
-        return []
     try:
-        path, missing = plot_compare.draw(cells, folder)
-        for cell in missing:
-            console.warn(f"{named(cell)}: {cell.get('per_token')} is gone or damaged: it is not in {plot_compare.NAME}")
-        return [path.name] if path else []
+        path, missing = plot.draw(cells, folder)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-    output.note(f"no {plot_compare.NAME}: matplotlib is not installed")
-    return []
+        output.note(f"no {PICTURE}: matplotlib is not installed")
+        return []
+    for cell in missing:
+        console.warn(f"{named(cell)}: {cell.get('per_token')} is gone or damaged: it is not in {PICTURE}")
+    return [path.name] if path else []
 
 
 def _shown(record: Record, finished: list[Row], failed: list[Row]) -> Iterator[str | Table]:

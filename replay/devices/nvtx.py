@@ -38,10 +38,9 @@ class _Marked:
 
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """End the range of the layer before; the first layer begins a step."""
+        self._end(1)
         if not self._open:
             self._begin(f"step {self._step}: {tokens} tokens, context {context}")
-        while self._open > 1:
-            self._end()
         self._begin(f"layer {layer}")
         self._device.dense(layer, tokens, context)
 
@@ -51,8 +50,7 @@ class _Marked:
         self._pop()
 
     def head(self, tokens: int, requests: int = 1) -> None:
-        while self._open > 1:
-            self._end()
+        self._end(1)
         self._begin("head")
         self._device.head(tokens)
 
@@ -66,8 +64,7 @@ class _Marked:
 
     def _ended(self, completion: Completion) -> Completion:
         if completion.kind is Kind.HEAD:
-            while self._open:
-                self._end()
+            self._end(0)
             self._step += 1
         return completion
 
@@ -75,6 +72,8 @@ class _Marked:
         self._push(name)
         self._open += 1
 
-    def _end(self) -> None:
-        self._pop()
-        self._open -= 1
+    def _end(self, left: int) -> None:
+        """End all open ranges but so many."""
+        for _ in range(left, self._open):
+            self._pop()
+        self._open = min(self._open, left)
