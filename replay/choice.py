@@ -73,7 +73,7 @@ class Choice:
         """Return the name of the device; None for the virtual one."""
         if self.device == "virtual":
             return None
-        from replay.devices.device_facts import machine_name
+        from replay.devices.stage import machine_name
 
         return machine_name(self.device)
 

@@ -27,8 +27,8 @@ from policies.core.spec import parse
 from replay.choice import Choice
 from replay.comparison.record import Record
 from replay.device_choice import DeviceChoice
-from replay.devices.device_facts import driver, machine_name
 from replay.devices.expert_file import read_through, write
+from replay.devices.stage import driver, machine_name
 from replay.devices.store import Stamps, available_memory_bytes
 from replay.keys import key_of
 from replay.live.answering import answer, prompts_of, reading_ids

@@ -38,10 +38,9 @@ from replay.comparison.errors import accuracy, rankings
 from replay.comparison.record import Record
 from replay.comparison.sweep import Machine, ceiling_gb_per_s, copy_gb_per_s, head_of
 from replay.device_choice import REQUIRE, DeviceChoice
-from replay.devices.device_facts import driver, machine_name
 from replay.devices.expert_file import read_through, stride_of, write
 from replay.devices.gpu import Gpu, Task, pinned
-from replay.devices.stage import Stage
+from replay.devices.stage import Stage, driver, machine_name
 from replay.devices.store import RESERVE_BYTES, HostMemory, Stamps, available_memory_bytes
 from replay.keys import key_of
 from replay.model.network import expert_output

@@ -12,7 +12,7 @@ from replay.calibration.calibrate import AGREES, Calibration, choices, profile, 
 from replay.calibration.calibrate import calibrate as measured
 from replay.commands.device_options import Calibrated
 from replay.device_choice import DeviceChoice
-from replay.devices.device_facts import machine_name
+from replay.devices.stage import machine_name
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress

@@ -1,5 +1,6 @@
 from .cpu import CpuDevice as CpuDevice
 from .cuda import CudaDevice as CudaDevice
+from .cuda import Launches as Launches
 from .expert_file import ExpertFile as ExpertFile
 from .expert_file import read_through as read_through
 from .expert_file import stride_of as stride_of
@@ -12,7 +13,6 @@ from .lanes import PAGE as PAGE
 from .lanes import knee as knee
 from .lanes import page_up as page_up
 from .lanes import rates as rates
-from .launches import Launches as Launches
 from .nvtx import marked as marked
 from .stage import open_stage as open_stage
 from .store import HostMemory as HostMemory

@@ -5,22 +5,23 @@ A stage is opened once for a model and serves one run after another, each with a
 """
 
 import os
+import platform
+import subprocess
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from replay.device_choice import DeviceChoice
 from replay.devices.cpu import CpuDevice
-from replay.devices.cuda import CudaDevice
-from replay.devices.device_facts import facts
+from replay.devices.cuda import CudaDevice, Launches
 from replay.devices.expert_file import ExpertFile
 from replay.devices.gpu import Gpu, pinned
 from replay.devices.lanes import knee, rates
-from replay.devices.launches import Launches
-from replay.devices.store import HostMemory, HostStore, require_host_memory, stride_of
+from replay.devices.store import ExpertSource, HostMemory, HostStore, require_host_memory, stride_of
 from replay.model.network import Network
 from replay.model.weights import Checkpoint
 from sim.loop.device import Device
@@ -195,3 +196,38 @@ SMALLER, FEWER = "choose a smaller --cache-size, or --dense none", "continue wit
 
 def _out_of_memory(what: str, needed_bytes: float, but: str = "", advice: str = SMALLER) -> InputError:
     return InputError(f"out of memory: {what} need {show_bytes(needed_bytes)}{but}; {advice}")
+
+
+def facts(gpu: Gpu | None, store: ExpertSource) -> Row:
+    """Return the columns of a replay's row that the machine decides."""
+    return {
+        "device_name": gpu.name if gpu else _processor(),
+        "driver": driver() if gpu else None,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "host_experts": store.distinct,
+    }
+
+
+def machine_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else _processor()
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def driver() -> str | None:
+    """Return the version of the GPU's driver; None if it is unknown."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer[0] if answer else None

@@ -6,7 +6,7 @@ import numpy as np
 
 from replay.calibration.in_loop import effective
 from replay.calibration.measure import middle
-from replay.devices.device_facts import facts
+from replay.devices.stage import facts
 from replay.live.answering import Answered
 from replay.live.model import LiveModel
 from replay.run import Outcome, Prediction, copy_gb_per_s, host_ms

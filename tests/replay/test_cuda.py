@@ -10,7 +10,7 @@ import torch
 
 from policies.core import Shape, parse
 from replay.device_choice import BEST_EFFORT, REQUIRE, DeviceChoice
-from replay.devices import CudaDevice, Gpu, HostMemory, HostStore, Launches, launches, open_stage, pinned
+from replay.devices import CudaDevice, Gpu, HostMemory, HostStore, Launches, cuda, open_stage, pinned
 from replay.model.network import Network
 from sim.engines import count
 from sim.loop import Requests, RunLog, play
@@ -57,7 +57,7 @@ def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     if not request.param:
         return sizes
 
-    def made(network: Network) -> launches.Fused:
+    def made(network: Network) -> cuda.Fused:
         def run(pool: torch.Tensor, slots: Sequence[int]) -> None:
             sizes.append(len(slots))
             for slot in slots:
@@ -65,7 +65,7 @@ def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
 
         return run
 
-    monkeypatch.setattr(launches, "fused", made)
+    monkeypatch.setattr(cuda, "fused", made)
     return sizes
 
 
@@ -215,7 +215,7 @@ def test_without_graphs_or_the_fused_kernel_it_computes_the_same_and_says_so(
     def failing(*_: object) -> None:
         raise RuntimeError("operation not\npermitted")
 
-    owner, name = (FakeGpu, "capture") if what == "CUDA graphs" else (launches, "fused")
+    owner, name = (FakeGpu, "capture") if what == "CUDA graphs" else (cuda, "fused")
     monkeypatch.setattr(owner, name, failing)
     gpu = FakeGpu(6)
     with open_stage(DeviceChoice("cuda"), PROFILE, 16, 64, gpu=gpu) as stage:

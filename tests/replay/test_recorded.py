@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from replay.live.recorded import Program, Recording
+from replay.live.experts import Program, Recording
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 
