@@ -244,25 +244,20 @@ def half_missing(run: Run, top_k: int, busy_layers: int, context: int, steps: in
 
 def effective(model: MeasuredModel, simulated: Callable[[MeasuredModel], RunLog]) -> MeasuredModel:
     """Return the model's tables with what contention adds to decoded tokens of a run, which `simulated` simulates."""
+
+    def longer(shares: dict[str, float]) -> Callable[[str, int], int]:
+        return lambda key, ns: round(ns * (1 + (model.compute_slowed - 1) * shares[key]))
+
     result = model
-    if (model.compute_slowed, model.transfer_slowed) != (1.0, 1.0):
-        for _ in range(ITERATIONS):
-            result = _slower(model, result, simulated(result))
+    for _ in range(ITERATIONS if (model.compute_slowed, model.transfer_slowed) != (1.0, 1.0) else 0):
+        log = simulated(result)
+        decoded = log.phase == DECODE
+        busy = _busy(log, decoded, np.sum)
+        lookups = sum(int(each[decoded].sum()) for each in (log.hits, log.late, log.misses))
+        experts = min(lookups * result.timing().expert_ns(1), busy.compute)
+        shares = dict.fromkeys(TABLES, max(0, busy.together - experts) / max(1, busy.compute - experts))
+        shares["expert"] = min(1.0, busy.together / experts) if experts else 0.0
+        of_link = busy.together / busy.link if busy.link else 0.0
+        transfer = round(model.transfer_ns * (1 + (model.transfer_slowed - 1) * of_link))
+        result = replace(model, **_decode_tables(model, longer(shares)), transfer_ns=transfer)
     return result
-
-
-def _slower(model: MeasuredModel, simulated: MeasuredModel, log: RunLog) -> MeasuredModel:
-    """Return `model`, slowed by what overlapped in the log of a run on `simulated`."""
-    decoded = log.phase == DECODE
-    busy = _busy(log, decoded, np.sum)
-    lookups = sum(int(each[decoded].sum()) for each in (log.hits, log.late, log.misses))
-    experts = min(lookups * simulated.timing().expert_ns(1), busy.compute)
-    of_experts = min(1.0, busy.together / experts) if experts else 0.0
-    of_others = max(0, busy.together - experts) / max(1, busy.compute - experts)
-    of_link = busy.together / busy.link if busy.link else 0.0
-
-    def longer(key: str, ns: int) -> int:
-        return round(ns * (1 + (model.compute_slowed - 1) * (of_experts if key == "expert" else of_others)))
-
-    transfer = round(model.transfer_ns * (1 + (model.transfer_slowed - 1) * of_link))
-    return replace(model, **_decode_tables(model, longer), transfer_ns=transfer)
