@@ -12,28 +12,23 @@ kernels and carry next to no weights: rotation of queries and keys, their norms,
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from traces.models.profile import LayerKind, ModelProfile
 
+if TYPE_CHECKING:
+    from replay.model.weights import Checkpoint
+
 Weights = tuple[torch.Tensor, torch.Tensor]  # (gate and up, or up: [n * I, H]; down: [H, I])
-
-
-class Loaded(Protocol):
-    """Real weights, where there are any: see `replay.model.weights.Checkpoint`."""
-
-    def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Return the tensor of that name and shape; None if there is none."""
-        ...
 
 
 class Source:
     """Where tensors come from: the checkpoint, where it has one of that name and shape, else random numbers."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int, loaded: Loaded | None = None) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int, loaded: "Checkpoint | None" = None) -> None:
         self.device, self.dtype = device, dtype
         self.parameters = self.loaded_parameters = self.cached = 0
         self._rng = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)

@@ -5,12 +5,17 @@ CUDA graph for each layer and bucket of contexts. Its buffers are allocated once
 router's own choice is computed and not used, and experts count with equal weights.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn import functional
 
-from replay.model.dense import Loaded, Source, Stack, Weights, activated, rms_norm
+from replay.model.dense import Source, Stack, Weights, activated, rms_norm
 from traces.errors import InputError
 from traces.models.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from replay.model.weights import Checkpoint
 
 BUCKET = 256
 """Contexts are rounded up to multiples of this, so that few CUDA graphs serve all."""
@@ -32,7 +37,7 @@ class Network:
         max_context: int,
         seed: int,
         dense: str = "real",
-        loaded: Loaded | None = None,
+        loaded: "Checkpoint | None" = None,
     ) -> None:
         if device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for each shape, in the middle of a run
