@@ -125,31 +125,31 @@ class Source:
     converter: WeightConverter | WeightRenaming
     tensors: dict[str, list[ShardTensor]] = field(default_factory=dict)
 
-    def rows(self, row: Row, experts: int) -> list[OfExpert] | None:
-        """Return where `row` of each expert lies; None where only loading can make it.
+    def rows(self, row: Row, experts: int) -> list[OfExpert]:
+        """Return where `row` of each expert lies; none where only loading can make it.
 
         What loading stacks begins at a multiple of ALIGNMENT, what it takes as it is stays where the file is mapped.
         """
         every = [tensor for tensors in self.tensors.values() for tensor in tensors]
         if any(tensor.dtype != row.dtype for tensor in every):
-            return None
+            return []
         kinds = [] if isinstance(self.converter, WeightRenaming) else self.converter.operations
         merges = bool(kinds) and isinstance(kinds[0], MergeModulelist) and kinds[0].dim == 0
         rest = kinds[1:] if merges else kinds
         joins = len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1
         if (rest and not joins) or (len(self.tensors) > 1 and not joins):
-            return None
+            return []
         patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.tensors]
         in_order = [self.tensors[pattern] for pattern in patterns or self.tensors]  # as Concatenate takes them
         shapes = [{each.shape[0 if merges else 1 :] for each in tensors} for tensors in in_order]
         if any(len(of_part) != 1 or () in of_part for of_part in shapes):
-            return None
+            return []
         heights, others = zip(*((shape[0], shape[1:]) for (shape,) in shapes), strict=True)
         if (sum(heights), {*others}) != (row.shape[0], {row.shape[1:]}):
-            return None
+            return []
         parts = [_of_each(tensors, experts, merges) for tensors in in_order]
         if any(len(part) != experts for part in parts):
-            return None
+            return []
         width = row.dtype.itemsize
         return [
             (_joined(ranges), lead_of(number * row.nbytes if kinds else ranges[0][1], width))

@@ -155,10 +155,9 @@ def _in_slots(model: Opened, layers: list[ExpertLayer]) -> list[InSlot] | None:
     in_slots: list[InSlot] = []
     for layer in layers:
         by_row = [model.sources[f"{layer.name}.{row.name}"].rows(row, layer.experts) for row in layer.rows]
-        known = [own for own in by_row if own is not None]
-        if len(known) < len(by_row):
+        if not all(by_row):
             return None
-        in_slots += [InSlot.of(layer.rows, own) for own in zip(*known, strict=True)]
+        in_slots += [InSlot.of(layer.rows, own) for own in zip(*by_row, strict=True)]
     return in_slots
 
 
