@@ -83,7 +83,6 @@ def synth(
         if named
         else tuple(a if a is not None else b for a, b in zip(given, own, strict=True))
     )
-    L, E, k = shape
     settings: dict[str, Any] = {
         "like": real.name,
         "like_model": real.meta.model,
@@ -92,20 +91,13 @@ def synth(
         "prompt_tokens": wanted.prompt_tokens,
         "decode_tokens": wanted.decode_tokens,
     }
+    meta = real.meta
+    if named or shape != own:
+        name = next(iter(named.hub_ids), named.name) if named else "synthetic"
+        names = tuple(f"layers.{layer}" for layer in range(shape[0]))
+        meta = TraceMeta(model=name, layers=shape[0], experts=shape[1], top_k=shape[2], layer_names=names)
     tools = {"moe-expert-cache": version("moe-expert-cache")}
-    if named is None and shape == own:
-        meta = replace(real.meta, mode="synthetic", settings=settings, tools=tools)
-    else:
-        meta = TraceMeta(
-            model=next(iter(named.hub_ids), named.name) if named else "synthetic",
-            layers=L,
-            experts=E,
-            top_k=k,
-            layer_names=tuple(f"layers.{layer}" for layer in range(L)),
-            mode="synthetic",
-            settings=settings,
-            tools=tools,
-        )
+    meta = replace(meta, mode="synthetic", settings=settings, tools=tools)
     target = out or RECORDED / f"{Path(model).stem if model else 'synthetic'}-like-{real.name}"
     check_target(target, overwrite, read=[Location.of(like)])
     if not quiet and len(real.requests) < len(whole.requests):
