@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from errno import ENOSPC
 from pathlib import Path
 
 import pyarrow as pa
@@ -69,14 +70,13 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
                 with replacing(folder / STEPS) as part, part.open("w", newline="", encoding="utf-8") as begun:
                     csv.writer(begun).writerows([HEADER, *map(_line, done)])
                 files.append(opened.enter_context((folder / STEPS).open("ab", buffering=0)))
-            line, why = ",".join(map(str, _line(row))).encode() + b"\r\n", None
+            line = ",".join(map(str, _line(row))).encode() + b"\r\n"
             try:
-                why = None if files[0].write(line) == len(line) else "no space left on device"
+                if files[0].write(line) < len(line):
+                    raise OSError(ENOSPC, "no space left on device")
             except OSError as error:
-                why = str(error.strerror)
-            if why:
                 kept = "what it holds is kept: make room and run again, on any device but virtual with --resume"
-                raise InputError(f"cannot write {folder / STEPS}: {why}; {kept}")
+                raise InputError(f"cannot write {folder / STEPS}: {error.strerror}; {kept}") from error
 
         yield write
 

@@ -70,7 +70,12 @@ def run(
     if no_slots and not timeline:
         raise InputError("name the file of the timeline whose tracks are chosen: --timeline out.json")
     replayed |= typed(hardware=hardware)
-    request = _of_sweep(from_, cell, replayed) if from_ else _as_typed(cell, replayed)
+    if from_:
+        request = _of_sweep(from_, cell, replayed)
+    else:
+        experiment = options.experiment(replayed, cell.trace)
+        taken, whole = cell.taken(experiment, replayed), "requests" in replayed
+        request = Request(experiment, cell.policy or defaults.POLICY, cell.size, whole, taken)
     choice = _choose(request, chosen(on, replayed))
     output.note(*_notes(request, choice, on["device"]))
     folder = output.folder(choice.loaded.experiment.trace, "-replay")
@@ -108,12 +113,6 @@ class Request:
     cache_experts: int | None = None  # what the size came to in the sweep; None: typed
 
 
-def _as_typed(cell: CellOptions, replayed: options.Stated) -> Request:
-    experiment = options.experiment(replayed, cell.trace)
-    policy = cell.policy or defaults.POLICY
-    return Request(experiment, policy, cell.size, "requests" in replayed, cell.taken(experiment, replayed))
-
-
 def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated) -> Request:
     """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail."""
     swept, winners = winner.read(folder)
@@ -131,9 +130,8 @@ def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated) -> Requ
     note = f"taking {best.policy}, the winner of {folder} at {size}"
     if len(sizes) > 1:
         note += f" (--cache-size: it has others at {', '.join(other for other in sizes if other != size)})"
-    return Request(
-        experiment, cell.policy or best.policy, size, True, () if cell.policy else [note], best.cache_experts
-    )
+    notes = () if cell.policy else (note,)
+    return Request(experiment, cell.policy or best.policy, size, True, notes, best.cache_experts)
 
 
 def _choose(request: Request, target: DeviceChoice) -> Choice:
