@@ -45,9 +45,16 @@ def rates(store: ExpertSource, size: int, tried: Sequence[int] = TRIED, slots: B
     at = 0
     for _ in range(SERIES):
         for lanes in tried:
+            cut, first = parts(0, size, lanes), at
             with ThreadPoolExecutor(lanes) as threads:
-                at, rate = _series(store, size, slots, threads, parts(0, size, lanes), at)
-            by_lanes[lanes].append(rate)
+                began = time.perf_counter()
+                while at == first or time.perf_counter() - began < SERIES_S:
+                    expert, slot = at % store.distinct, slots[at % len(slots)]
+                    for each in [threads.submit(store.read, expert, begin, end, slot) for begin, end in cut]:
+                        each.result()
+                    at += 1
+                seconds = time.perf_counter() - began
+            by_lanes[lanes].append((at - first) * size / seconds / 1e9)
     return {lanes: median(each) for lanes, each in by_lanes.items()}
 
 
@@ -55,17 +62,3 @@ def knee(by_lanes: dict[int, float]) -> int:
     """Return the fewest lanes whose rate is close to the best."""
     best = max(by_lanes.values())
     return min(lanes for lanes, rate in by_lanes.items() if rate >= CLOSE * best)
-
-
-def _series(
-    store: ExpertSource, size: int, slots: Bytes, threads: ThreadPoolExecutor, cut: list[tuple[int, int]], at: int
-) -> tuple[int, float]:
-    """Read for SERIES_S from expert `at` on; return the next expert, and bytes a ns. slots: uint8[any, stride]."""
-    reads, began = 0, time.perf_counter()
-    while reads == 0 or time.perf_counter() - began < SERIES_S:
-        expert, slot = (at + reads) % store.distinct, slots[(at + reads) % len(slots)]
-        reading = [threads.submit(store.read, expert, first, last, slot) for first, last in cut]
-        for each in reading:
-            each.result()
-        reads += 1
-    return at + reads, reads * size / (time.perf_counter() - began) / 1e9
