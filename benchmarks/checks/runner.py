@@ -48,7 +48,6 @@ from replay.warmup import decide, undisturbed
 from sim.engines import engine
 from sim.experiment import AUTO
 from sim.loop.device import Device
-from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
 from sim.profiles.measured import MeasuredModel
@@ -179,12 +178,9 @@ class Check:
 
     # One cell
 
-    def _left_s(self) -> float:
-        return self.budget_s - (time.monotonic() - self._began)
-
     def _in_time(self, row: object = None) -> None:
         """Raise OutOfTimeError once the budget is spent, before any cell and after any step."""
-        if self._left_s() < 0:
+        if time.monotonic() - self._began > self.budget_s:
             raise OutOfTimeError
 
     @contextmanager
@@ -237,7 +233,7 @@ class Check:
     def _other(self, choice: Choice, name: str, stage: Stage) -> Row:
         ran = run_baseline(choice, name, stage, self._in_time)
         more = {"warms_up": True, "memory_bytes": choice.slots * stage.store.stride} if name == PAGE_CACHE else {}
-        return {"tokens": _decoded(ran.log), **more, "measured": ran.row}
+        return {"tokens": int((ran.log.phase == DECODE).sum()), **more, "measured": ran.row}
 
     # One model
 
@@ -311,12 +307,8 @@ class Check:
         """Decode with accelerate, which holds the whole model in host memory."""
         head = {"model": name, "mode": self.plan.peer, "policy": None}
         profile, tokens = model_profile.model(name), self.plan.peer_tokens
-
-        what, total, free = (
-            f"{name}: accelerate's offload",
-            profile.moe_layers * profile.experts,
-            available_memory_bytes(),
-        )
+        what, free = f"{name}: accelerate's offload", available_memory_bytes()
+        total = profile.moe_layers * profile.experts
         needed = total * profile.expert_bytes + round(profile.dense_bytes)
         if free is not None and needed > free - RESERVE_BYTES:
             self.record.facts["left_out"].append(f"{what}: {show_bytes(needed)} of host memory are not free")
@@ -336,10 +328,6 @@ class Check:
 
         self._run(what, key_of(**head), head, run)
         self._release()
-
-
-def _decoded(log: RunLog) -> int:
-    return int((log.phase == DECODE).sum())
 
 
 def calibrated_before(record: Record) -> dict[str, MeasuredModel]:
