@@ -1,4 +1,4 @@
-"""How well predictions hold: errors in time, order of policies, where two runs decided differently, and all cells.
+"""How well predictions hold: errors in time, order of policies, where two runs decided differently; and in all cells.
 
 An error is relative to what was measured and signed: predicted / measured - 1, so that -0.03 says that the prediction
 is 3% too short. Vectors are those of the counted decode steps, in order, one entry per token and run: `measured` and
@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from math import hypot, sqrt
 from statistics import median
 
 import numpy as np
@@ -25,10 +24,8 @@ PERCENTILES = {"tpot_p50": 50, "tpot_p95": 95, "tpot_p99": 99}
 DECIDED = ("hits", "late", "misses", "demand_transfers", "prefetch_transfers")
 """Columns of a log in which a step shows how it was decided."""
 
-
 EXACT, TIMES = 0.05, 1.5
 """A TPOT mean is predicted well within that share, or so many times what calibrations of the machine disagree by."""
-
 
 SAME = ("model", "trace", "requests", "mode", "cache_experts")
 """Of cells whose policies are ranked."""
@@ -120,7 +117,7 @@ def accuracy(cells: Sequence[Row]) -> Row | None:
         return None
     off = [abs(cell["errors"]["tpot_mean"]) for cell in predicted]
     apart = [each for cell in predicted if (each := cell.get("calibrations_disagree")) is not None]
-    noise = hypot(*apart) / sqrt(len(apart)) if apart else None
+    noise = math.hypot(*apart) / math.sqrt(len(apart)) if apart else None
     return {
         "cells": len(off),
         "within_5_percent": sum(each <= EXACT for each in off),

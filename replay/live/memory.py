@@ -1,6 +1,6 @@
 """The memory that a live model takes, part by part, stated before it is taken and compared with the peak afterwards.
 
-And the KV cache of a transformers model: its name there.
+The KV cache of a transformers model has a name that depends on the version (`kv_name_in`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ EXPERTS = 4
 """Kernels may reorder an expert's matrices, or widen them: so many experts in any forward pass."""
 
 KV_NAMES = ("cache", "past_key_values")
-"""What transformers calls it: since 5.24, and before that. A model with code of its own may still use the second."""
+"""What transformers calls a KV cache: since 5.24, and before. A model with code of its own may still use the second."""
 
 
 @dataclass(frozen=True)
