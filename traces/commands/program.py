@@ -1,9 +1,11 @@
 """The frame of the three programs: a table of commands, and one end for every error.
 
 A command's module is imported when the command is called, or when its own `--help` is shown; the help of a group shows
-the line in the table. So a module of a command imports at its top whatever it needs.
+the first paragraph of its docstring, read from the source. So a module of a command imports at its top whatever it
+needs.
 """
 
+import ast
 import errno
 import inspect
 import os
@@ -11,6 +13,8 @@ import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, cast
 
 import typer
@@ -33,6 +37,21 @@ class Command(TyperCommand):
     function: ClassVar[str]
     """`module:name`."""
 
+    @property
+    def help(self) -> str:
+        """The first paragraph of the function's docstring, read without importing what its module needs."""
+        module, _, name = self.function.partition(":")
+        spec = find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        tree = ast.parse(Path(spec.origin).read_text("utf-8"))
+        function = next(each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == name)
+        return " ".join((ast.get_docstring(function) or "").split("\n\n")[0].split())
+
+    @help.setter
+    def help(self, text: str | None) -> None:
+        pass
+
     def described(self) -> Any:
         """Return the command with its options, of the function's signature and docstring."""
         module, _, name = self.function.partition(":")
@@ -47,16 +66,17 @@ class Command(TyperCommand):
 
 
 def group(
-    text: str, table: Mapping[str, tuple[Any, str]], cls: type[TyperGroup] = TyperGroup, *, bare_is_help: bool = True
+    text: str, table: Mapping[str, Any], cls: type[TyperGroup] = TyperGroup, *, bare_is_help: bool = True
 ) -> typer.Typer:
-    """Return a group of commands. table: name -> (`module:function` or another table, one-line help)."""
+    """Return a group of commands. table: name -> `module:function`, or another table and its help."""
     app = typer.Typer(help=text, no_args_is_help=bare_is_help, cls=cls, **SETTINGS)
     app.callback()(lambda: None)  # keeps the name of a single command
-    for name, (function, line) in table.items():
+    for name, entry in table.items():
+        function, line = (entry, "") if isinstance(entry, str) else entry
         if isinstance(function, Mapping):
             app.add_typer(group(line, function), name=name)
         else:
-            app.command(name, help=line, cls=type("Command", (Command,), {"function": function}))(lambda: None)
+            app.command(name, cls=type("Command", (Command,), {"function": function}))(lambda: None)
     return app
 
 
