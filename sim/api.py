@@ -245,7 +245,7 @@ def sweep(
     drawn = specs(_listed(policies), None, (loaded.experiment.seed,) if seeds is None else seeds)
     asked = grid.grid_of(loaded, drawn, [cache_text(size) for size in _listed(cache_sizes)])
     _prepare(loaded, asked)
-    found, requests = grid.played_with_requests(loaded, asked, workers)
+    found, requests = grid.played(loaded, asked, workers)
     return SweepResult(found.rows, found.bound, requests, loaded.token_experts / loaded.all_experts)
 
 

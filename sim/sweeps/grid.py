@@ -122,18 +122,11 @@ def sweep(
             store.put(keys[place], {**row, "cell": keys[place]}, _labelled(requests, keys[place]))
 
 
-def played(loaded: Loaded, grid: Grid, workers: int = 1, advance: Advance | None = None) -> Outcome:
-    """Sweep one grid for its rows alone: nothing stays on disk."""
-    return played_with_requests(loaded, grid, workers, advance)[0]
-
-
-def played_with_requests(
-    loaded: Loaded, grid: Grid, workers: int = 1, advance: Advance | None = None
-) -> tuple[Outcome, pd.DataFrame]:
-    """Return what `played` does, and a row for each run and request."""
+def played(loaded: Loaded, grid: Grid, workers: int = 1) -> tuple[Outcome, pd.DataFrame]:
+    """Sweep one grid, nothing of which stays on disk; return its outcome, and a row for each run and request."""
     with TemporaryDirectory() as scratch:
         table, store = Table(loaded, grid, Path(scratch)), Store(Path(scratch))
-        sweep([table], store, Local(workers), advance)
+        sweep([table], store, Local(workers))
         requests = [store.requests(key) for key in table.keys]
         return outcome(table, store), pa.concat_tables(requests).to_pandas()
 

@@ -41,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def row_of(setup: Experiment, policy: str, size: str = "50%") -> dict[str, Any]:
     loaded = load(setup)
-    (row,) = played(loaded, Grid((parse(policy),), {size: loaded.slots(size)})).rows
+    (row,) = played(loaded, Grid((parse(policy),), {size: loaded.slots(size)}))[0].rows
     return {name: value for name, value in row.items() if name != "cell"}
 
 

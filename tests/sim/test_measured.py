@@ -233,9 +233,8 @@ def test_both_engines_play_from_the_tables_alike(mine):
     grid = Grid((parse("lru"), parse("eamc")), {"25%": 80})
 
     def rows(engine):
-        return played(
-            TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine), requests=2, engine=engine)), grid
-        ).rows
+        experiment = Experiment(str(demo_trace()), hardware=str(mine), requests=2, engine=engine)
+        return played(TimedRun.of(experiment), grid)[0].rows
 
     assert rows("compiled") == rows("simpy")
     assert {row["hardware"] for row in rows("compiled")} == {"mine (measured)"}
