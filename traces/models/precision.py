@@ -17,21 +17,13 @@ from traces.errors import InputError
 
 DTYPES = {"float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16, "float8_e4m3fn": 8}
 EXPERT_DTYPES = {"fp4": 4.25, "mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "int8": 8.0, **DTYPES}
-NAMED = {
-    "fp8": 8.0,
-    "fbgemm_fp8": 8.0,
-    "eetq": 8.0,
-    "mxfp8": 8.25,
-    "fp8_pb_wo": 8.0,
-    "fp8_per_channel_per_token": 8.0,
-    "mxfp4": 4.25,
-    "nvfp4": 4.5,
-    "w4a16_nvfp4": 4.5,
-    "nvfp4_awq": 4.5,
-    "int8_sq": 8.0,
-    "w8a8_sq_per_channel": 8.0,
-}
+OF_8_BITS = "fp8 fbgemm_fp8 eetq fp8_pb_wo fp8_per_channel_per_token int8_sq w8a8_sq_per_channel"
+OF_NVFP4 = "nvfp4 w4a16_nvfp4 nvfp4_awq"
+NAMED = {**dict.fromkeys(OF_8_BITS.split(), 8.0), **dict.fromkeys(OF_NVFP4.split(), 4.5), "mxfp8": 8.25, "mxfp4": 4.25}
 """Bits where the name of a method or algorithm says all."""
+
+ZERO_POINTS = ("awq", "gptq", "auto-round", "autoround", "auto_round", "intel/auto-round")
+"""Methods whose files have zero points always."""
 
 SKIPPED = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers", "llm_int8_skip_modules")
 """Keys under which methods list modules that stay as they are."""
@@ -63,18 +55,18 @@ class Precision:
         names = [_tail(module)]
         names += [names[0].replace(ours, theirs) for ours, theirs in SPELLINGS if ours in names[0]]
         parents = [".".join(name.split(".")[:end]) for name in names for end in range(name.count(".") + 1, 0, -1)]
+        exact, patterns = self._by_kind
         for name in (*parents, *module.split(".")):
-            if (bits := self._exact.get(name)) is not None:
-                return bits
-        return next((bits for matches, bits in self._patterns if any(map(matches, parents))), self.default)
+            if name in exact:
+                return exact[name]
+        return next((bits for matches, bits in patterns if any(map(matches, parents))), self.default)
 
     @cached_property
-    def _exact(self) -> dict[str, float]:
-        return {_tail(name): bits for name, bits in reversed(self.rules) if not _is_pattern(name)}
-
-    @cached_property
-    def _patterns(self) -> list[tuple[Callable[[str], Any], float]]:
-        return [(_matcher(name), bits) for name, bits in self.rules if _is_pattern(name)]
+    def _by_kind(self) -> tuple[dict[str, float], list[tuple[Callable[[str], Any], float]]]:
+        """The rules by name, of two of one name the first, and those that are patterns."""
+        names = {name for name, _ in self.rules if not (name.startswith("re:") or "*" in name)}
+        exact = {_tail(name): bits for name, bits in reversed(self.rules) if name in names}
+        return exact, [(_matcher(name), bits) for name, bits in self.rules if name not in names]
 
 
 def precision_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Precision:
@@ -90,14 +82,13 @@ def precision_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = N
     quantised = next((each for each in stated if isinstance(each, Mapping)), None)
     if beside and quantised is None:
         quantised = beside.get("quantization", beside)
+    found = Precision(own, own)
     if isinstance(config.get("quantization"), Mapping):
         found = _mlx(config["quantization"], own)
     elif quantised:
         found = _scheme(quantised, own)
-    else:
-        if dtype is None:
-            warnings.warn("the config states no dtype and no quantisation: bf16 is assumed", stacklevel=2)
-        found = Precision(own, own)
+    elif dtype is None:
+        warnings.warn("the config states no dtype and no quantisation: bf16 is assumed", stacklevel=2)
     named = next((place["expert_dtype"] for place in places if place.get("expert_dtype")), None)
     if named and not (quantised and ("quantized_layers" in quantised or "config_groups" in quantised)):
         found.experts = EXPERT_DTYPES.get(str(named).lower().removeprefix("torch."))
@@ -109,31 +100,31 @@ def precision_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = N
 
 def _scheme(stated: Mapping[str, Any], own: float) -> Precision:
     """Return what a `quantization_config` says."""
-    skipped = [(str(name), own) for key in SKIPPED for name in stated.get(key) or () if not ELSEWHERE.match(str(name))]
-    algorithm = str(stated.get("quant_algo") or "").lower()
-    if named := stated.get("quantized_layers"):
+    named, groups = stated.get("quantized_layers"), stated.get("config_groups")
+    rest = 8.0 if groups and not named and stated.get("fmt") else own
+    skipped = [(str(name), rest) for key in SKIPPED for name in stated.get(key) or () if not ELSEWHERE.match(str(name))]
+    if named:
         rules = [(name, _algorithm(each)) for name, each in named.items()]
         experts = (str(each["quant_algo"]) for name, each in named.items() if ".experts" in name)
         return Precision(own, own, [*rules, *skipped], name=next(experts, "").lower().removeprefix("w4a16_"))
-    if groups := stated.get("config_groups"):
-        rest = 8.0 if stated.get("fmt") else own
-        skipped = [(name, rest) for name, _ in skipped]
-        rules, default = [], rest
-        for group in groups.values():
-            bits = _group(group.get("weights") or {}, own)
-            targets = group.get("targets") or ["Linear"]
-            if "Linear" in targets:
-                default = bits
-            rules += [(target, bits) for target in targets if target != "Linear"]
-        floats: dict[tuple[Any, Any], str] = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, None): "fp8"}
+    if groups:
+        targets = [
+            (target, _group(group.get("weights") or {}, own))
+            for group in groups.values()
+            for target in group.get("targets") or ["Linear"]
+        ]
+        floats: dict[Any, str] = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, None): "fp8"}
         weights = next(iter(groups.values())).get("weights") or {}
-        size = weights.get("num_bits"), weights.get("group_size")
-        name = floats.get(size, "") if weights.get("type") == "float" else f"int{size[0]}"
-        return Precision(own, default, [*skipped, *rules], name=name if len(groups) == 1 else "")
-    bits = _algorithm(stated) if algorithm else _method(stated)
+        bits = weights.get("num_bits")
+        name = floats.get((bits, weights.get("group_size")), "") if weights.get("type") == "float" else f"int{bits}"
+        default = dict(targets).get("Linear", rest)
+        return Precision(own, default, [*skipped, *targets], name=name if len(groups) == 1 else "")
+    method = str(stated.get("quant_method") or "").lower()
+    algorithm = str(stated.get("quant_algo") or "").lower()
+    bits = _algorithm(stated) if algorithm else _method(stated, method)
     if stated.get("quant_method") == "mxfp4":  # of transformers: routed experts alone
         return Precision(own, own, experts=bits, name="mxfp4")
-    name = algorithm or str(stated.get("quant_method") or "").lower()
+    name = algorithm or method
     return Precision(own, bits, skipped, name=name if name in ("nvfp4", "mxfp4", "fp8", "awq", "gptq") else "")
 
 
@@ -157,15 +148,12 @@ def _group(weights: Mapping[str, Any], own: float) -> float:
     return _grouped(bits, weights.get("group_size"), scale + zero)
 
 
-def _method(stated: Mapping[str, Any]) -> float:
+def _method(stated: Mapping[str, Any], name: str) -> float:
     """Return the bits of a method of transformers."""
-    name = str(stated.get("quant_method") or "").lower()
     inner = stated.get("quant_config") or {}
     inner = inner.get("weight_quant_params") or inner  # HQQ
-    bits = next((each for each in (stated.get("bits"), stated.get("w_bit"), inner.get("nbits")) if each), None)
-    group = next(
-        (each for each in (stated.get("group_size"), stated.get("q_group_size"), inner.get("group_size")) if each), None
-    )
+    bits = stated.get("bits") or stated.get("w_bit") or inner.get("nbits")
+    group = stated.get("group_size") or stated.get("q_group_size") or inner.get("group_size")
     if stated.get("load_in_8bit"):
         return 8.0
     if stated.get("load_in_4bit"):  # a scale of 32 bits for 64, or of 8 with one of 32 for 256 of them
@@ -175,13 +163,13 @@ def _method(stated: Mapping[str, Any]) -> float:
     if name.startswith("exl") and bits:  # the mean over a file, scales included
         return float(bits)
     if not bits:  # quanto, torchao and the like say it in a word, such as int4 or int4_weight_only
-        words = (str(stated.get(key)).lower() for key in ("weights", "weights_dtype", "quant_type"))
-        word = next((match for each in words if (match := re.search(r"(?:int|float|fp)(\d+)", each))), None)
-        bits = int(word[1]) if word else None
-    if not bits:
-        raise InputError(f"quantization_config: nothing says how many bits {name!r} has")
-    if name in ("awq", "gptq", "auto-round", "autoround", "auto_round", "intel/auto-round"):
-        return _grouped(bits, group, 16 + bits)  # with zero points, which these files always have
+        words = " ".join(str(stated.get(key)).lower() for key in ("weights", "weights_dtype", "quant_type"))
+        word = re.search(r"(?:int|float|fp)(\d+)", words)
+        if not word:
+            raise InputError(f"quantization_config: nothing says how many bits {name!r} has")
+        bits = int(word[1])
+    if name in ZERO_POINTS:
+        return _grouped(bits, group, 16 + bits)
     return _grouped(bits, group or (None if bits >= 8 else 64), 16)
 
 
@@ -189,14 +177,10 @@ def _mlx(stated: Mapping[str, Any], own: float) -> Precision:
     """Return what MLX says: of all layers, and of some by name, which may stay as they are (false)."""
 
     def bits(of: Mapping[str, Any]) -> float:
-        mode = of.get("mode", "affine")
-        return NAMED[mode] if mode in NAMED else _grouped(of["bits"], of.get("group_size", 64), 32)
+        return NAMED.get(of.get("mode", "affine")) or _grouped(of["bits"], of.get("group_size", 64), 32)
 
-    rules = [
-        (name, bits({**stated, **each}) if isinstance(each, Mapping) else own)
-        for name, each in stated.items()
-        if isinstance(each, Mapping) or each is False
-    ]
+    rules = [(name, bits({**stated, **each})) for name, each in stated.items() if isinstance(each, Mapping)]
+    rules += [(name, own) for name, each in stated.items() if each is False]
     mode = stated.get("mode", "affine")
     return Precision(own, bits(stated), rules, name=mode if mode in NAMED else f"mlx {stated['bits']} bits")
 
@@ -210,10 +194,6 @@ def _tail(name: str) -> str:
     """Return a module's name from the list of layers on, as prefixes differ among checkpoints."""
     place = name.rfind("layers.")
     return name[place:] if place >= 0 else name.rpartition(".")[2] if name.endswith("lm_head") else name
-
-
-def _is_pattern(name: str) -> bool:
-    return name.startswith("re:") or "*" in name
 
 
 def _matcher(name: str) -> Callable[[str], Any]:
