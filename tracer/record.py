@@ -27,7 +27,6 @@ from tracer.prompts import PANEL as PROMPTS
 from tracer.prompts import Prompt
 from traces.check import first_fault
 from traces.errors import InputError, refuse, unknown
-from traces.models.meta import expert_shape
 from traces.schema import TraceMeta
 from traces.trace import Trace, concatenate, in_turn, listed
 from traces.typed import Natural, Option, Positive
@@ -293,7 +292,7 @@ def describe(loaded: LoadedModel, hook: ExpertsHook) -> TraceMeta:
     """Return the metadata of a trace recorded from this model; `hook` has probed it."""
     config = loaded.model.config.get_text_config()
     hidden = getattr(config, "hidden_size", None) or config.d_model
-    shapes = [expert_shape(site, hidden) for site in hook.sites]
+    shapes = [site.shape(hidden) for site in hook.sites]
     width = hook.sites[0].weights[0].element_size()
     sizes = [shape.parameters * width for shape in shapes]
     shape = max(shapes, key=lambda shape: shape.parameters)

@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain
 from math import prod
 from pathlib import PurePath
 from typing import Any
@@ -21,7 +21,7 @@ from traces.files import expanded
 from traces.models import gguf_files
 from traces.models.expert_sizes import GGUF_NAME, bytes_by_layer
 from traces.models.gguf_files import SPLIT, GgufFile
-from traces.models.profile import LayerKind, ModelProfile, named
+from traces.models.profile import ExpertShape, LayerKind, ModelProfile, described
 from traces.models.safetensors_files import StoredTensor
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -80,18 +80,18 @@ class _Model:
         return value
 
     def profile(self, name: str, path: str) -> ModelProfile:
-        kinds, order = dict[str, LayerKind](), list[str]()
+        order = list[LayerKind]()
         experts, dense = list[list[StoredTensor]](), list[StoredTensor]()
         for place, block in sorted(self.blocks.items()):
             routed = [tensor for tensor in block.values() if GGUF_NAME.match(tensor.name)]
             own = {key: tensor for key, tensor in block.items() if not GGUF_NAME.match(tensor.name)}
             experts += [routed] if routed else []
             dense += own.values()
-            order.append(named(self._kind(place, own, bool(routed)), kinds))
+            order.append(self._kind(place, own, bool(routed)))
         self._warn()
         count, used = self.number("expert_count"), self.number("expert_used_count")
         sizes = bytes_by_layer(list(chain(*experts)), path, count).tolist()
-        width, inner, matrices, biases = _shape(experts[sizes.index(max(sizes))], count)
+        shape = _shape(experts[sizes.index(max(sizes))], count)
         token = self.rest.pop("token_embd.weight", None)
         if token is None:
             raise InputError("it holds no token_embd.weight")
@@ -106,15 +106,9 @@ class _Model:
             experts=count,
             top_k=used,
             hidden_size=hidden,
-            expert_intermediate_size=inner,
             expert_bytes_per_parameter=_width(list(chain(*experts))),
             vocabulary=token.shape[0],
             dense_bytes_per_parameter=_width(dense),
-            layers=tuple(f"{len(list(run))} {kind}" for kind, run in groupby(order)),
-            kinds=kinds,
-            expert_hidden_size=0 if width == hidden else width,
-            expert_matrices=matrices,
-            expert_biases=biases,
             layer_expert_bytes=tuple(sizes) if len(set(sizes)) > 1 else (),
             embedding_parameters=_elements(embedding),
             head_parameters=_elements(head),
@@ -122,6 +116,8 @@ class _Model:
             embedding_bytes_per_parameter=_width(embedding),
             precision=_precision(self.keys.get("general.file_type")),
             unused_parameters=_elements([*self.unused, *self.rest.values()]),
+            **shape.fields(hidden),
+            **described(order),
             **self._attention(),
         )
 
@@ -201,7 +197,7 @@ class _Model:
             blocks = f"{len(odd)} block(s), the first being blk.{odd[0]},"
             warnings.warn(f"{blocks} have attention of an unknown kind: what it keeps counts as 0", stacklevel=2)
 
-    def _attention(self) -> dict[str, int]:
+    def _attention(self) -> dict[str, Any]:
         """Return the heads, as the keys state them."""
         heads = self.number("attention.head_count")
         if latent := self.number("attention.kv_lora_rank", 0):
@@ -217,15 +213,14 @@ class _Model:
         return {"heads": heads, "head_size": size, "kv_heads": 0 if grouped == heads else grouped}
 
 
-def _shape(layer: list[StoredTensor], experts: int) -> tuple[int, int, int, int]:
-    """Return what an expert reads and writes, its inner width, its matrices, and its parameters beside these."""
+def _shape(layer: list[StoredTensor], experts: int) -> ExpertShape:
     weights = [tensor for tensor in layer if tensor.name.endswith(".weight")]
     down = next((tensor for tensor in weights if "ffn_down" in tensor.name), None)
     if down is None:
         raise InputError(f"the experts of {layer[0].name} have no ffn_down")
     width, inner = down.shape[-2:]
     matrices = _elements(weights) // experts // (width * inner)
-    return width, inner, matrices, _elements(layer) // experts - matrices * width * inner
+    return ExpertShape(width, inner, matrices, _elements(layer) // experts - matrices * width * inner)
 
 
 def _rows(block: Tensors, name: str) -> int:

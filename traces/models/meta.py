@@ -7,15 +7,16 @@ pass.
 
 import inspect
 import json
+import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
-from itertools import groupby, takewhile
-from math import prod
-from typing import Any, NamedTuple
+from itertools import chain, takewhile
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,8 +28,8 @@ from transformers.models.auto import modeling_auto
 
 from traces.errors import InputError
 from traces.models.precision import Precision
-from traces.models.profile import LayerKind, ModelProfile, named
-from traces.models.sites import TOP_K, Site, find_sites
+from traces.models.profile import LayerKind, ModelProfile, described
+from traces.models.sites import find_sites, k_of
 
 SHORT, LONG = 128, 256
 """Tokens of the two passes whose caches are compared: multiples of what architectures compress keys by."""
@@ -66,35 +67,14 @@ MLP = {"mlp", "feed_forward", "ffn", "ff", "block_sparse_moe", "DenseReluDense"}
 """Names of what all tokens take in a layer without experts."""
 
 
-class ExpertShape(NamedTuple):
-    """One routed expert: `matrices` of `width` x `inner`, and `biases`, its parameters beside them."""
-
-    width: int
-    inner: int
-    matrices: int
-    biases: int
-
-    @property
-    def parameters(self) -> int:
-        return self.matrices * self.width * self.inner + self.biases
-
-
-class Kept(NamedTuple):
-    """What a layer keeps in the cache, as in `LayerKind`."""
-
-    kv: float = 0.0
-    window: int = 0
-    windowed: float = 0.0
-    state: int = 0
-
-
 def counted(config: Mapping[str, Any], name: str, precision: Precision) -> ModelProfile:
     """Return the profile of the model of a transformers config, its weights at a precision.
 
     Raises InputError where transformers does not know the architecture, cannot build it or runs no experts in it.
     """
     config = _translated(config)
-    with _quiet():
+    silent = patch.object(logging.getLogger("transformers"), "handlers", [logging.NullHandler()])
+    with warnings.catch_warnings(action="ignore"), silent:
         profile = _Counting(_built(config), config.get(WIDTH, 0)).profile(name, precision)
     for key in ("moe_layer_freq", "is_moe_layer"):
         flags = config.get(key)
@@ -102,26 +82,6 @@ def counted(config: Mapping[str, Any], name: str, precision: Precision) -> Model
             version, built = transformers.__version__, profile.moe_layers
             raise InputError(f"{key} names {stated} layers with experts, transformers {version} builds {built}")
     return profile
-
-
-def expert_shape(site: Site, hidden_size: int) -> ExpertShape:
-    """Return the shape of one expert of a site, from the shapes of its weights [E, ...] or of each expert's own."""
-    stacked = [tuple(weight.shape[1:]) for weight in site.weights if weight.dim() > 2]
-    flat = [tuple(weight.shape) for weight in site.weights if weight.dim() <= 2]
-    total = sum(map(prod, stacked)) + sum(map(prod, flat)) // site.experts
-    matrices: list[tuple[int, ...]]
-    if stacked:
-        matrices = [shape for shape in stacked if min(shape) > 1]
-    elif len(flat) < site.experts:  # tables of which a row is an expert's
-        matrices = [(1, prod(shape) // site.experts) for shape in flat]
-    else:
-        matrices = list(filter(lambda shape: len(shape) == 2, flat))[: len(flat) // site.experts]
-    common = set.intersection(*map(set, matrices))
-    first = matrices[0][0 if getattr(site.module, "is_transposed", False) else -1]  # in [out, in], as nn.Linear has it
-    width = hidden_size if hidden_size in common else first if first in common else max(common)
-    inner = min(prod(shape) // width for shape in matrices)
-    count = sum(map(prod, matrices)) // (width * inner)
-    return ExpertShape(width, inner, count, total - count * width * inner)
 
 
 def _translated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,26 +108,21 @@ def _number(table: dict[str, Any]) -> Any:
 
 def _require_read(config: Mapping[str, Any], read: Any) -> None:
     """Raise InputError for a key on which sizes may depend and that transformers' code does not read."""
-    text = read.get_text_config()
-    classes = {
-        cls.__module__ for each in (read, text) for cls in type(each).__mro__ if "transformers" in cls.__module__
-    }
+    both = (read, read.get_text_config())
+    classes = {cls.__module__ for each in both for cls in type(each).__mro__ if "transformers" in cls.__module__}
     modules = [*classes, *(name.replace(".configuration_", ".modeling_") for name in classes if ".models." in name)]
-    code = " ".join(map(inspect.getsource, map(import_module, modules)))
+    words = {word for module in modules for word in re.findall(r"\w+", inspect.getsource(import_module(module)))}
     inner = [value for key, value in config.items() if key.endswith(("text_config", "llm_config", "thinker_config"))]
-    tables = [table for table in (config, *inner) if isinstance(table, Mapping)]
-    is_read = {key: bool(re.search(rf"\b{re.escape(key)}\b", code)) for table in tables for key in table}
-    said = [(set(key.split("_")), value) for table in tables for key, value in table.items() if is_read[key]]
-    for key, value in [pair for table in tables for pair in table.items() if not is_read[pair[0]]]:
+    stated = [pair for table in (config, *inner) if isinstance(table, Mapping) for pair in table.items()]
+    for key, value in stated:
         sizes = value if isinstance(value, list) else [value]
-        if key in FLAGS or key == WIDTH or not SHAPE.search(key) or HARMLESS.search(key):
+        if key in {*words, *FLAGS, WIDTH} or not SHAPE.search(key) or HARMLESS.search(key):
             continue
-        if (all(each in (0, 1) for each in sizes) and len(set(sizes)) <= 1) or not all(
-            isinstance(x, int) for x in sizes
-        ):
+        if not all(isinstance(each, int) for each in sizes) or set(sizes) in ({0}, {1}, set()):
             continue
         again = set(key.split("_")) - {"num", "size"}
-        if len(set(sizes)) > 1 or not any(other == sizes[0] and words & again for words, other in said):
+        elsewhere = [other for name, other in stated if name in words and again & set(name.split("_"))]
+        if len(set(sizes)) > 1 or sizes[0] not in elsewhere:
             version = transformers.__version__
             raise InputError(f"{key}: transformers {version} reads no such key of a {config['model_type']}")
 
@@ -218,18 +173,6 @@ def _text_model(config: Any) -> Any:
     return next(cls for cls in reversed(of_config) if not cls.__name__.endswith("PreTrainedModel"))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' own remarks from the terminal."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        transformers.logging.set_verbosity(level)
-
-
 def _stack(name: str) -> str:
     """Return the list of layers that a module is in, such as model.layers."""
     return ".".join(takewhile(lambda part: not part.isdigit(), name.split(".")))
@@ -245,130 +188,115 @@ class _Counting:
         sites = [site for site in find_sites(model) if "vision" not in site.name]
         if not sites:
             raise InputError(f"no layer of {type(model).__name__} has routed experts")
-        weight = {_stack(site.name): 0 for site in sites}
+        weight: Counter[str] = Counter()
         for site in sites:
-            weight[_stack(site.name)] += sum(each.numel() for each in site.weights)
+            weight[_stack(site.name)] += _elements(site.weights)
         self.stacks = list(weight) if self.encoded else [max(weight, key=lambda stack: weight[stack])]
         self.sites = [site for site in sites if _stack(site.name) in self.stacks]
-        self.routed = {id(each) for site in self.sites for each in site.weights}
+        self.routed = {each for site in self.sites for each in site.weights}
+        self.routers = {each for site in self.sites if site.router is not None for each in site.router.parameters()}
+        self.decoder: Any = model.get_submodule(self.stacks[-1])
         self.hidden: int = getattr(self.config, "hidden_size", 0) or self.config.d_model
         self.chosen: set[int] = set()  # experts a token, as experts are called
 
     def profile(self, name: str, precision: Precision) -> ModelProfile:
-        shapes = [expert_shape(site, self.hidden) for site in self.sites]
+        shapes = [site.shape(self.hidden) for site in self.sites]
         if self.width:
             shapes = [shape._replace(width=self.width) for shape in shapes]
         widths = [precision.bits(f"{site.name}.0.down_proj") / 8 for site in self.sites]
         sizes = [round(shape.parameters * width) for shape, width in zip(shapes, widths, strict=True)]
         largest, expert_bytes = max(zip(shapes, widths, strict=True), key=lambda each: each[0].parameters * each[1])
-        dense_bytes, head_bytes = self._dense_bytes(precision)
         experts = max(site.experts for site in self.sites)
         if (top_k := self._top_k()) > experts:
             raise InputError(f"top_k {top_k} is above {experts} experts")
-        kept, kinds, order, encoder = self._kept(), dict[str, LayerKind](), list[str](), 0
+        kept, order, encoder = self._kept(), list[LayerKind](), 0
         for stack in self.stacks:
             layers: Any = self.model.get_submodule(stack)
             is_encoder = self.encoded and "encoder" in stack
-            if is_encoder:
-                encoder = len(layers)
-            own = [None] * len(layers) if is_encoder else kept
+            encoder = len(layers) if is_encoder else encoder
             for place, layer in enumerate(layers):
-                for kind in self._kinds(f"{stack}.{place}", layer, own[place]):
-                    order.append(named(kind, kinds))
-        head, embedding, counted = self._ends()
-        layers_parameters = sum(kinds[each].parameters for each in order)
+                order += self._kinds(f"{stack}.{place}", layer, LayerKind(0) if is_encoder else kept[place])
+        ends, embedding, has_head = self._ends()
         routed = sum(site.experts * shape.parameters for site, shape in zip(self.sites, shapes, strict=True))
-        total = sum(each.numel() for each in self.model.parameters())
+        read = sum(kind.parameters for kind in order) + routed + _elements(ends) + _elements(embedding)
+        dense_bytes, head_bytes = self._dense_bytes(precision), precision.bits("lm_head") / 8
         return ModelProfile(
             name=name,
             hub_ids=(),
             experts=experts,
             top_k=self._top_k(),
             hidden_size=self.hidden,
-            expert_intermediate_size=largest.inner,
             expert_bytes_per_parameter=expert_bytes,
             vocabulary=self.config.vocab_size,
             dense_bytes_per_parameter=dense_bytes,
-            layers=tuple(f"{len(list(run))} {kind}" for kind, run in groupby(order)),
-            kinds=kinds,
             encoder_layers=encoder,
-            expert_hidden_size=0 if largest.width == self.hidden else largest.width,
-            expert_matrices=largest.matrices,
-            expert_biases=largest.biases,
             layer_expert_bytes=tuple(sizes) if len(set(sizes)) > 1 else (),
-            embedding_parameters=embedding,
-            head_parameters=head,
+            embedding_parameters=_elements(embedding),
+            head_parameters=_elements(ends) + (0 if has_head else self.config.vocab_size * self.hidden),
             head_bytes_per_parameter=0 if head_bytes == dense_bytes else head_bytes,
             precision=precision.name,
-            unused_parameters=max(0, total - layers_parameters - routed - counted),
+            unused_parameters=max(0, _elements(self.model.parameters()) - read),
             kv_bytes_per_value=4.0 if precision.own == 32 else 2.0,
+            **largest.fields(self.hidden),
+            **described(order),
             **self._attention(),
         )
 
-    def _kinds(self, name: str, layer: nn.Module, kept: Kept | None) -> Iterator[LayerKind]:
+    def _kinds(self, name: str, layer: nn.Module, kept: LayerKind) -> Iterator[LayerKind]:
         """Yield the kind of a layer; where it has two sets of experts, of the second one a layer of its own.
 
-        kept: what it keeps in the cache; None for an encoder's.
+        kept: what it keeps in the cache.
         """
         sites = [site for site in self.sites if site.name.startswith(f"{name}.")]
         parameters = mlp = shared = 0
-        blocks = [site.owner for site in sites if site.owner is not layer]
-        in_blocks = {id(each) for block in blocks for each in block.parameters()}
-        routers = {id(each) for site in sites if site.router is not None for each in site.router.parameters()}
-        for path, each in layer.named_parameters():
-            if id(each) in self.routed or "vision" in path:
-                continue
+        in_blocks = {each for site in sites if site.owner is not layer for each in site.owner.parameters()}
+        for path, each in self._beside(name):
             parameters += each.numel()
-            if "shared" in path or id(each) in in_blocks - routers:
+            if "shared" in path or each in in_blocks - self.routers:
                 shared += each.numel()
-            elif id(each) not in routers and MLP & set(path.split(".")):
+            elif each not in self.routers and MLP & set(path.split(".")):
                 mlp += each.numel()
-        mixes = kept is None or any(kept)
-        yield LayerKind(parameters, bool(sites), mlp, shared if sites else 0, mixes=mixes, **(kept or Kept())._asdict())
+        shared = shared if sites else 0
+        yield replace(kept, parameters=parameters, routed=bool(sites), mlp=mlp, shared=shared)
         for _ in sites[1:]:
             yield LayerKind(0, True, mixes=False)
 
-    def _dense_bytes(self, precision: Precision) -> tuple[float, float]:
-        """Return the bytes a parameter of layers, routed experts aside, and of the head."""
-        routers = {id(each) for site in self.sites if site.router is not None for each in site.router.parameters()}
-        bits = total = 0.0
-        for stack in self.stacks:
-            for name, each in self.model.get_submodule(stack).named_parameters(prefix=stack):
-                if id(each) not in self.routed and "vision" not in name:
-                    plain = each.dim() < 2 or id(each) in routers
-                    bits += each.numel() * (precision.own if plain else precision.bits(name.rpartition(".")[0]))
-                    total += each.numel()
-        return bits / total / 8, precision.bits("lm_head") / 8
+    def _beside(self, name: str) -> list[tuple[str, Tensor]]:
+        """Return the parameters of a module, with their names, without routed experts and what reads images."""
+        named = self.model.get_submodule(name).named_parameters(prefix=name)
+        return [(path, each) for path, each in named if each not in self.routed and "vision" not in path]
 
-    def _ends(self) -> tuple[int, int, int]:
-        """Return the parameters of the head, of embeddings beside it, and of both together as the model has them."""
+    def _dense_bytes(self, precision: Precision) -> float:
+        """Return the bytes a parameter of layers, routed experts aside."""
+        bits = total = 0.0
+        for name, each in chain.from_iterable(map(self._beside, self.stacks)):
+            plain = each.dim() < 2 or each in self.routers
+            bits += each.numel() * (precision.own if plain else precision.bits(name.rpartition(".")[0]))
+            total += each.numel()
+        return bits / total / 8
+
+    def _ends(self) -> tuple[set[Tensor], set[Tensor], bool]:
+        """Return the parameters around the layers, those of embeddings beside the head, and whether there is a head."""
         bases = {stack.rpartition(".")[0] for stack in self.stacks}
-        inside = {id(each) for stack in self.stacks for each in self.model.get_submodule(stack).parameters()}
-        own = {id(each): each for base in bases for each in self.model.get_submodule(base).parameters()}
-        tables = {
-            id(module.weight): module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)
-        }
+        inside, own = (
+            {each for name in names for each in self.model.get_submodule(name).parameters()}
+            for names in (self.stacks, bases)
+        )
+        tables = {module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)}
         output = self.model.get_output_embeddings()
-        head = {id(each): each for each in output.parameters()} if output is not None else {}
-        embedding = {key: each for key, each in own.items() if key in tables and key not in head}
-        embedding |= {key: each for key, each in tables.items() if each is self.model.get_input_embeddings().weight}
-        embedding = {key: each for key, each in embedding.items() if key not in head and key not in inside}
-        ends = {key: each for key, each in own.items() if key not in inside and key not in tables} | head
-        counted = sum(each.numel() for each in (embedding | ends).values())
-        rows = sum(each.numel() for each in ends.values())
-        if output is None:
-            rows += self.config.vocab_size * self.hidden
-        return rows, sum(each.numel() for each in embedding.values()), counted
+        head = set() if output is None else set(output.parameters())
+        embedding = tables & (own | {self.model.get_input_embeddings().weight})
+        return own - inside - tables | head, embedding - head - inside, output is not None
 
     def _top_k(self) -> int:
         """Return how many experts a token goes to, as experts are called, else as a router or the config says."""
         if self.chosen:
             return max(self.chosen)
-        places = [place for site in self.sites for place in (site.router, site.module, site.owner) if place is not None]
-        named = [getattr(place, key, None) for place in [*places, self.config] for key in TOP_K]
-        return next((int(each) for each in named if isinstance(each, int)), 1)
+        return (
+            k_of(*(place for site in self.sites for place in (site.router, site.module, site.owner)), self.config) or 1
+        )
 
-    def _attention(self) -> dict[str, int]:
+    def _attention(self) -> dict[str, Any]:
         """Return the heads, as the config states them."""
         heads = self._stated("num_attention_heads") or self._stated("num_heads")
         if latent := self._stated("kv_lora_rank"):
@@ -379,30 +307,55 @@ class _Counting:
                 "rope_head_size": self._stated("qk_rope_head_dim"),
                 "query_latent_size": self._stated("q_lora_rank"),
             }
-        grouped = self._stated("num_key_value_heads")
-        return {
-            "heads": heads,
-            "head_size": self._stated("head_dim") or self.hidden // heads,
-            "kv_heads": 0 if grouped == heads else grouped,
-        }
+        grouped, size = self._stated("num_key_value_heads"), self._stated("head_dim") or self.hidden // heads
+        return {"heads": heads, "head_size": size, "kv_heads": 0 if grouped == heads else grouped}
 
     def _stated(self, key: str) -> int:
         """Return a number of the config; 0 where it states none. Where layers differ, that of the config itself."""
         value = vars(self.config).get(self.config.attribute_map.get(key, key))
         return value if isinstance(value, int) else 0
 
-    def _kept(self) -> list[Kept]:
-        """Return what each layer of the decoder keeps, by the caches of two passes of different length."""
+    def _kept(self) -> list[LayerKind]:
+        """Return what each layer of the decoder keeps, by the caches of two passes of different length.
+
+        Without data, layers that are alike do the same: the first of them runs, and the others return what it did.
+        """
+        alike, outputs = self._alike(), dict[int, Any]()
+
+        def run(place: int, forward: Any, *args: Any, **options: Any) -> Any:
+            if alike[place] == place:
+                outputs[place] = forward(*args, **options)
+            return outputs[alike[place]]
+
+        for place, layer in enumerate(self.decoder):
+            layer.forward = partial(run, place, layer.forward)
+        for site in self.sites:
+            experts: Any = site.module
+            experts.forward = self._routed
         try:
             short, long = self._caches(SHORT), self._caches(LONG)
         except Exception as error:  # of the model's own code, on a device without data
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(f"the cache of {type(self.model).__name__} cannot be measured: {reason}") from error
-        return [_grown(short[i], long[i]) for i in self.alike]
+        return [_grown(short[i], long[i]) for i in alike]
+
+    def _alike(self) -> list[int]:
+        """Return of each layer of the decoder the first that has its modules, shapes and settings, but its number."""
+        count, seen, alike = len(self.decoder), dict[str, int](), list[int]()
+        of_layers = [each for each in vars(self.config).values() if isinstance(each, list) and len(each) == count]
+        for place, layer in enumerate(self.decoder):
+            shapes = [(name, tuple(each.shape)) for name, each in layer.named_parameters()]
+            settings = [
+                (name, type(module).__name__, key, value)
+                for name, module in layer.named_modules()
+                for key, value in vars(module).items()
+                if isinstance(value, int | float | str | None) and key not in ("layer_idx", "layer_number")
+            ]
+            alike.append(seen.setdefault(repr((shapes, settings, [each[place] for each in of_layers])), place))
+        return alike
 
     def _caches(self, tokens: int) -> list[list[tuple[int, Tensor]]]:
         """Return the tensors that each layer keeps of a prompt, each with the window of its tokens, 0 for none."""
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         same: set[int] = set()  # layers whose keys are their values
         update = Cache.update
 
@@ -411,55 +364,23 @@ class _Counting:
                 same.add(layer)
             return update(cache, keys, values, layer, *rest, **more)
 
-        with ExitStack() as stack, torch.no_grad(), torch.device("meta"):
-            stack.enter_context(patch.object(Cache, "update", noted))
-            stack.enter_context(patch.object(Cache, "get_seq_length", lambda *_, **__: 0))
-            stack.enter_context(patch.object(Cache, "get_mask_sizes", lambda _, queries, *__, **___: (queries, 0)))
-            for site in self.sites:
-                stack.enter_context(patch.object(site.module, "forward", self._routed))
-            self._run_one_of_each(stack)
-            encoded = (
-                {"encoder_hidden_states": torch.zeros(1, tokens, self.hidden, dtype=torch.bfloat16)}
-                if self.encoded
-                else {}
-            )
-            decoder = self.model.get_submodule(self.stacks[-1].rpartition(".")[0])
-            cache = decoder(input_ids=ids, use_cache=True, **encoded).past_key_values
+        empty: dict[str, Any] = {
+            "get_seq_length": lambda *_, **__: 0,
+            "get_mask_sizes": lambda _, queries, *__, **___: (queries, 0),
+        }
+        with patch.multiple(Cache, update=noted, **empty), torch.no_grad(), torch.device("meta"):
+            inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64)}
+            if self.encoded:
+                inputs["encoder_hidden_states"] = torch.zeros(1, tokens, self.hidden, dtype=torch.bfloat16)
+            base = self.model.get_submodule(self.stacks[-1].rpartition(".")[0])
+            cache = base(use_cache=True, **inputs).past_key_values
         parts = [cache.self_attention_cache, cache.cross_attention_cache] if self.encoded else [cache]
-        each = max(1, len(parts[0].layers) // len(self.alike))  # caches of a layer: LongCat's have two attentions
-        return [
-            [
-                held
-                for part in parts
-                for j in range(i * each, i * each + each)
-                for held in _held(part.layers[j : j + 1], j in same)
-            ]
-            for i in range(len(self.alike))
-        ]
-
-    def _run_one_of_each(self, stack: ExitStack) -> None:
-        """Let layers that are alike return what the first of them did: without data, the results are the same."""
-        outputs: dict[int, Any] = {}
-
-        def first(place: int, forward: Any, *args: Any, **options: Any) -> Any:
-            outputs[place] = forward(*args, **options)
-            return outputs[place]
-
-        for place, layer in enumerate(self.model.get_submodule(self.stacks[-1])):
-            one = self.alike[place]
-            forward = partial(first, place, layer.forward) if one == place else lambda *_, one=one, **__: outputs[one]
-            stack.enter_context(patch.object(layer, "forward", forward))
-
-    @cached_property
-    def alike(self) -> list[int]:
-        """Of each layer of the decoder, the first that has its shape and kind."""
-        layers: Any = self.model.get_submodule(self.stacks[-1])
-        of_layers = [each for each in vars(self.config).values() if isinstance(each, list) and len(each) == len(layers)]
-        seen: dict[str, int] = {}
-        return [
-            seen.setdefault(repr((_described(layer), [each[i] for each in of_layers])), i)
-            for i, layer in enumerate(layers)
-        ]
+        each = max(1, len(parts[0].layers) // len(self.decoder))  # caches of a layer: LongCat's have two attentions
+        kept: list[list[tuple[int, Tensor]]] = [[] for _ in self.decoder]
+        for part in parts:
+            for place, layer in enumerate(part.layers[: each * len(kept)]):
+                kept[place // each] += _held(layer, place in same)
+        return kept
 
     def _routed(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Stand in for a layer's experts, which need data to tell their tokens apart."""
@@ -469,30 +390,23 @@ class _Counting:
         return torch.empty_like(hidden)
 
 
-def _described(layer: nn.Module) -> list[Any]:
-    """Return all that tells a layer from others: modules, their plain settings but its number, shapes of weights."""
-    shapes = [(name, tuple(each.shape)) for name, each in layer.named_parameters()]
-    settings = [
-        (name, type(module).__name__, key, value)
-        for name, module in layer.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, int | float | str | None) and key not in ("layer_idx", "layer_number")
-    ]
-    return [shapes, settings]
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() for each in tensors)
 
 
-def _held(layers: Sequence[Any], same: bool) -> Iterator[tuple[int, Tensor]]:
-    """Yield what layers of a cache keep; same: keys are their values, and need not be kept twice."""
-    for layer, name, value in ((each, *pair) for each in layers for pair in vars(each).items()):
-        window = getattr(layer, "sliding_window", None) or 0
+def _held(layer: Any, same: bool) -> Iterator[tuple[int, Tensor]]:
+    """Yield what a layer's cache keeps; same: its keys are its values, and need not be kept twice."""
+    window = getattr(layer, "sliding_window", None) or 0
+    for name, value in vars(layer).items():
         for each in value.values() if isinstance(value, dict) else [value]:
             if isinstance(each, Tensor) and each.dim() and not (same and name == "values"):
                 yield (window if name in ("keys", "values") and each.dim() > 2 else 0), each
 
 
-def _grown(short: Sequence[tuple[int, Tensor]], long: Sequence[tuple[int, Tensor]]) -> Kept:
+def _grown(short: Sequence[tuple[int, Tensor]], long: Sequence[tuple[int, Tensor]]) -> LayerKind:
     """Return what a layer keeps, from its tensors after SHORT and after LONG tokens."""
-    kv, windowed, state = 0.0, 0.0, 0
+    kv = windowed = 0.0
+    state = 0
     for (window, before), (_, after) in zip(short, long, strict=True):
         grown = (after.numel() - before.numel()) / (LONG - SHORT)
         if window:
@@ -501,4 +415,5 @@ def _grown(short: Sequence[tuple[int, Tensor]], long: Sequence[tuple[int, Tensor
             kv += grown
         else:
             state += after.nbytes
-    return Kept(kv, max((window for window, _ in long), default=0), windowed, state)
+    window = max((window for window, _ in long), default=0)
+    return LayerKind(0, kv=kv, window=window, windowed=windowed, mixes=any((kv, window, windowed, state)), state=state)

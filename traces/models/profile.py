@@ -8,8 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
@@ -65,6 +66,28 @@ class LayerKind:
     def attended(self, before: float) -> float:
         """Return to how many of `before` tokens a token attends."""
         return before if self.kv else min(before, self.window)
+
+
+class ExpertShape(NamedTuple):
+    """One routed expert: `matrices` of `width` x `inner`, and `biases`, its parameters beside them."""
+
+    width: int
+    inner: int
+    matrices: int
+    biases: int
+
+    @property
+    def parameters(self) -> int:
+        return self.matrices * self.width * self.inner + self.biases
+
+    def fields(self, hidden_size: int) -> dict[str, Any]:
+        """Return it as the fields of the profile of a model of that hidden size."""
+        return {
+            "expert_hidden_size": 0 if self.width == hidden_size else self.width,
+            "expert_intermediate_size": self.inner,
+            "expert_matrices": self.matrices,
+            "expert_biases": self.biases,
+        }
 
 
 @dataclass(frozen=True)
@@ -366,17 +389,21 @@ def written(profile: ModelProfile, comment: str) -> str:
     return comment + tomli_w.dumps(table)
 
 
-def named(kind: LayerKind, kinds: dict[str, LayerKind]) -> str:
-    """Return the name of a kind among `kinds`, where it is put if it is new."""
-    for name, known in kinds.items():
-        if known == kind:
-            return name
-    parts = ["moe" if kind.routed else "dense" if kind.mlp else "mixer"]
-    parts += ["window"] * bool(kind.window) + ["state"] * bool(kind.state and not kind.kv)
-    name = "-".join(parts)
-    name += str(1 + sum(each.rstrip("0123456789") == name for each in kinds)) if name in kinds else ""
-    kinds[name] = kind
-    return name
+def described(order: Sequence[LayerKind]) -> dict[str, Any]:
+    """Return the kinds of layers in the order of execution as the fields `layers` and `kinds`, each kind named."""
+    names = dict[LayerKind, str]()
+    for kind in order:
+        if kind not in names:
+            parts = ["moe" if kind.routed else "dense" if kind.mlp else "mixer"]
+            parts += ["window"] * bool(kind.window) + ["state"] * bool(kind.state and not kind.kv)
+            name = "-".join(parts)
+            alike = sum(each.rstrip("0123456789") == name for each in names.values())
+            names[kind] = f"{name}{alike + 1 if alike else ''}"
+    runs = groupby(map(names.__getitem__, order))
+    return {
+        "layers": tuple(f"{len(list(run))} {name}" for name, run in runs),
+        "kinds": {name: kind for kind, name in names.items()},
+    }
 
 
 def _family(name: str) -> str:

@@ -8,12 +8,14 @@ has an adapter of a few lines, found in ADAPTERS by the class of the module.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from traces.errors import InputError
+from traces.models.profile import ExpertShape
 
 Report = Callable[[Tensor, Tensor], None]
 """Hears of a choice: index, integer [T, k], -1 where nothing is routed, and weights, float [T, k]."""
@@ -44,6 +46,27 @@ class Site(ABC):
     def experts(self) -> int:
         module: Any = self.module
         return int(module.num_experts)
+
+    def shape(self, hidden_size: int) -> ExpertShape:
+        """Return the shape of one expert, from the shapes of its weights [E, ...] or of each expert's own."""
+        stacked = [tuple(weight.shape[1:]) for weight in self.weights if weight.dim() > 2]
+        flat = [tuple(weight.shape) for weight in self.weights if weight.dim() <= 2]
+        total = sum(map(prod, stacked)) + sum(map(prod, flat)) // self.experts
+        matrices: list[tuple[int, ...]]
+        if stacked:
+            matrices = [shape for shape in stacked if min(shape) > 1]
+        elif len(flat) < self.experts:  # tables of which a row is an expert's
+            matrices = [(1, prod(shape) // self.experts) for shape in flat]
+        else:
+            matrices = list(filter(lambda shape: len(shape) == 2, flat))[: len(flat) // self.experts]
+        common = set.intersection(*map(set, matrices))
+        first = matrices[0][
+            0 if getattr(self.module, "is_transposed", False) else -1
+        ]  # in [out, in], as nn.Linear has it
+        width = hidden_size if hidden_size in common else first if first in common else max(common)
+        inner = min(prod(shape) // width for shape in matrices)
+        count = sum(map(prod, matrices)) // (width * inner)
+        return ExpertShape(width, inner, count, total - count * width * inner)
 
     @property
     def block(self) -> nn.Module | None:
@@ -238,9 +261,7 @@ class Children(Site):
     @property
     def top_k(self) -> int | None:
         """The k that the block or its gate names; None if they do not."""
-        places = [place for place in (self.owner, self.router, getattr(self.owner, "config", None)) if place]
-        named = (getattr(place, name, None) for place in places for name in TOP_K)
-        return next((k for k in named if isinstance(k, int)), None)
+        return k_of(self.owner, self.router, getattr(self.owner, "config", None))
 
     def attach(self, report: Report) -> Iterator[Any]:
         tokens: list[Tensor] = []
@@ -306,6 +327,12 @@ REFUSED = {
 """What is not recorded although its experts can be hooked, by the class of the experts, and why."""
 
 TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+
+
+def k_of(*places: Any) -> int | None:
+    """Return the k of top-k that the first of these states: modules or configs, or None."""
+    named = (getattr(place, name, None) for place in places for name in TOP_K)
+    return next((k for k in named if isinstance(k, int)), None)
 
 
 def find_sites(model: nn.Module) -> list[Site]:
