@@ -15,11 +15,10 @@ import numpy as np
 from policies.core.compiled import compiled
 from policies.core.policy import Compiled, Event, Float, Int, Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
+from policies.retention.least_stale import NOT_BEGUN, begin_request, begins
 
 LATEST, COUNT, WEIGHT, ROWS = 1, 3, 4, 5
 """Rows of `keep`: the event of the latest lookup or transfer, the decayed count, and 1 / 2^class."""
-
-NOT_BEGUN = -1
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,6 @@ def begin(shape: Shape, options: ClassOptions) -> Passes:
     return Passes(0.5 ** (1 / options.half_life), np.full(shape.batch_slots, NOT_BEGUN))
 
 
-def begin_request(passes: Passes, batch_slot: int) -> None:
-    passes.steps[batch_slot] = NOT_BEGUN
-
-
 @compiled
 def weight_of(count: float) -> float:
     """Return 1 / 2^class."""
@@ -56,11 +51,7 @@ def weight_of(count: float) -> float:
 @compiled
 def observe(passes: Passes, keep: Float, event: Event) -> None:
     """Let the counts fade where a step begins, count the lookups, and score all experts by their age."""
-    begins = False
-    for r in range(len(event.batch_slots)):
-        begins |= passes.steps[event.batch_slots[r]] != event.steps[r]
-        passes.steps[event.batch_slots[r]] = event.steps[r]
-    if begins:
+    if begins(passes.steps, event):
         for expert in range(keep.shape[1]):
             keep[COUNT, expert] *= passes.fade
             keep[WEIGHT, expert] = weight_of(keep[COUNT, expert])

@@ -30,13 +30,19 @@ def begin_request(passes: Passes, batch_slot: int) -> None:
 
 
 @compiled
-def observe(passes: Passes, keep: Float, event: Event) -> None:
-    """A new pass, with a new step of any request, makes everything stale; what is looked up is fresh."""
-    begins = False
+def begins(steps: Int, event: Event) -> bool:
+    """Return whether a pass begins, with a new step of any request; take note of their steps [batch_slots]."""
+    new = False
     for r in range(len(event.batch_slots)):
-        begins |= passes.steps[event.batch_slots[r]] != event.steps[r]
-        passes.steps[event.batch_slots[r]] = event.steps[r]
-    if begins:
+        new |= steps[event.batch_slots[r]] != event.steps[r]
+        steps[event.batch_slots[r]] = event.steps[r]
+    return new
+
+
+@compiled
+def observe(passes: Passes, keep: Float, event: Event) -> None:
+    """A new pass makes everything stale; what is looked up is fresh."""
+    if begins(passes.steps, event):
         for expert in range(keep.shape[1]):
             keep[0, expert] = 0.0
     for expert in event.experts:
