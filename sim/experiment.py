@@ -59,24 +59,17 @@ def _size(name: str, value: Any) -> Any:
     return cache_text(value) if isinstance(value, int | float) else value
 
 
-def _machine(name: str) -> str:
-    return MACHINES.absolute(name)
-
-
-def _model(name: str) -> str:
-    return MODELS.absolute(name)
-
-
 @dataclass(frozen=True)
 class Experiment:
     """What all cells of a table of results share, by names and paths. InputError for options that contradict."""
 
     trace: Annotated[Text, Option(key=False, resolved=absolute)]  # a folder or a URL
     hardware: Annotated[
-        Text, Option(f"Hardware profile or TOML file. Default: {HARDWARE}.", key=False, resolved=_machine)
+        Text, Option(f"Hardware profile or TOML file. Default: {HARDWARE}.", key=False, resolved=MACHINES.absolute)
     ] = HARDWARE
     model_profile: Annotated[
-        Text | None, Option("Model profile or TOML file. Default: by the trace's model.", key=False, resolved=_model)
+        Text | None,
+        Option("Model profile or TOML file. Default: by the trace's model.", key=False, resolved=MODELS.absolute),
     ] = None
     requests: Annotated[Positive | None, Option("Run the first N requests only. Default: all.")] = None
     warmup_requests: Annotated[Natural, Option("Run the first N requests without counting them. Default: 0.")] = 0

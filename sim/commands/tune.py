@@ -10,7 +10,6 @@ from policies.core.grammar import policy_title, value_text
 from sim.commands import options
 from sim.commands.printed import METRICS, milliseconds, progress, table
 from sim.engines import compiling
-from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.results.compare import FEWEST
 from sim.sweeps import report
@@ -81,7 +80,8 @@ def tune(
             ended = f"{len(journal.trials)} trials in {journal.path}"
             console.fail("moe-sim", f"interrupted with {ended}: continue with --resume", 130)
         save(found, asked, folder)
-        _sweep(experiment, found.best.policy, cell.size).write(folder / BEST)
+        axes = (experiment.trace,), (found.best.policy,), (cell.size,), (experiment.hardware,)
+        Sweep(experiment, *axes).write(folder / BEST)
     if found.overfit:
         console.warn(
             "on the second half the best is no better than the policy as given: it fits the first half, not the task; "
@@ -106,10 +106,6 @@ def _refuse_another(journal: Journal, search: Search, resume: bool) -> None:
         )
     if other := [words for words in asked if held.get(words) != asked[words]]:
         raise InputError(f"{journal.path} holds a search with another {other[0]}: name another folder with --out")
-
-
-def _sweep(experiment: Experiment, policy: str, size: str) -> Sweep:
-    return Sweep(experiment, (experiment.trace,), (policy,), (size,), (experiment.hardware,))
 
 
 def _title(search: Search, found: Result) -> str:
