@@ -265,20 +265,17 @@ def sensitivity(
 
 def figure(result: Sensitivity) -> "Figure":
     """Draw a tornado: the change of the metric, in %, for each parameter that has an effect, the largest on top."""
-    from matplotlib.figure import Figure
-
     shown, row = result.effective[:DRAWN_AT_MOST], result.row
-    drawing = Figure(figsize=(7, 1.6 + 0.34 * max(len(shown), 2)), layout="constrained")
-    axes = drawing.add_subplot()
-    for side, label, colour in ((0, "lower", plot.COLOURS[1]), (1, "higher", plot.COLOURS[0])):
+    title = f"{row['model']} on {row['hardware']}, {row['trace']}, {cell_text(row)} of the experts"
+    title += f"\n{users}" if (users := users_text(row)) else ""
+    label = f"change of {plot.DRAWN[result.metric][1].removesuffix(' (ms)')} (%)"
+    drawing, axes = plot.single((7, 1.6 + 0.34 * max(len(shown), 2)), title, label, grid="x")
+    for side, name, colour in ((0, "lower", plot.COLOURS[1]), (1, "higher", plot.COLOURS[0])):
         changes = [100 * (effect.changes[side] or 0.0) for effect in shown]
-        axes.barh(range(len(shown)), changes, height=0.62, color=colour, alpha=0.85, label=f"parameter {label}")
+        axes.barh(range(len(shown)), changes, height=0.62, color=colour, alpha=0.85, label=f"parameter {name}")
     axes.axvline(0, color=plot.BOUND_COLOUR, linewidth=0.8)
     axes.set_yticks(range(len(shown)), [effect.parameter.name for effect in shown])
     axes.invert_yaxis()
-    title = f"{row['model']} on {row['hardware']}, {row['trace']}, {cell_text(row)} of the experts"
-    title += f"\n{users}" if (users := users_text(row)) else ""
-    plot.frame(axes, title, f"change of {plot.DRAWN[result.metric][1].removesuffix(' (ms)')} (%)", grid="x")
     axes.set_axisbelow(True)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)

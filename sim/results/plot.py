@@ -91,7 +91,7 @@ def steps(table: "pd.DataFrame", title: str) -> "Figure":
 
     table: from `sim.results.steps.frame`. Many steps are shown as the means of `BINS` groups.
     """
-    drawing, axes = _single((9, 4.2), title, "step")
+    drawing, axes = single((9, 4.2), title, "step")
     group = np.arange(len(table)) * min(BINS, len(table)) // max(1, len(table))
     means = table.select_dtypes("number").groupby(group).mean()
     at = pd.Series(table.index).groupby(group).mean()
@@ -148,7 +148,7 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
 @contextmanager
 def against_size(ylabel: str, title: str) -> "Iterator[tuple[Figure, Axes]]":
     """Yield a figure for what depends on the cache size, and the axes to plot on, whose legend comes last."""
-    drawing, axes = _single((7, 4.2), title, "cache size (% of all experts)")
+    drawing, axes = single((7, 4.2), title, "cache size (% of all experts)")
     axes.set_ylabel(ylabel)
     yield drawing, axes
     drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
@@ -161,7 +161,7 @@ def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "b
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _single(
+def single(
     size: tuple[float, float], title: str, xlabel: str, grid: Literal["x", "both"] = "both"
 ) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
@@ -228,7 +228,7 @@ def distributions(requests: "dict[str, dict[str, Float]]", unit: str) -> "Figure
 
 def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Figure":
     """Return horizontal bars, each a stack of named parts with a hatch of its own."""
-    drawing, axes = _single((8, 1.2 + 0.26 * len(bars)), title, xlabel, "x")
+    drawing, axes = single((8, 1.2 + 0.26 * len(bars)), title, xlabel, "x")
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     left = np.zeros(len(bars))
     for i, name in enumerate(names):
@@ -258,7 +258,7 @@ def heat_maps(maps: "dict[str, Float]", label: str) -> "Figure":
 
 def similarity_map(cosines: Float, title: str) -> "Figure":
     """Return the cosines of requests with each other, [R, R]."""
-    drawing, axes = _single((5.2, 4.4), title, "request")
+    drawing, axes = single((5.2, 4.4), title, "request")
     axes.grid(visible=False)
     axes.set_ylabel("request")
     image = axes.imshow(cosines, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
@@ -284,7 +284,7 @@ def ranking(groups: "dict[str, list[Difference]]", policies: Sequence[str], unit
 
 def predicted_and_measured(pairs: "dict[str, tuple[float, float, float, float]]", unit: str) -> "Figure":
     """Return predicted, at least, at most and measured, by name."""
-    drawing, axes = _single((7, 1.4 + 0.35 * len(pairs)), "predicted against measured", unit, "x")
+    drawing, axes = single((7, 1.4 + 0.35 * len(pairs)), "predicted against measured", unit, "x")
     for i, (predicted, low, high, measured) in enumerate(pairs.values()):
         ends = [[max(0.0, predicted - low)], [max(0.0, high - predicted)]]
         style = {**look(0), "label": "predicted" if not i else None}
@@ -357,7 +357,7 @@ def line_panels(held: "dict[str, dict[str, tuple[Any, Any]]]", xlabel: str, ylab
 
 def changes(bars: "dict[str, float]", xlabel: str) -> "Figure":
     """Return changes to the left and to the right of 0, the largest first."""
-    drawing, axes = _single((7, 1.2 + 0.26 * len(bars)), "", xlabel, "x")
+    drawing, axes = single((7, 1.2 + 0.26 * len(bars)), "", xlabel, "x")
     ordered = sorted(bars, key=lambda name: -abs(bars[name]))
     axes.barh(ordered, [bars[name] for name in ordered], color=COLOURS[0])
     axes.axvline(0, color=BOUND_COLOUR, linewidth=1)

@@ -290,11 +290,8 @@ class _Counting:
 
     def _top_k(self) -> int:
         """Return how many experts a token goes to, as experts are called, else as a router or the config says."""
-        if self.chosen:
-            return max(self.chosen)
-        return (
-            k_of(*(place for site in self.sites for place in (site.router, site.module, site.owner)), self.config) or 1
-        )
+        places = (place for site in self.sites for place in (site.router, site.module, site.owner))
+        return max(self.chosen, default=0) or k_of(*places, self.config) or 1
 
     def _attention(self) -> dict[str, Any]:
         """Return the heads, as the config states them."""
