@@ -19,7 +19,7 @@ from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.experiment import Experiment
 from sim.loaded import load
-from sim.sweeps.grid import grid_of, played
+from sim.sweeps.grid import grid_of, run_grid
 from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.writer import TraceWriter
@@ -55,7 +55,7 @@ def sweep(path: str) -> None:
     compiled_engine.prepare()
     began = time.perf_counter()
     loaded = load(Experiment(str(path), model_profile="deepseek-v2-lite"))
-    played(loaded, grid_of(loaded, [parse("lru")], ["25%"]))
+    run_grid(loaded, grid_of(loaded, [parse("lru")], ["25%"]))
     report(began)
 
 

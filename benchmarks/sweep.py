@@ -17,7 +17,7 @@ from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.sweeps.grid import Grid, grid_of, played
+from sim.sweeps.grid import Grid, grid_of, run_grid
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -30,7 +30,7 @@ ROUNDS = 3
 
 def seconds(loaded: TimedRun, grid: Grid, workers: int) -> float:
     began = time.perf_counter()
-    played(loaded, grid, workers)
+    run_grid(loaded, grid, workers)
     return time.perf_counter() - began
 
 

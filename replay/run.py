@@ -68,7 +68,7 @@ def replay(
     timeline: shows the same part of the run and of what was predicted, a short run whole; `slots`: with a track each.
     """
     loaded, run = choice.loaded, choice.run
-    names, window = loaded.trace.requests["id"].astype(str).tolist(), timeline_window.unasked(run.requests)
+    names, window = loaded.trace.requests["id"].astype(str).tolist(), timeline_window.first_steps(run.requests)
     cell = loaded.cell(choice.policy, choice.slots)
     with choice.opened() as (opened, facts), undisturbed(None if choice.device == "virtual" else run):
         device = opened

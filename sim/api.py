@@ -209,9 +209,9 @@ def simulate(
     """
     loaded = load(trace, options)
     spec = seeded(policy, loaded.experiment.seed)
-    asked = grid.grid_of(loaded, [spec], [cache_text(cache_size)])
-    _prepare(loaded, asked)
-    (slots,) = asked.sizes.values()
+    requested = grid.grid_of(loaded, [spec], [cache_text(cache_size)])
+    _prepare(loaded, requested)
+    (slots,) = requested.sizes.values()
     log, summary = grid.simulated(loaded, spec, slots)
     row = {**summary.row(), **summary.latencies()} if isinstance(loaded, TimedRun) else summary.row()
     return result_of(row, log, summary.requests().to_pandas(), loaded)
@@ -243,9 +243,9 @@ def sweep(
     """
     loaded = load(trace, options)
     drawn = specs(_listed(policies), None, (loaded.experiment.seed,) if seeds is None else seeds)
-    asked = grid.grid_of(loaded, drawn, [cache_text(size) for size in _listed(cache_sizes)])
-    _prepare(loaded, asked)
-    found, requests = grid.played(loaded, asked, workers)
+    requested = grid.grid_of(loaded, drawn, [cache_text(size) for size in _listed(cache_sizes)])
+    _prepare(loaded, requested)
+    found, requests = grid.run_grid(loaded, requested, workers)
     return SweepResult(found.rows, found.bound, requests, loaded.token_experts / loaded.all_experts)
 
 
@@ -263,11 +263,11 @@ def _listed(given: Sequence[Any]) -> Sequence[Any]:
     return split_list(given) if isinstance(given, str) else given
 
 
-def _prepare(loaded: Loaded, asked: grid.Grid) -> None:
+def _prepare(loaded: Loaded, requested: grid.Grid) -> None:
     """Warn of what commands warn of, and print that the engine will be compiled if it will."""
-    for text in compiling.notes(loaded.versions(policy for policy, _ in asked.cells())):
+    for text in compiling.notes(loaded.versions(policy for policy, _ in requested.cells())):
         print(text, file=sys.stderr)
-    for text in report.warnings(loaded, asked):
+    for text in report.warnings(loaded, requested):
         warnings.warn(text, stacklevel=3)
 
 

@@ -16,8 +16,8 @@ METRICS = {"tpot_mean_ms": "TPOT ms", "ttft_mean_ms": "TTFT ms", "misses": "miss
 
 def cell_title(row: Row, machine: str | None) -> str:
     where = f" on {machine}" if machine else ""
-    played = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
-    return f"{row['model']}{where}: {cell_text(row)} of the experts; {played}"
+    counts = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
+    return f"{row['model']}{where}: {cell_text(row)} of the experts; {counts}"
 
 
 def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> Table:

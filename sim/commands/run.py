@@ -48,7 +48,7 @@ def run(
 
     [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
     """
-    window = timeline_window.asked(tokens, window_requests)
+    window = timeline_window.parse(tokens, window_requests)
     if not timeline and (window or no_slots):
         raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
     if timeline and stated.get("engine") == "compiled":
@@ -59,7 +59,7 @@ def run(
         timeline_window.check(window, Requests(loaded.trace))
     cell.announce(loaded, spec, slots, stated, output)
     if timeline:
-        window = window or timeline_window.unasked(Requests(loaded.trace))
+        window = window or timeline_window.first_steps(Requests(loaded.trace))
         row = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)
     else:
         row = _played(loaded, spec, slots, output)

@@ -97,8 +97,8 @@ def _notes(found: Sensitivity, left_out: list[str]) -> list[str]:
 
 
 def _as_json(found: Sensitivity, left_out: list[str]) -> dict[str, object]:
-    def side(played: tuple[float, float] | None, change: float | None) -> dict[str, object] | None:
-        return None if played is None else {"value": played[0], found.metric: played[1], "change": change}
+    def side(figures: tuple[float, float] | None, change: float | None) -> dict[str, object] | None:
+        return None if figures is None else {"value": figures[0], found.metric: figures[1], "change": change}
 
     return {
         "metric": found.metric,

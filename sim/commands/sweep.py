@@ -252,8 +252,8 @@ def _of_table(outcome: Outcome, runs: Sequence[SweptRun]) -> Iterator[str | Rich
 def _title(outcome: Outcome) -> str:
     first, loaded = outcome.rows[0], outcome.table.loaded
     machine = f" on {loaded.hardware.title}" if isinstance(loaded, TimedRun) else ", untimed"
-    played = f"{first['requests']} requests of {first['trace']}, {first['tokens']:,} tokens"
-    return f"{first['model']}{machine}: {played}"
+    counts = f"{first['requests']} requests of {first['trace']}, {first['tokens']:,} tokens"
+    return f"{first['model']}{machine}: {counts}"
 
 
 def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:

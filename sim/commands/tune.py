@@ -65,21 +65,21 @@ def tune(
     with claimed(folder, MAKER, [NAME, TRIALS, BEST]):
         journal = Journal(folder)
         processes = options.processes(journal.workers if workers is None else workers)
-        asked = Search(halves, spec, slots, space, trials, seed, processes)
-        _refuse_another(journal, asked, resume)
+        wanted = Search(halves, spec, slots, space, trials, seed, processes)
+        _refuse_another(journal, wanted, resume)
         cell.announce(loaded, spec, slots, stated, output)
-        output.note(f"searching {asked.words}; of {len(halves.second.trace.requests)} requests the first half tunes")
+        output.note(f"searching {wanted.words}; of {len(halves.second.trace.requests)} requests the first half tunes")
         if journal.trials:
             output.note(f"{len(journal.trials)} trials of before in {journal.path}")
         output.note(*report.untimed_note(loaded, [spec]))
         output.note(*compiling.notes(loaded.versions([spec])))
         try:
-            with progress(asked.requests(len(journal.trials)), output.quiet) as advance:
-                found = run(asked, journal, advance)
+            with progress(wanted.requests(len(journal.trials)), output.quiet) as advance:
+                found = run(wanted, journal, advance)
         except KeyboardInterrupt:
             ended = f"{len(journal.trials)} trials in {journal.path}"
             console.fail("moe-sim", f"interrupted with {ended}: continue with --resume", 130)
-        save(found, asked, folder)
+        save(found, wanted, folder)
         axes = (experiment.trace,), (found.best.policy,), (cell.size,), (experiment.hardware,)
         Sweep(experiment, *axes).write(folder / BEST)
     if found.overfit:
@@ -91,20 +91,20 @@ def tune(
         console.warn(f"the gain may be chance: fewer than {FEWEST} requests of the second half show no difference")
     wrote = f"wrote {TRIALS}, {BEST} to {folder}"
     output.show(
-        lambda: _as_json(found), lambda: (_title(asked, found), _table(found, spec.oracle), *_notes(found), wrote)
+        lambda: _as_json(found), lambda: (_title(wanted, found), _table(found, spec.oracle), *_notes(found), wrote)
     )
 
 
 def _refuse_another(journal: Journal, search: Search, resume: bool) -> None:
     """Raise InputError if the folder holds another search, or this one and --resume is not given."""
-    held, asked = journal.searched, search.searched()
+    held, wanted = journal.searched, search.searched()
     if not journal.trials:
         return
     if not resume:
         raise InputError(
             f"{journal.path} holds {len(journal.trials)} trials: use --resume to continue, or another folder with --out"
         )
-    if other := [words for words in asked if held.get(words) != asked[words]]:
+    if other := [words for words in wanted if held.get(words) != wanted[words]]:
         raise InputError(f"{journal.path} holds a search with another {other[0]}: name another folder with --out")
 
 

@@ -39,11 +39,11 @@ def play(
     """
     runner = PolicyRunner(policy, Shape(layers, experts), requests, per_access=True)
     residency = runner.residency(slots, sizes)
-    last, played = len(requests) - 1, 0
+    last, done = len(requests) - 1, 0
     for ordinal in range(last + 1):
         request, evictions = requests[ordinal], list[int]()
-        events = RequestEvents(request, layers, played, per_access=True)
-        played += events.count
+        events = RequestEvents(request, layers, done, per_access=True)
+        done += events.count
         runner.begin_request(ordinal)
         rows = _play(runner, residency, events, evictions, sized=sizes is not None)
         runner.end_request()

@@ -6,7 +6,7 @@ from .grid import Table as Table
 from .grid import grid_of as grid_of
 from .grid import key as key
 from .grid import outcome as outcome
-from .grid import played as played
+from .grid import run_grid as run_grid
 from .grid import save as save
 from .grid import sweep as sweep
 from .report import warnings as warnings

@@ -116,13 +116,13 @@ def sweep(
     """
     tasks = missing(tables, store)
     keys = list(tasks)
-    playing = (workers or Local(1)).results(list(tasks.values()), advance or (lambda played: None))
+    playing = (workers or Local(1)).results(list(tasks.values()), advance or (lambda requests: None))
     with closing(playing):
         for place, (row, requests) in playing:
             store.put(keys[place], {**row, "cell": keys[place]}, _labelled(requests, keys[place]))
 
 
-def played(loaded: Loaded, grid: Grid, workers: int = 1) -> tuple[Outcome, pd.DataFrame]:
+def run_grid(loaded: Loaded, grid: Grid, workers: int = 1) -> tuple[Outcome, pd.DataFrame]:
     """Sweep one grid, nothing of which stays on disk; return its outcome, and a row for each run and request."""
     with TemporaryDirectory() as scratch:
         table, store = Table(loaded, grid, Path(scratch)), Store(Path(scratch))
@@ -152,13 +152,13 @@ def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, 
 def outcome(table: Table, store: Store) -> Outcome:
     found = (store.row(key) for key in table.tasks)
     cells = [(cell, {**row, "prefetch_coverage": None}) for cell, row in zip(table.grid.cells(), found, strict=True)]
-    asked = cells[: len(table.grid.requested())]
-    misses = {cell: row["misses"] for cell, row in asked}
-    for (policy, slots), row in asked:
+    shown = cells[: len(table.grid.requested())]
+    misses = {cell: row["misses"] for cell, row in shown}
+    for (policy, slots), row in shown:
         without = misses.get((policy.without_prefetch(), slots))
         if policy.prefetches and without:
             row["prefetch_coverage"] = (without - row["misses"]) / without
-    rows = [row for _, row in asked]
+    rows = [row for _, row in shown]
     return Outcome(
         table=table,
         rows=rows,
@@ -215,8 +215,8 @@ def _save(found: Outcome, store: Store) -> list[Path]:
     return [*tables, folder / winner.NAME, *plots]
 
 
-def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> tuple[Row, pa.Table]:
-    summary = summed(loaded, policy, slots, played)
+def run_cell(loaded: Loaded, policy: PolicySpec, slots: int, advance: Advance) -> tuple[Row, pa.Table]:
+    summary = summed(loaded, policy, slots, advance)
     return summary.row(), summary.requests()
 
 
@@ -224,14 +224,14 @@ def summed(
     loaded: Loaded,
     policy: PolicySpec,
     slots: int,
-    played: Advance,
+    advance: Advance,
     play: Callable[[Ended], None] | None = None,
 ) -> metrics.Summary:
-    """One cell summed up. `play` runs it, if not the setup's engine; `played` gets the number of requests."""
+    """One cell summed up. `play` runs it, if not the setup's engine; `advance` gets the number of requests."""
     summary = metrics.Summary(loaded.cell(policy, slots), loaded.trace.requests)
 
     def ended(log: RunLog) -> None:
-        played(summary.add(log))
+        advance(summary.add(log))
 
     try:
         play(ended) if play else loaded.play(policy, slots, ended)
@@ -241,7 +241,7 @@ def summed(
 
 
 def task(loaded: Loaded, policy: PolicySpec, slots: int) -> Task[tuple[Row, pa.Table]]:
-    return Task(loaded, play_cell, (policy, slots), loaded.compiled(policy))
+    return Task(loaded, run_cell, (policy, slots), loaded.compiled(policy))
 
 
 def rows(cells: Iterable[tuple[Loaded, PolicySpec, int]], workers: Workers, advance: Advance) -> list[Row]:

@@ -86,7 +86,7 @@ class Local:
             return
         stopped, lock = threading.Event(), threading.Lock()
 
-        def played(requests: int) -> None:
+        def advance_one(requests: int) -> None:
             if stopped.is_set():
                 raise _Stopped
             with lock:
@@ -94,9 +94,9 @@ class Local:
 
         def work(task: Task[T]) -> T:
             if task.compiled or task.stays or not processes:
-                return task.play(task.loaded, *task.arguments, played)
+                return task.play(task.loaded, *task.arguments, advance_one)
             found: T = processes.submit(_elsewhere, *task.elsewhere).result()
-            played(task.requests)
+            advance_one(task.requests)
             return found
 
         with ExitStack() as stack:

@@ -32,7 +32,7 @@ class Window:
 WHOLE = Window("requests", 0, None)
 
 
-def asked(tokens: str | None, requests: str | None) -> Window | None:
+def parse(tokens: str | None, requests: str | None) -> Window | None:
     """The window as given, FROM:TO with either left out, TO not included; None without one. InputError."""
     stated = {option: text for option, text in ((TOKENS, tokens), (REQUESTS, requests)) if text is not None}
     match = re.fullmatch(r"(\d*):(\d*)", " ".join(stated.values()).strip())
@@ -54,7 +54,7 @@ def check(window: Window, requests: "Requests") -> None:
         raise InputError(f"{option} begins at {window.first}: the run has {found} {window.of}, counted from 0")
 
 
-def unasked(requests: "Requests") -> Window:
+def first_steps(requests: "Requests") -> Window:
     """All of a short run, else its beginning; run continues after that."""
     if _counted((len(request.phase) for request in requests), SHOWN_WHOLE) <= SHOWN_WHOLE:
         return WHOLE

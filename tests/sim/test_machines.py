@@ -16,7 +16,7 @@ from replay.device_choice import DeviceChoice
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.loop import users
-from sim.sweeps import Grid, played, report
+from sim.sweeps import Grid, report, run_grid
 from tests.support.command import moe_sim
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import SIZES
@@ -41,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def row_of(setup: Experiment, policy: str, size: str = "50%") -> dict[str, Any]:
     loaded = load(setup)
-    (row,) = played(loaded, Grid((parse(policy),), {size: loaded.slots(size)}))[0].rows
+    (row,) = run_grid(loaded, Grid((parse(policy),), {size: loaded.slots(size)}))[0].rows
     return {name: value for name, value in row.items() if name != "cell"}
 
 

@@ -16,7 +16,7 @@ from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
-from sim.sweeps import Grid, key, played, warnings
+from sim.sweeps import Grid, key, run_grid, warnings
 from traces import InputError, demo_trace
 from traces.typed import typed
 
@@ -234,7 +234,7 @@ def test_both_engines_play_from_the_tables_alike(mine):
 
     def rows(engine):
         experiment = Experiment(str(demo_trace()), hardware=str(mine), requests=2, engine=engine)
-        return played(TimedRun.of(experiment), grid)[0].rows
+        return run_grid(TimedRun.of(experiment), grid)[0].rows
 
     assert rows("compiled") == rows("simpy")
     assert {row["hardware"] for row in rows("compiled")} == {"mine (measured)"}

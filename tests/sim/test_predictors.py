@@ -12,7 +12,7 @@ from sim.loaded import TimedRun, load
 from sim.profiles import policy_overhead
 from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.roofline import Roofline
-from sim.sweeps import Grid, played
+from sim.sweeps import Grid, run_grid
 from tests.support.tiny import SIZES
 from traces import write_trace
 from traces.synthetic import synthetic
@@ -130,7 +130,7 @@ def test_whatever_watches_events_costs_something_and_what_the_machine_does_anywa
 
 
 def play(folder, policy, **setup):
-    return played(load(Experiment(folder, **setup)), Grid((parse(policy),), {"50%": 24})).rows[0]
+    return run_grid(load(Experiment(folder, **setup)), Grid((parse(policy),), {"50%": 24}))[0].rows[0]
 
 
 def test_a_cell_pays_the_shipped_cost_once_an_event_and_its_row_says_so(folder):

@@ -127,9 +127,9 @@ def test_unasked_a_run_of_at_most_two_thousand_steps_is_shown_whole():
     def steps(*phases: int) -> Any:
         return SimpleNamespace(phase=np.array(phases, np.uint8))
 
-    assert timeline_window.unasked([steps(*[DECODE] * 1_000), steps(*[DECODE] * 1_000)]) == WHOLE
-    assert timeline_window.unasked([steps(*[DECODE] * 2_001)]) == Window("decode steps", 0, 100, stops=False)
-    assert timeline_window.unasked([steps(PREFILL)] * 2_001) == Window("requests", 0, 100, stops=False)
+    assert timeline_window.first_steps([steps(*[DECODE] * 1_000), steps(*[DECODE] * 1_000)]) == WHOLE
+    assert timeline_window.first_steps([steps(*[DECODE] * 2_001)]) == Window("decode steps", 0, 100, stops=False)
+    assert timeline_window.first_steps([steps(PREFILL)] * 2_001) == Window("requests", 0, 100, stops=False)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_unasked_a_run_of_at_most_two_thousand_steps_is_shown_whole():
     [("5:9", (5, 9)), (":4", (0, 4)), ("7:", (7, None)), (":", (0, None))],
 )
 def test_either_end_of_a_window_may_be_left_out(text, window):
-    assert timeline_window.asked(text, None) == Window("decode steps", *window)
-    assert timeline_window.asked(None, text) == Window("requests", *window)
-    assert timeline_window.asked(None, None) is None
+    assert timeline_window.parse(text, None) == Window("decode steps", *window)
+    assert timeline_window.parse(None, text) == Window("requests", *window)
+    assert timeline_window.parse(None, None) is None
 
 
 SHOW = ("--timeline", "out.json")

@@ -22,8 +22,8 @@ from sim.sweeps import (
     grid_of,
     key,
     outcome,
-    played,
     report,
+    run_grid,
     save,
     specs,
     sweep,
@@ -59,7 +59,7 @@ def grid(policies="lru,lfu", **sizes):
 
 
 def test_rows_come_by_size_and_then_by_policy_as_typed(folder):
-    found = played(TimedRun.of(Experiment(folder)), grid("lru,lru+popular"))
+    found = run_grid(TimedRun.of(Experiment(folder)), grid("lru,lru+popular"))[0]
     assert [(row["cache_experts"], row["policy"]) for row in found.rows] == [
         (16, "lru"),
         (16, "lru+popular"),
@@ -95,48 +95,48 @@ def test_a_size_that_holds_as_many_experts_as_another_one_is_not_run_and_said(fo
 
 
 def test_belady_is_drawn_unasked_but_gets_no_row(folder):
-    found = played(TimedRun.of(Experiment(folder)), grid("lru"))
+    found = run_grid(TimedRun.of(Experiment(folder)), grid("lru"))[0]
     assert {row["policy"] for row in found.rows} == {"lru"}
     assert [row["cache_experts"] for row in found.bound] == [16, 32]
     assert {row["policy"] for row in found.bound} == {"belady"}
-    asked = played(TimedRun.of(Experiment(folder)), grid("lru,belady"))
+    asked = run_grid(TimedRun.of(Experiment(folder)), grid("lru,belady"))[0]
     assert [row for row in asked.rows if row["policy"] == "belady"] == found.bound == asked.bound
 
 
 def test_an_oracle_never_wins(folder):
-    found = played(TimedRun.of(Experiment(folder)), grid("belady,lru+oracle1,lfu,lru"))
+    found = run_grid(TimedRun.of(Experiment(folder)), grid("belady,lru+oracle1,lfu,lru"))[0]
     assert {won.policy for won in found.winners} <= {"lfu", "lru"}
     best = min(row["tpot_mean_ms"] for row in found.rows if not row["oracle"] and row["cache_experts"] == 16)
     assert found.winners[0].predicted["tpot_mean_ms"] == best
-    assert played(TimedRun.of(Experiment(folder)), grid("belady")).winners == []
+    assert run_grid(TimedRun.of(Experiment(folder)), grid("belady"))[0].winners == []
 
 
 def test_equal_policies_are_won_by_the_first_typed(folder):
     everything_fits = {"100%": LAYERS * EXPERTS}
     for policies in ("lru,lfu", "lfu,lru"):
-        found = played(TimedRun.of(Experiment(folder)), grid(policies, **everything_fits))
+        found = run_grid(TimedRun.of(Experiment(folder)), grid(policies, **everything_fits))[0]
         assert found.winners[0].policy == policies.split(",")[0]
 
 
 def test_coverage_is_known_where_the_grid_holds_the_cell_without_prefetch(folder):
     loaded = TimedRun.of(Experiment(folder))
-    lru, pair = played(loaded, grid("lru,lru+popular", **{"16": 16})).rows
+    lru, pair = run_grid(loaded, grid("lru,lru+popular", **{"16": 16}))[0].rows
     assert lru["prefetch_coverage"] is None
     assert pair["prefetch_coverage"] == (lru["misses"] - pair["misses"]) / lru["misses"]
-    assert played(loaded, grid("lfu,lru+popular", **{"16": 16})).rows[1]["prefetch_coverage"] is None
-    eamc = played(loaded, grid("eamc,eamc+none", **{"16": 16})).rows[0]
+    assert run_grid(loaded, grid("lfu,lru+popular", **{"16": 16}))[0].rows[1]["prefetch_coverage"] is None
+    eamc = run_grid(loaded, grid("eamc,eamc+none", **{"16": 16}))[0].rows[0]
     assert eamc["prefetch_coverage"] is not None
 
 
 def test_lookups_are_the_routing_of_the_trace(folder):
     loaded = TimedRun.of(Experiment(folder))
     accesses = sum(len(request.experts) for request in Requests(loaded.trace))
-    for row in played(loaded, grid("lru,eamc")).rows:
+    for row in run_grid(loaded, grid("lru,eamc"))[0].rows:
         assert row["lookups"] == accesses == row["hits"] + row["late"] + row["misses"]
 
 
 def test_stall_and_compute_fill_the_time(folder):
-    for row in played(TimedRun.of(Experiment(folder)), grid("lru,lru+popular,eamc")).rows:
+    for row in run_grid(TimedRun.of(Experiment(folder)), grid("lru,lru+popular,eamc"))[0].rows:
         assert row["phase"] == "both"
         elapsed = (row["ttft_mean_ms"] + 12 * row["tpot_mean_ms"]) * 4
         assert row["gpu_idle_ms"] + row["compute_busy_ms"] == pytest.approx(elapsed)
@@ -144,7 +144,7 @@ def test_stall_and_compute_fill_the_time(folder):
 
 
 def test_untimed_counts_have_no_times(folder):
-    found = played(load(Experiment(folder, untimed=True)), grid("lru,belady"))
+    found = run_grid(load(Experiment(folder, untimed=True)), grid("lru,belady"))[0]
     assert all(row["tpot_mean_ms"] is None and row["hardware"] is None for row in found.rows)
     assert all(row["bytes_demand"] == row["misses"] * 73_728 for row in found.rows)
     assert found.judged_by == "misses"
@@ -159,8 +159,8 @@ def test_an_encoder_is_not_run_as_decode(untimed):
 
 
 def test_a_prefill_is_judged_by_ttft_and_as_decode_by_tpot(prefill):
-    assert played(TimedRun.of(Experiment(prefill)), grid()).judged_by == "ttft_mean_ms"
-    found = played(TimedRun.of(Experiment(prefill, as_decode=True)), grid())
+    assert run_grid(TimedRun.of(Experiment(prefill)), grid())[0].judged_by == "ttft_mean_ms"
+    found = run_grid(TimedRun.of(Experiment(prefill, as_decode=True)), grid())[0]
     assert found.judged_by == "tpot_mean_ms"
     assert all("as decode" in row["trace"] and row["phase"] == "decode" for row in found.rows)
 
@@ -358,7 +358,7 @@ def test_a_policy_is_constructed_once_a_cell(folder, monkeypatch, tmp_path):
 
 def test_a_predictor_cost_slows_every_event(folder):
     plain, slow = (
-        played(TimedRun.of(Experiment(folder, predictor_us=cost)), grid("lru", **{"100%": 64})).rows[0]
+        run_grid(TimedRun.of(Experiment(folder, predictor_us=cost)), grid("lru", **{"100%": 64}))[0].rows[0]
         for cost in (0.0, 100.0)
     )
     steps = 4 * 13
@@ -380,7 +380,7 @@ def test_files_that_a_winner_names_are_found_from_any_folder(tmp_path, monkeypat
 def test_traces_of_one_name_are_a_line_each_of_the_figure_of_users(folder, tmp_path):
     same, other = (str(shutil.copytree(folder, tmp_path / name)) for name in ("there/tiny", "other"))
     setups = [Experiment(trace, max_batch=n, engine="simpy") for trace in (folder, same, other) for n in (1, 2)]
-    tables = by_source([played(load(setup), grid("lru")) for setup in setups])
+    tables = by_source([run_grid(load(setup), grid("lru"))[0] for setup in setups])
     assert list(tables) == [folder, same, "other"]
     lines = plot.users(tables).axes[0].get_lines()
     assert [np.asarray(line.get_xdata()).tolist() for line in lines] == [[1, 2]] * 6

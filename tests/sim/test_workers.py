@@ -16,7 +16,7 @@ from policies.retention import LRU
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.results import REQUESTS_FILE, RESULTS_FILE
-from sim.sweeps import Cluster, Grid, Local, Store, Table, Task, outcome, played, save, sweep
+from sim.sweeps import Cluster, Grid, Local, Store, Table, Task, outcome, run_grid, save, sweep
 from tests.support.tiny import SIZES
 from traces import InputError, write_trace
 from traces.synthetic import synthetic
@@ -234,7 +234,7 @@ def test_a_policy_that_only_this_process_knows_plays_in_it(loaded):
     here = here_alone()
     policies = (here, parse("lru+none"), parse("clock"))
     grid = Grid(policies, {"25%": 16})
-    with_lru = {row["policy"]: row for row in played(loaded, grid, workers=2).rows}
+    with_lru = {row["policy"]: row for row in run_grid(loaded, grid, workers=2)[0].rows}
     assert list(with_lru) == ["Here", "lru+none", "clock"]
     assert with_lru["Here"]["misses"] == with_lru["lru+none"]["misses"] > 0
 
