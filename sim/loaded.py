@@ -48,9 +48,9 @@ class Loaded(ABC):
         """The trace in memory, to take requests from in any order."""
         if isinstance(self.trace, Trace):
             return self.trace
-        trace = Trace.read(self.experiment.trace, HEARD)
-        trace = trace if self.experiment.requests is None else trace.head(self.experiment.requests)
-        return trace.as_decode() if self.experiment.as_decode else trace
+        trace = _cut(self.experiment, Trace.read(self.experiment.trace, HEARD))
+        assert isinstance(trace, Trace)
+        return trace
 
     @cached_property
     def fingerprint(self) -> str:
@@ -301,13 +301,16 @@ def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | Tim
     return timed
 
 
+def _cut(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
+    """Return the part of a trace that an experiment runs, as it runs it."""
+    trace = trace if experiment.requests is None else trace.head(experiment.requests)
+    return trace.as_decode() if experiment.as_decode else trace
+
+
 def _requests(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
     """Return the requests that are run. Raise InputError where nothing is left of them to count."""
     trace.require_sequences()
-    if experiment.requests is not None:
-        trace = trace.head(experiment.requests)
-    if experiment.as_decode:
-        trace = trace.as_decode()
+    trace = _cut(experiment, trace)
     warm, known = experiment.warmup_requests, len(trace.requests)
     refuse(
         (warm >= known, f"{warm} warm-up requests leave none of {known} to count: use a smaller `warmup_requests`"),

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from policies.core.policy import Event, Float, Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import KEEP_ROWS, Event, Float, Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from traces.errors import InputError
 from traces.steps import Lookahead, RequestSteps
 
@@ -114,7 +114,7 @@ def _check(half: Any, cls: type[Listener], shape: Shape) -> None:
         raise BrokenRuleError("its `foresee` sees the whole run ahead: declare `oracle = True` in its class")
     if scored:
         keep: Any = getattr(half, "keep", None)
-        rows = cls.compiled.rows if cls.compiled else 3
+        rows = KEEP_ROWS + (cls.compiled.more_rows if cls.compiled else 0)
         sound = isinstance(keep, np.ndarray) and keep.dtype == np.float64 and keep.flags.carray and keep.ndim == 2
         if not sound or keep.shape[1] != shape.total or len(keep) < rows:
             raise BrokenRuleError(f"its `keep` is not the writable float64[{rows}, L*E] that its base class makes")

@@ -118,6 +118,10 @@ class Options:
                 raise InputError(f"{self.policy} needs {option.name} {range_}, not {value}")
 
 
+KEEP_ROWS = 3
+"""Of the keep scores of every policy: the score, what breaks its ties, the priority of a prefetch."""
+
+
 class Compiled(NamedTuple):
     """The functions of a policy that compiled engines run; all but `start` and those of requests are compiled.
 
@@ -127,8 +131,9 @@ class Compiled(NamedTuple):
 
     The last four are bookkeeping in the keep scores of an eviction policy, at lookups and transfers (rule 8). Those of
     lookups are called whatever the expert's state is; `on_host_lookup` of a miss that is computed on the host, where it
-    differs. `rows`: of `keep`, of which the first three are as `ScorePolicy` says. `in_order`: nothing else writes
-    scores, the second are all equal, and one that changes becomes the greatest of all: residents are kept in a list.
+    differs. `more_rows`: of `keep`, behind the first three (KEEP_ROWS), which are as `ScorePolicy` says. `in_order`:
+    nothing else writes scores, the second are all equal, and one that changes becomes the greatest of all: residents
+    are kept in a list.
     """
 
     start: Callable[[Shape, Any], Any] | None = None  # the state when a run begins
@@ -140,7 +145,7 @@ class Compiled(NamedTuple):
     on_host_lookup: Callable[[Float, int, int], None] | None = None  # None: as on_lookup
     on_insert: Callable[[Float, int, int, int], None] | None = None  # (keep, expert, serial, number of the transfer)
     on_evict: Callable[[Float, int], None] | None = None  # (keep, expert)
-    rows: int = 3
+    more_rows: int = 0
     in_order: bool = False
 
 
@@ -249,7 +254,7 @@ class ScorePolicy(RetentionPolicy):
     def __init__(self, shape: Shape, options: object, state: object = None) -> None:
         super().__init__(shape, options, state)
         declared = type(self).compiled
-        self.keep = np.zeros((declared.rows if declared else 3, shape.total))
+        self.keep = np.zeros((KEEP_ROWS + (declared.more_rows if declared else 0), shape.total))
 
     def observe(self, event: Event) -> None:
         """Rule 3, of one that is compiled; others override this."""

@@ -28,7 +28,18 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import layers_ahead
-from policies.core.policy import Compiled, Event, Float, Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import (
+    KEEP_ROWS,
+    Compiled,
+    Event,
+    Float,
+    Int,
+    Listener,
+    Prefetcher,
+    RetentionPolicy,
+    ScorePolicy,
+    Shape,
+)
 from policies.core.registry import prefetcher, retention
 from policies.eamc import matching
 from policies.eamc.collection import Collection, EamcOptions
@@ -248,7 +259,7 @@ class _StartsFromAFile(Listener):
         self.predictor.saved(source).write(file)
 
 
-VISIT, ROWS = 3, 4
+VISIT = KEEP_ROWS
 """Rows of `keep`: what a visit is worth in the second score."""
 
 
@@ -272,7 +283,7 @@ class EamcRetention(_StartsFromAFile, ScorePolicy):
     """MoE-Infinity's EAMC: keep what past requests like this one use, early layers first."""
 
     compiled = Compiled(
-        begin, observe_and_score, on_lookup=count_visit, on_host_lookup=uncounted, on_evict=forget_visits, rows=ROWS
+        begin, observe_and_score, on_lookup=count_visit, on_host_lookup=uncounted, on_evict=forget_visits, more_rows=1
     )
 
     def __init__(self, shape: Shape, options: EamcOptions) -> None:

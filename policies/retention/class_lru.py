@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.policy import Compiled, Event, Float, Int, Options, ScorePolicy, Shape, bounded
+from policies.core.policy import KEEP_ROWS, Compiled, Event, Float, Int, Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
 from policies.retention.least_stale import NOT_BEGUN, begin_request, begins
 
-LATEST, COUNT, WEIGHT, ROWS = 1, 3, 4, 5
+LATEST, COUNT, WEIGHT = 1, KEEP_ROWS, KEEP_ROWS + 1
 """Rows of `keep`: the event of the latest lookup or transfer, the decayed count, and 1 / 2^class."""
 
 
@@ -73,4 +73,4 @@ class ClassLRU(ScorePolicy):
     """LRU whose ages count less in classes of frequent use (llama.cpp's, rebuilt)."""
 
     Options = ClassOptions
-    compiled = Compiled(begin, observe, begin_request=begin_request, on_insert=on_insert, rows=ROWS)
+    compiled = Compiled(begin, observe, begin_request=begin_request, on_insert=on_insert, more_rows=2)

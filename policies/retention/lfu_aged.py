@@ -8,10 +8,10 @@ Devarakonda, SIGMETRICS 1990 (there halved when the mean count passes a limit); 
 from dataclasses import dataclass
 
 from policies.core.compiled import compiled
-from policies.core.policy import Compiled, Float, Options, ScorePolicy, Shape, bounded
+from policies.core.policy import KEEP_ROWS, Compiled, Float, Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
 
-HALF_LIFE, CLOCK, ROWS = 3, 4, 5
+HALF_LIFE, CLOCK = KEEP_ROWS, KEEP_ROWS + 1
 """Rows of `keep`, of which the first places are used."""
 
 
@@ -39,7 +39,7 @@ def on_lookup(keep: Float, expert: int, serial: int) -> None:
 class AgedLFU(ScorePolicy):
     """Least frequently used, all counts halved at intervals."""
 
-    compiled = Compiled(on_lookup=on_lookup, rows=ROWS)
+    compiled = Compiled(on_lookup=on_lookup, more_rows=2)
     Options = AgedOptions
 
     def __init__(self, shape: Shape, options: AgedOptions) -> None:

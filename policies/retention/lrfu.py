@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.policy import Compiled, Float, Options, ScorePolicy, Shape, bounded
+from policies.core.policy import KEEP_ROWS, Compiled, Float, Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
 
-DECAY, ROWS = 3, 4
+DECAY = KEEP_ROWS
 """Rows of `keep`."""
 
 NEVER = -1e300  # the logarithm of nothing, but finite
@@ -37,7 +37,7 @@ def on_lookup(keep: Float, expert: int, serial: int) -> None:
 class LRFU(ScorePolicy):
     """Least combined recency and frequency, lookups decaying exponentially."""
 
-    compiled = Compiled(on_lookup=on_lookup, rows=ROWS)
+    compiled = Compiled(on_lookup=on_lookup, more_rows=1)
     Options = LRFUOptions
 
     def __init__(self, shape: Shape, options: LRFUOptions) -> None:

@@ -10,6 +10,7 @@ from traces.commands import console
 from traces.errors import refuse, unknown
 from traces.export import FORMATS, of_phase
 from traces.export import check_target as check_export
+from traces.importers import FORMATS as DUMPS
 from traces.importers import Options, import_dump
 from traces.reader import open_folder
 from traces.trace import Trace
@@ -18,9 +19,7 @@ from traces.writer import check_target, write_trace
 
 def import_(
     file: Annotated[Path, typer.Argument(help="A dump: .npz, .npy, .json, .jsonl, .pt, .csv, or a folder of them.")],
-    format: Annotated[
-        str, typer.Option(help="npz, npy, vllm, sglang, sglang-pt, csv, or auto: by name and content.")
-    ] = "auto",
+    format: Annotated[str, typer.Option(help=f"{', '.join(DUMPS)}, or auto: by name and content.")] = "auto",
     meta: Annotated[
         Path | None,
         typer.Option(help="JSON with model, experts, phase, requests, ...", show_default="X.json if there"),
