@@ -269,7 +269,8 @@ def _model(text: str, precision: str | None) -> Model:
         raise InputError(f"{profile.name} is an encoder-decoder: plans are of models without an encoder")
     stated = canonical(precision) if precision else ""
     experts = stated or name_of(profile.expert_bytes_per_parameter)
-    dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 else ""
+    measured = text.endswith(".gguf") and not stated  # what is not an expert has the bytes of its own tensors
+    dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 and not measured else ""
     return Model(
         profile.name,
         profile.name if profile.name in MODELS.names() and not exists(expanded(text)) else text,

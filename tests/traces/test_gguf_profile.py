@@ -241,8 +241,10 @@ def test_a_file_without_experts_or_with_another_number_of_them_is_refused(tmp_pa
         model(str(tmp_path / "absent.gguf"))
 
 
-def test_a_plan_of_a_gguf_file_runs(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.gguf", [ATTENTION | DENSE, ATTENTION | routed(), ATTENTION | routed("Q6_K")])
+def test_a_plan_of_a_gguf_file_takes_all_sizes_from_its_tensors(tmp_path: Path) -> None:
+    wide = {name: (shape, "F32") for name, (shape, _) in (ATTENTION | DENSE).items()}
+    path = write(tmp_path / "x.gguf", [wide, ATTENTION | routed("MXFP4")], file_type=38)
     done = moe_sim("plan", "--model", path, "--host-memory", "64GiB", "--json", cwd=tmp_path)
     assert done.returncode == 0
     assert json.loads(done.stdout)["model"] == "x"
+    assert "all but the experts is q8_0" not in done.stdout
