@@ -5,11 +5,10 @@ are scores over layers x experts, the shape of an EAM: the evictable expert with
 falls to the lower id. Rules 3, 4, 8 and 10 of docs/contract.md say when each method is called; an event holds nothing
 that a policy must not know yet (rule 16).
 
-A step may be of several requests, each in a batch slot of its own. What tells of the request itself is its own and is
-kept by batch slot: what it has used so far, what its latest token chose, which past request it resembles. It begins
-again with `begin_request` and is learned from in `end_request`. What tells of the run is merged,
-whoever chose: counts of use, recency, what has been learned, and keep scores, of which an expert has one however many
-requests want it.
+A step may hold several requests, each in a batch slot. A policy keeps by batch slot what it learns about one request:
+the experts used so far, the latest token's choice, the past request that it resembles. `begin_request` clears it, and
+`end_request` is the time to learn from it. All requests share the rest: counts of use, recency, what has been learned,
+and the keep scores, one for an expert however many requests want it.
 """
 
 from abc import ABC, abstractmethod

@@ -110,7 +110,7 @@ def with_host(model: MeasuredModel, run: Run, top_k: int, context: int, hit: Tok
         model = replace(model, **_decode_tables(model, lambda _, ns: ns * in_loop_ns // of_ns))
     alone_ns = parts_ns(model, layers, layers, context) + layers * model.transfer_ns
     missing_ns = max(min(missing.step_ns - alone_ns, missing.most_host_ns), -missing.most_host_ns)
-    if top_k == 1 and launches == layers:  # one expert of each layer, there or not: hits tell what a layer takes
+    if top_k == 1 and launches == layers:  # no second launch to compare with: hits alone give the time of a layer
         return replace(model, turnaround_ns=beyond_ns // layers)
     if launches <= layers:  # so few slots that hardly a token misses nothing
         return replace(model, turnaround_ns=max(0, missing_ns) // layers)

@@ -57,9 +57,9 @@ def read(path: str) -> GgufFile:
 
 
 def _size(file: BinaryIO) -> int:
-    here, end = file.tell(), file.seek(0, 2)
-    file.seek(here)
-    return end
+    position, size = file.tell(), file.seek(0, 2)
+    file.seek(position)
+    return size
 
 
 def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[StoredTensor]]:
@@ -77,9 +77,9 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[StoredTenso
         shape = struct.unpack(f"<{axes}Q", file.read(8 * axes))[::-1]
         raw.append((name, shape, _number(file, "I"), _number(file, "Q")))
     alignment = keys.get("general.alignment", 32)
-    begin = -(-file.tell() // alignment) * alignment
+    data_start = -(-file.tell() // alignment) * alignment
     places = sorted(offset for *_, offset in raw)
-    after = dict(pairwise([*places, size - begin]))
+    after = dict(pairwise([*places, size - data_start]))
     tensors = []
     for name, shape, kind, offset in raw:
         stored = after[offset] - offset
@@ -91,7 +91,7 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[StoredTenso
             stored = exact
         else:
             label = f"type {kind}"
-        tensors.append(StoredTensor(name, label, tuple(shape), begin + offset, stored))
+        tensors.append(StoredTensor(name, label, tuple(shape), data_start + offset, stored))
     return keys, tensors
 
 

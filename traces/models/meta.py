@@ -134,7 +134,7 @@ def _built(config: Mapping[str, Any]) -> Any:
         read = CONFIG_MAPPING[kind].from_dict(dict(config))
         text = read.get_text_config()
         _require_read(config, read)
-        _mend(text)
+        _make_buildable(text)
         named = [getattr(transformers, each, None) for each in config.get("architectures") or ()]
         cls = next((each for each in [*named, *(each.get(type(read), None) for each in CLASSES)] if each), None)
         if isinstance(cls, tuple):
@@ -149,7 +149,7 @@ def _built(config: Mapping[str, Any]) -> Any:
         raise InputError(f"transformers {version} builds no {kind} of it: {error}") from error
 
 
-def _mend(config: Any) -> None:
+def _make_buildable(config: Any) -> None:
     """Change what keeps a model from being built or run, and no size."""
     if (config.pad_token_id or 0) >= config.vocab_size:
         config.pad_token_id = None
@@ -380,7 +380,7 @@ class _Counting:
         return kept
 
     def _routed(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Stand in for a layer's experts, which need data to tell their tokens apart."""
+        """Stand in for a layer's experts, which cannot sort tokens without data."""
         index = next((each for each in args if isinstance(each, Tensor) and not each.is_floating_point()), None)
         if index is not None and index.dim() == 2:
             self.chosen.add(index.shape[-1])

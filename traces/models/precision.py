@@ -197,6 +197,6 @@ def _tail(name: str) -> str:
 
 
 def _matcher(name: str) -> Callable[[str], Any]:
-    """Return what tells whether a pattern fits the name of a module or of one that it is in."""
+    """Return a test of module names: does the pattern match the module, or one that contains it?"""
     matches = re.compile(name[3:] if name.startswith("re:") else translate(_tail(name))).match
     return lambda tail: matches(tail) or matches(f"{tail}.") or matches(f"model.{tail}")
