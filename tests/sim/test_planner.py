@@ -17,6 +17,7 @@ from sim.planner.placements import MMAP, TOKENS, Layout, cached, missed_bytes, t
 from sim.planner.plan import PRECISIONS, _limit_s, plan
 from sim.planner.resources import GPU_RESERVED, resources
 from tests.support.command import moe_sim
+from tests.support.profiles import QWEN3
 from traces import InputError
 from traces.models.profile import MODELS, model
 
@@ -302,24 +303,6 @@ def test_bandwidth_of_memory_counts_as_the_data_sheets_unless_it_was_measured():
         quick("mixtral-8x7b", host_memory="128GiB", cpu_bandwidth=text) for text in ("100GB/s", "80GB/s measured")
     )
     assert stated.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=1e-6)
-
-
-QWEN3 = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "torch_dtype": "bfloat16",
-}
 
 
 def test_a_transformers_config_gives_the_plan_of_the_shipped_profile(tmp_path: Path):

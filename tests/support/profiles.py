@@ -1,4 +1,4 @@
-"""Made-up model profiles, what a layer holds reckoned from heads, latents and widths."""
+"""Model profiles made up, what a layer holds reckoned from heads, latents and widths; and a published config."""
 
 from typing import Any
 
@@ -52,3 +52,22 @@ def plain(
     fields.setdefault("kv_bytes_per_value", fields["dense_bytes_per_parameter"])
     kinds = {name: kind(name.split("-")) for name in (run.split(" ")[1] for run in layers)}
     return ModelProfile(name=name, hub_ids=(), layers=layers, kinds=kinds, **fields)
+
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "torch_dtype": "bfloat16",
+}
+"""The config of Qwen3-30B-A3B."""

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pytest
 
 from tests.support.command import moe_sim
-from tests.traces.test_expert_sizes import BYTES_OF_256, Gguf
+from tests.support.gguf_files import BYTES_OF_256, Gguf, write_tensors
 from traces import InputError
 from traces.models.gguf_profile import of_gguf
 from traces.models.profile import MODELS, model, written
@@ -61,16 +60,8 @@ def write(path: Path, blocks: list[Gguf], ends: Gguf = ENDS, file_type: int | No
     for name, value in {**KEYS, "block_count": len(blocks), **keys}.items():
         add = writer.add_array if isinstance(value, list) else writer.add_uint32
         add(f"test.{name.replace('__', '.')}", value)
-    for name, (shape, kind) in (
-        ends.items()
-        | {f"blk.{place}.{name}": each for place, block in enumerate(blocks) for name, each in block.items()}.items()
-    ):
-        data = np.zeros((*shape[:-1], shape[-1] // 256 * BYTES_OF_256[kind]), np.uint8)
-        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    placed = {f"blk.{place}.{name}": each for place, block in enumerate(blocks) for name, each in block.items()}
+    write_tensors(writer, ends | placed)
     return path
 
 

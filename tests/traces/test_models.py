@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.architectures import names, tiny_model
+from tests.support.profiles import QWEN3
 from traces import InputError
 from traces.models import ModelProfile, counted
 from traces.models.precision import Precision, precision_of
@@ -29,22 +30,6 @@ BASE: dict[str, Any] = {
     "intermediate_size": 128,
     "moe_intermediate_size": 128,
     "num_experts_per_tok": 2,
-}
-QWEN3: dict[str, Any] = {
-    **BASE,
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
 }
 NEMOTRON = {**BASE, "model_type": "nemotron_h", "n_routed_experts": 4, "mlp_hidden_act": "relu2"}
 NANO = {
