@@ -6,6 +6,7 @@ Rules 11 and 12 of docs/contract.md. A machine on which the model was measured g
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 from sim.profiles.hardware_profile import Hardware
 from sim.profiles.timing import Link
@@ -55,13 +56,16 @@ class Roofline:
         self.hardware, self.model = hardware, model
         self.predictor_ns = predictor_ns  # the policy's, not the machine's: see `sim.profiles.policy_overhead`
         self._stretches = [model.stretch(layer) for layer in range(model.moe_layers + 1)]
+        # Many layers are alike, and a step asks for all of them.
+        self._alike = [self._stretches.index(stretch) for stretch in self._stretches]
+        self._timed = lru_cache(maxsize=256)(self._of_stretch)
         self._combine_ns: dict[int, int] = {}  # by tokens: that of every layer
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
         """Return the time of attention over `context`, shared experts, router and the layers without experts before."""
         if not self.model.runs(layer, tokens, context):
             return 0
-        return math.ceil(self._stretch_ns(self._stretches[layer], tokens, context, requests))
+        return self._timed(self._alike[layer], tokens, context, requests)
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """Return the time of an expert whose weights are read once, from GPU memory."""
@@ -94,6 +98,9 @@ class Roofline:
         trailing = self._stretch_ns(self._stretches[-1], tokens, tokens)
         framework = self.hardware.framework_us_per_token * 1_000
         return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS) + framework)
+
+    def _of_stretch(self, layer: int, tokens: int, context: int, requests: int) -> int:
+        return math.ceil(self._stretch_ns(self._stretches[layer], tokens, context, requests))
 
     def _stretch_ns(self, layers: Sequence[LayerKind], tokens: int, context: int, requests: int = 1) -> float:
         """Weights and KV caches are read once; a token attends to its request's tokens before it, in each window."""

@@ -151,11 +151,11 @@ class ModelProfile:
         """Which layers have routed experts, int[L]."""
         return tuple(place for place, kind in enumerate(self.order) if kind.routed)
 
-    @property
+    @cached_property
     def moe_layers(self) -> int:
         return len(self.places)
 
-    @property
+    @cached_property
     def encoder_moe_layers(self) -> int:
         return sum(place < self.encoder_layers for place in self.places)
 
