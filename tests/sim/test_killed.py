@@ -12,7 +12,7 @@ import os, shutil, signal, sys
 from pathlib import Path
 import matplotlib
 matplotlib.use("Agg")
-from sim import cli  # before the forks
+from sim.commands import main  # before the forks
 from sim.engines import untimed
 from sim.results import diagnosis
 from sim.results import plot
@@ -38,7 +38,7 @@ def swept(folder, *more, kill_before=None):
     sys.argv = ["moe-sim", "sweep", "one", "cells", "--untimed", "--policies", "lru,lfu", "--cache-sizes", "4"]
     sys.argv += ["--workers", "1", "-q", "--out", str(folder), *more]
     try:
-        cli.main()
+        main()
     except SystemExit as end:
         os._exit(end.code or 0)
 
