@@ -14,8 +14,8 @@ from types import ModuleType
 
 import numpy as np
 
-from policies.core.stack_distances import Ids, lru_misses
-from sim.analysis.curves import Accesses, belady_misses
+from policies.core.stack_distances import Ids, each_alone, lru_misses
+from sim.analysis.curves import Accesses, belady_misses, next_uses
 from traces.synthetic import synthetic
 
 SHAPES = {"24 x 32, top-4": (24, 32, 4), "26 x 64, top-6": (26, 64, 6)}
@@ -40,16 +40,19 @@ def accesses(layers: int, experts: int, top_k: int) -> Accesses:
 
 
 def write_accesses(experts: Ids, file: Path) -> None:
-    """In libcachesim's binary format."""
-    records = np.zeros(len(experts), RECORD)
-    records["time"], records["id"], records["size"], records["next"] = np.arange(len(experts)), experts, 1, -1
+    """In libcachesim's binary format, with the next use of each."""
+    n, alone = len(experts), each_alone(experts)
+    following = next_uses(experts.astype(np.int32), int(experts.max(initial=0)) + 1, alone)
+    records = np.zeros(n, RECORD)
+    records["time"], records["id"], records["size"] = np.arange(n), experts, 1
+    records["next"] = np.where(following < n, following, -1)
     records.tofile(file)
 
 
-def at_one_size(libcachesim: ModuleType, file: Path, slots: int) -> tuple[float, float]:
-    """Seconds and miss ratio of one run of libcachesim's LRU."""
+def at_one_size(libcachesim: ModuleType, file: Path, slots: int, policy: str = "LRU") -> tuple[float, float]:
+    """Seconds and miss ratio of one run of libcachesim's policy of that name."""
     reader = libcachesim.TraceReader(str(file), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
-    cache = libcachesim.LRU(slots)
+    cache = getattr(libcachesim, policy)(slots)
     began = time.process_time()
     ratio, _ = cache.process_trace(reader)
     return time.process_time() - began, ratio

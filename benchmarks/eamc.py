@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from policies.core.compiled import from_python
-from policies.core.events import RequestEvents, Routing, event_at, routing_of
+from policies.core.events import Events, Routing, event_at, routing_of
 from policies.core.policy import Float, Int, Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
@@ -80,7 +80,7 @@ def in_python(predictor: Predictor) -> Callable[[RequestSteps], None]:
     heard = from_python(observe)
 
     def work(request: RequestSteps) -> None:
-        events = RequestEvents(request, LAYERS)
+        events = Events.of(request, LAYERS)
         for step in range(TOKENS):
             for layer in range(LAYERS):
                 heard(predictor.matched, events.event(step, layer))
@@ -97,7 +97,7 @@ def whole(policy: str, saved: Predictor) -> Callable[[RequestSteps], None]:
     number = iter(range(1 << 30))
 
     def work(request: RequestSteps) -> None:
-        events = RequestEvents(request, LAYERS)
+        events = Events.of(request, LAYERS)
         runner.begin_request(next(number))
         for step in range(TOKENS):
             for layer in range(LAYERS):

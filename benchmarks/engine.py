@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,9 +26,9 @@ import numpy as np
 import simpy
 
 from benchmarks.curves import at_one_size, write_accesses
-from policies.core.policy import Shape
+from policies.core.policy import Event, Int, Options, RetentionPolicy, ScorePolicy, Shape
 from policies.core.spec import PolicySpec, parse
-from sim.engines import compiled_engine
+from sim.engines import compiled_engine, count
 from sim.engines.simpy_engine import simulate
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
@@ -47,6 +48,33 @@ SHARES = {"lru": 1 / 6, "lru+oracle": 1 / 12, "eamc-blend": 1 / 50, "eamc": 1 / 
 """Of libcachesim's accesses per second, at least."""
 GAINS = {"lru": 30}
 """Of SimPy's layer-steps per second, at least so many times."""
+COUNTED = {"lru": "LRU", "lfu": "LFU", "belady": "Belady"}
+"""Policies that count without a clock, by their name in libcachesim: at least 0.7 of the same policy's speed there."""
+
+
+class Newest(ScorePolicy):
+    """LRU in Python."""
+
+    def observe(self, event: Event) -> None:
+        self.keep[0, event.experts] = event.serial
+
+
+class Oldest(RetentionPolicy):
+    """FIFO in Python, which names its victims."""
+
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        self.came = np.zeros(shape.total, np.int64)
+
+    def on_insert(self, expert: int, serial: int, start: int) -> None:
+        self.came[expert] = start
+
+    def victim(self, evictable: Int) -> int:
+        return int(evictable[self.came[evictable].argmin()])
+
+
+IN_PYTHON = {Newest: 10, Oldest: 20}
+"""Policies in Python: at most so many times the time of a sweep's cell under `lru`, an event."""
 
 
 def bare_loop(waits: int) -> None:
@@ -162,15 +190,54 @@ def against_libcachesim_and_simpy(run_of: Callable[[PolicySpec], Run]) -> None:
             )
 
 
+def counted_against_libcachesim(run_of: Callable[[PolicySpec], Run]) -> None:
+    try:
+        import libcachesim
+    except ImportError:
+        return
+    run = run_of(parse("lru"))
+    shape, accesses = run.shape, np.concatenate([request.experts for request in run.requests])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "accesses.oracleGeneral.bin"
+        write_accesses(accesses, file)
+        for ours, theirs in COUNTED.items():
+
+            def play(ours: str = ours) -> object:
+                return count(run.requests, shape.layers, shape.experts, run.gpu.slots, parse(ours))
+
+            play()
+            pairs = [(seconds(play), at_one_size(libcachesim, file, run.gpu.slots, theirs)[0]) for _ in range(5)]
+            share = statistics.median(his / mine for mine, his in pairs)
+            rate = len(accesses) / min(mine for mine, _ in pairs)
+            print(f"counted: {ours}: {share:.2f} of libcachesim's {theirs} (at least 0.70), {rate:,.0f} accesses/s")
+
+
+def in_python(run_of: Callable[[PolicySpec], Run]) -> None:
+    """Policies in Python beside `lru`, as cells of a sweep: with the work of laying out requests and summing up."""
+    few = {each: first_requests(run_of(PolicySpec.of(each))) for each in ("lru", *IN_PYTHON)}
+    events = tokens(few["lru"]) * few["lru"].shape.layers
+    play = compiled_engine.simulate
+    for run in few.values():
+        play(run)
+    for each, most in IN_PYTHON.items():
+        pairs = [(seconds(partial(play, few[each])), seconds(partial(play, few["lru"]))) for _ in range(5)]
+        ratio = statistics.median(mine / lru for mine, lru in pairs)
+        us = statistics.median(mine for mine, _ in pairs) / events * 1e6
+        print(f"in Python: {each.__name__}: {us:.1f} us an event, {ratio:.0f} times lru (at most {most})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks engine", allow_abbrev=False)
     parser.add_argument("--trace", metavar="FOLDER", help="a recorded trace instead of a synthetic one")
     folder = parser.parse_known_args()[0].trace
     if folder:
-        against_libcachesim_and_simpy(recorded_run(folder))
+        run_of = recorded_run(folder)
     else:
         against_a_bare_loop()
-        against_libcachesim_and_simpy(synthetic_run)
+        run_of = synthetic_run
+    against_libcachesim_and_simpy(run_of)
+    counted_against_libcachesim(run_of)
+    in_python(run_of)
 
 
 if __name__ == "__main__":

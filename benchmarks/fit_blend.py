@@ -107,7 +107,7 @@ def _play(
                     weigh_ahead(known, p, 0, layer - 1, before[m, AHEAD])
                 weigh_here(known, p, 0, layer, top_k, before[m, HERE], before[m, AGAIN_HERE])
                 m += 1
-            learn(known, p, 0, layer, experts[first:last], counts[first:last], decode, True, top_k)
+            learn(known, p, 0, layer, experts[first:last], counts[first:last], decode, top_k)
             weigh(known, p, 0, layer, top_k, False)
             if layer and decode:
                 learn_ahead(known, p, 0, layer)

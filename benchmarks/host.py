@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from sim.engines import engine
+from sim.engines import compiled_engine
 from sim.engines.simpy_engine import SimpyDevice
-from sim.experiment import AUTO
 from sim.loop.driver import play
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
@@ -36,7 +35,7 @@ def main() -> None:
     for text in POLICIES:
         run = gpu_run(requests, Shape(LAYERS, EXPERTS), slots, parse(text), TIMING, LINK, experts_per_layer=1.0)
         play(run, SimpyDevice(TIMING, LINK))
-        simulated = _seconds(lambda run=run: engine.simulate(AUTO, run))
+        simulated = _seconds(lambda run=run: compiled_engine.simulate(run))
         whole = _seconds(lambda run=run: play(run, SimpyDevice(TIMING, LINK)))
         layers = sum(len(request.tokens) for request in requests) * LAYERS
         print(

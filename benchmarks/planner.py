@@ -13,7 +13,6 @@ import numpy as np
 
 from sim.backtest import file, score
 from sim.backtest.score import Result
-from sim.experiment import SIMPY
 from sim.planner.errors import FILE, kind_of
 from sim.planner.plan import quick
 
@@ -55,7 +54,7 @@ def errors_text(results: Iterable[Result]) -> str:
 def main() -> None:
     if "--write" in sys.argv:
         rows = file.unique([row for path in file.shipped() for row in file.read(path)])
-        FILE.write_text(errors_text(score.backtest(rows, SIMPY).results), "utf-8")
+        FILE.write_text(errors_text(score.backtest(rows).results), "utf-8")
     print(published())
 
 

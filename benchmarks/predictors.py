@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from policies.core.catalog import available
-from policies.core.events import RequestEvents
+from policies.core.events import Events
 from policies.core.policy import Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
@@ -99,7 +99,7 @@ def prepared(learned: Trace, folder: Path) -> dict[str, str]:
 
 def seconds(runner: PolicyRunner, ordinal: int, request: RequestSteps) -> tuple[float, float]:
     """Of all events of a request of decode, and of its end."""
-    events = RequestEvents(request, runner.shape.layers)
+    events = Events.of(request, runner.shape.layers)
     steps = [[events.event(step, layer) for layer in range(events.layers)] for step in range(TOKENS)]
     starts = [events.start(step) for step in range(TOKENS)]
     runner.begin_request(ordinal)

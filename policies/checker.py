@@ -5,7 +5,7 @@
 
 A prefetcher is checked beside what it is paired with: `check_policy("lru+my_file.py:MyPrefetch")`. The kit drives the
 residency with scripted random routing on caches of all sizes (one slot, events without experts, prefills,
-requests without decode or without any step, cold ends, the untimed mode), and with a link and a compute stream whose
+requests without decode or without any step, cold ends), and with a link and a compute stream whose
 order of events is random but seeded. Checked: two runs decide alike; other routing after an event changes nothing
 before it (oracles excepted); nothing writes into the arrays of an event; victims are among those offered;
 keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from policies.core.events import RequestEvents
-from policies.core.guard import THIRD_ROW, PolicyError, proposal_fault
+from policies.core.events import Events
+from policies.core.guard import PolicyError, proposal_fault
 from policies.core.policy import Event, ScorePolicy, Shape
-from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
+from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.core.runner import PolicyRunner
 from policies.core.spec import Policy, PolicySpec, parse
 from policies.random_routing import Script, scripts
@@ -106,36 +106,23 @@ class Drive:
 
     def _run(self, spec: PolicySpec) -> None:
         script, requests, shape = self._script, self._script.requests(), self._script.shape
-        self._runner = runner = PolicyRunner(spec, shape, requests, script.untimed, experts_per_layer=1.0)
+        self._runner = runner = PolicyRunner(spec, shape, requests, experts_per_layer=1.0)
         partitions = len(spec.divide(shape, shape.total))
         self._residency: Any = runner.residency(max(script.slots, partitions))
         before = 0
         for ordinal, request in enumerate(requests):
-            events = RequestEvents(request, shape.layers, before, script.untimed)
+            events = Events.of(request, shape.layers, before)
             before += events.count
             runner.begin_request(ordinal)
             for step in range(len(request.phase)):
                 for layer in range(shape.layers):
                     self.marks.append(len(self.log))
-                    if script.untimed:
-                        for event in events.accesses(step, layer):
-                            self._access(event)
-                    else:
-                        self._event(events.event(step, layer))
+                    self._event(events.event(step, layer))
             runner.end_request()
             cold = script.cold and ordinal < len(requests) - 1
             if cold:
                 self._active = NO_EXPERT
             self._residency.end_request(cold)
-
-    def _access(self, event: Event) -> None:
-        """Run an access of the untimed mode, an event of its own: loaded and released at once."""
-        hit, _ = self._residency.route(event.experts)
-        self._observe(event)
-        if not hit:
-            self._note(*self._residency.next_transfer())
-            self._residency.arrived()
-        self._residency.computed(int(event.experts[0]))
 
     def _event(self, event: Event) -> None:
         residency, turns = self._residency, self._turns
@@ -171,15 +158,13 @@ class Drive:
 
     def _observe(self, event: Event) -> None:
         """Rule 3, and a look at the scores."""
-        queued, before = self._residency.keep[PRIORITY].copy(), [array.tobytes() for array in event[3:]]
+        before = [array.tobytes() for array in event[3:]]
         self._runner.observe(event)
         if before != [array.tobytes() for array in event[3:]]:
             raise RuleError("it writes into the arrays of an event, which its other half reads too")
         keeper = self._runner.retention
         if not isinstance(keeper, ScorePolicy):
             return
-        if not np.array_equal(keeper.keep[PRIORITY], queued):
-            raise RuleError(THIRD_ROW)
         if not np.isfinite(keeper.keep[:2]).all():
             raise RuleError("its keep scores are not all finite")
 
@@ -233,7 +218,7 @@ def _us_per_event(spec: PolicySpec, seed: int) -> float:
     request = replace(request, lookahead=Lookahead(L, request.offsets, request.experts, request.counts))
     runner = PolicyRunner(spec, Shape(L, E), [request, request], experts_per_layer=1.0)
     for ordinal in range(2):  # the first warms up
-        made = RequestEvents(request, L)
+        made = Events.of(request, L)
         events = [made.event(step, layer) for step in range(tokens) for layer in range(L)]
         began = perf_counter_ns()
         runner.begin_request(ordinal)

@@ -23,11 +23,10 @@ class Script:
     play: Play
     seed: int
     cold: bool = False
-    untimed: bool = False
 
     def __str__(self) -> str:
         L, E = self.shape.layers, self.shape.experts
-        how = [f"{L} x {E} experts", f"{self.slots} slots"] + ["cold"] * self.cold + ["untimed"] * self.untimed
+        how = [f"{L} x {E} experts", f"{self.slots} slots"] + ["cold"] * self.cold
         return ", ".join(how)
 
     @property
@@ -62,7 +61,6 @@ def scripts(seed: int) -> Iterator[Script]:
         script = Script(shape, slots, _draw(rng, shape, 5), rng.randrange(2**31))
         yield script
         yield replace(script, cold=True)
-        yield replace(script, untimed=True)
 
 
 def _draw(rng: random.Random, shape: Shape, requests: int) -> Play:

@@ -17,11 +17,10 @@ from replay.calibration.pace import pausing
 from replay.choice import Choice, Described
 from replay.devices.waiting import Pace
 from replay.warmup import undisturbed
-from sim.engines import engine
+from sim.engines import compiled_engine
 from sim.engines.simpy_engine import SimpyDevice
-from sim.experiment import AUTO
 from sim.loop.driver import Driver
-from sim.loop.log import PREDICTOR, RunLog, StepRow
+from sim.loop.log import PREDICTOR, RunLog, StepRow, counting
 from sim.loop.run import Run
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
@@ -89,7 +88,7 @@ def replay(
         driver = Driver(run, SimpyDevice(run.timing, run.gpu.link) if done else device, observer=observer)
         if done:
             driver.resume(done, device)
-        with engine.counting(run):
+        with counting(run):
             log = driver.run(pausing(opened, paces, on_step or (lambda row: None)), done)
         if observer:
             observer.close()
@@ -146,7 +145,7 @@ def under_contention(choice: Choice, model: MeasuredModel, predictor_ns: int) ->
     chunk_bytes = choice.loaded.experiment.chunk_bytes
 
     def simulate(on: MeasuredModel) -> RunLog:
-        return engine.simulate(AUTO, choice.on(on.timing(predictor_ns), on.link(chunk_bytes)))
+        return compiled_engine.simulate(choice.on(on.timing(predictor_ns), on.link(chunk_bytes)))
 
     slowed = effective(model, simulate)
     return slowed.timing(predictor_ns), slowed.link(chunk_bytes)
@@ -161,7 +160,7 @@ def predict(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -
 
     def predicted(timing: Timing, link: Link, machine: str) -> Row:
         there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
-        log = engine.simulate(AUTO, choice.on(timing, link))
+        log = compiled_engine.simulate(choice.on(timing, link))
         return summarise(log, there, loaded.trace.requests)[0]
 
     profile = loaded.hardware.name

@@ -23,8 +23,6 @@ from traces.typed import typed
 CLOSED, TRACE, POISSON = ARRIVALS = ("closed", "trace", "poisson")
 """When requests arrive, where several run at a time: as soon as one may begin, as recorded, drawn."""
 
-AUTO, SIMPY, COMPILED = ENGINES = ("auto", "simpy", "compiled")
-
 MOST = 2**63 - 1
 SIZES = "a share (25%), experts (64) or bytes (8GiB)"
 
@@ -111,14 +109,6 @@ class Experiment:
         Annotated[float, Meta(gt=0, le=1e15)] | None,
         Option("Requests a second that arrive at random (Poisson), at the same times in each run."),
     ] = None
-    engine: Annotated[
-        str,
-        Option(
-            "Engine of timed runs: auto, simpy, or compiled (same results, faster, built-in policies). Default: auto.",
-            key=False,
-            names=ENGINES,
-        ),
-    ] = AUTO
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", str(self.trace))

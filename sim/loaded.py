@@ -4,7 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,8 +13,8 @@ import numpy as np
 
 from policies.core.policy import Int, Shape
 from policies.core.spec import FETCHED, Policy, PolicySpec, parse
-from sim.engines import engine, untimed
-from sim.experiment import COMPILED, SIMPY, Experiment
+from sim.engines import compiled_engine, untimed
+from sim.experiment import Experiment
 from sim.loop.log import Ended, RunLog, joined
 from sim.loop.requests import Requests, users
 from sim.loop.run import Run, Tier, gpu_run
@@ -111,7 +111,7 @@ class Loaded(ABC):
         return slots if self.sizes is None else round(slots * self.all_experts / int(self.sizes.sum()))
 
     def require(self, policy: PolicySpec, slots: int) -> None:
-        """Raise InputError for what the policy lacks: slots for its scope, a file; timed, a column or an engine."""
+        """Raise InputError for what the policy lacks: slots for its scope, a file; timed, a column."""
         policy.divide(self.shape, slots)
         policy.require(self.shape)
 
@@ -121,16 +121,22 @@ class Loaded(ABC):
         self.require(spec, slots)
         return spec, slots
 
-    def compiled(self, policy: PolicySpec) -> bool:
-        return False
-
     def versions(self, policies: Iterable[PolicySpec]) -> list[bool]:
-        """Return, of each policy that the compiled engine runs, which version does (`compiled_engine.tiered`)."""
+        """Return which version of the engine runs each policy (`compiled_engine.tiered`)."""
         return []
 
     @abstractmethod
     def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
         """Run one cell; `ended` takes the log of each request as it ends."""
+
+    def play_cells(self, policy: PolicySpec, slots: Sequence[int], ended: Sequence[Ended]) -> None:
+        """Run cells of one policy, which may learn once for all of them."""
+        for each, heard in zip(slots, ended, strict=True):
+            self.play(policy, each, heard)
+
+    def learns_once(self, policy: PolicySpec) -> bool:
+        """Return whether cells of a policy gain by running together."""
+        return False
 
     def log(self, policy: PolicySpec, slots: int) -> RunLog:
         parts: list[RunLog] = []
@@ -226,12 +232,9 @@ class TimedRun(Loaded):
             return self.measured.link(self.experiment.chunk_bytes)
         return host_link(self.hardware, self.profile, self.experiment.chunk_bytes)
 
-    def compiled(self, policy: PolicySpec) -> bool:
-        return self.experiment.engine != SIMPY and policy.compiled
-
     def versions(self, policies: Iterable[PolicySpec]) -> list[bool]:
         more = self.experiment.host_memory is not None or self.sizes is not None
-        return [more or policy.placement != FETCHED for policy in policies if self.compiled(policy)]
+        return [more or policy.placement != FETCHED for policy in policies]
 
     def simulated_alone(self, policy: PolicySpec) -> str | None:
         """Return what of a cell no real device runs so far; None: nothing."""
@@ -250,13 +253,18 @@ class TimedRun(Loaded):
                 f"{policy.text}: the trace {self.experiment.trace} has no lookahead column; "
                 "record it with `moe-trace record --lookahead`"
             )
-        if self.experiment.engine == COMPILED and not policy.compiled:
-            raise InputError(
-                f"`engine` compiled does not run {policy.text}: {policy.not_compiled}; `engine` auto runs it on SimPy"
-            )
 
     def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
-        engine.play(self.experiment.engine, self.run(policy, slots), ended)
+        compiled_engine.play(self.run(policy, slots), ended)
+
+    def play_cells(self, policy: PolicySpec, slots: Sequence[int], ended: Sequence[Ended]) -> None:
+        """Run cells of one policy, which learns once for all of them where that is possible."""
+        compiled_engine.play_cells([self.run(policy, each) for each in slots], ended)
+
+    def learns_once(self, policy: PolicySpec) -> bool:
+        """Return whether cells of a policy gain by running together: it learns, and from events alone."""
+        learns = policy.evict.cls.observes or policy.prefetch.cls.observes or policy.prefetches
+        return learns and policy.learns_from_events_alone and self.experiment.max_batch is None
 
     def run(self, policy: PolicySpec, slots: int) -> Run:
         timing, link = self.timing(policy), self.link

@@ -24,7 +24,7 @@ def run(package, *arguments, cwd):
 
 @pytest.mark.slow  # compiles the engine in a process of its own
 def test_a_sweep_and_its_replay_on_a_logical_clock_need_no_extra(tmp_path):
-    asked = ("--requests", "2", "--cache-sizes", "25%", "--policies", "lru", "--engine", "simpy", "--out", "swept")
+    asked = ("--requests", "2", "--cache-sizes", "25%", "--policies", "lru", "--out", "swept")
     done = run("sim", "sweep", *asked, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (

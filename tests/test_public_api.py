@@ -45,11 +45,11 @@ class Fading(ScorePolicy):
         self.keep[0, event.experts] += event.counts
 
 assert check_policy(Fading).passed
-result = sweep(trace, ["lru", Fading, "belady"], ["25%", 512], workers=2, predictor_us=0.0, engine="simpy")
+result = sweep(trace, ["lru", Fading, "belady"], ["25%", 512], workers=2, predictor_us=0.0)
 print(result.frame[["policy", "cache_experts", "tpot_mean_ms"]])
 print(result.compare("lru"))
 result.plot().savefig("sweep.png")
-run = simulate(trace, Fading, "25%", predictor_us=0.0, engine="simpy")
+run = simulate(trace, Fading, "25%", predictor_us=0.0)
 print(run, run.steps.groupby("phase")["step_ms"].mean(), run.requests["hits"].sum())
 '''
 
@@ -93,7 +93,7 @@ def test_the_options_are_the_fields_of_an_experiment(function):
 
 
 def test_a_run_has_its_totals_steps_and_requests(trace):
-    run = sim.simulate(trace, "lru", 0.25, warmup_requests=1, engine="simpy")
+    run = sim.simulate(trace, "lru", 0.25, warmup_requests=1)
     counted = run.steps[~run.steps["warmup"]]
     assert run["misses"] == counted["misses"].sum() == run.requests["misses"].sum()
     decodes = counted[counted["phase"] == "decode"]
@@ -104,8 +104,8 @@ def test_a_run_has_its_totals_steps_and_requests(trace):
 
 
 def test_a_run_equals_the_sweeps_run_of_the_same_policy_and_size(trace):
-    swept = sim.sweep(trace, ["lru", "lfu"], [256], engine="simpy")
-    alone = sim.simulate(trace, "lfu", "25%", engine="simpy")
+    swept = sim.sweep(trace, ["lru", "lfu"], [256])
+    alone = sim.simulate(trace, "lfu", "25%")
     (row,) = swept.frame[swept.frame["policy"] == "lfu"].to_dict("records")
     assert {name: row[name] for name in ("misses", "tpot_mean_ms")} == {
         "misses": alone["misses"],
@@ -191,7 +191,7 @@ def test_values_may_be_numbers_and_texts_as_a_command_takes_them(trace):
     with pytest.raises(ValueError, match="unknown column 'misses'; known: hit_rate"):
         swept.plot("misses")
     sizes: list[float | str] = [0.5, "50%"]
-    half, same = (sim.simulate(few, "lru", "25%", host_memory=size, engine="simpy") for size in sizes)
+    half, same = (sim.simulate(few, "lru", "25%", host_memory=size) for size in sizes)
     assert half.row == same.row
 
 
@@ -202,10 +202,10 @@ def test_an_option_that_there_is_not_is_a_type_error(trace):
 
 def test_what_commands_warn_of_is_a_warning(trace):
     with pytest.warns(UserWarning, match="below the working set of one token"):
-        sim.simulate(trace, "lru", "10%", engine="simpy")
+        sim.simulate(trace, "lru", "10%")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sim.simulate(trace, "lru", "50%", engine="simpy")
+        sim.simulate(trace, "lru", "50%")
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ from replay.devices.store import RESERVE_BYTES, HostMemory, Stamps, available_me
 from replay.keys import key_of
 from replay.model.network import expert_output
 from replay.warmup import decide, undisturbed
-from sim.engines import engine
-from sim.experiment import AUTO
+from sim.engines import compiled_engine
 from sim.loop.device import Device
 from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
@@ -382,4 +381,4 @@ def compile_all() -> None:
         timing, link = FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 64)
         run = gpu_run(Requests(trace), Shape(3, 8), 9, parse(policy), timing, link, experts_per_layer=1.0)
         decide(run)
-        engine.simulate(AUTO, run)
+        compiled_engine.simulate(run)

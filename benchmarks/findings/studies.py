@@ -55,23 +55,21 @@ def read(folder: Path, name: str) -> tuple[Trace, pd.DataFrame]:
 
 def policies(trace: Trace, facts: pd.DataFrame, rows: Sequence[int], asked: Sequence[str] = POLICIES) -> pd.DataFrame:
     """Return hits and times of each policy at each size, a row a request."""
-    found = sweep(trace.select(np.array(rows)), list(asked), list(SIZES), engine="compiled")
+    found = sweep(trace.select(np.array(rows)), list(asked), list(SIZES))
     return _labelled(found.requests, facts, rows)
 
 
 def capacities(trace: Trace, facts: pd.DataFrame, rows: Sequence[int]) -> pd.DataFrame:
     """Return the same of the paper's policy by the capacity of its collection, and of LRU and Belady."""
     asked = ["lru", *(f"eamc:capacity={n}+none" for n in CAPACITIES), "belady"]
-    found = sweep(trace.select(np.array(rows)), asked, ["25%"], engine="compiled")
+    found = sweep(trace.select(np.array(rows)), asked, ["25%"])
     return _labelled(found.requests, facts, rows)
 
 
 def users(trace: Trace, rows: Sequence[int]) -> pd.DataFrame:
     """Return tokens a second and hit rate of several users at once, a row a run."""
     some = trace.select(np.array(rows))
-    runs = [
-        sweep(some, ["lru", "eamc-blend"], ["25%"], engine="compiled", max_batch=n).frame.assign(users=n) for n in USERS
-    ]
+    runs = [sweep(some, ["lru", "eamc-blend"], ["25%"], max_batch=n).frame.assign(users=n) for n in USERS]
     columns = ["policy", "users", "hit_rate", "tokens_per_s", "tpot_mean_ms", "tokens", "requests"]
     return pd.concat(runs)[columns].reset_index(drop=True)
 

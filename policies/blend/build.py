@@ -5,7 +5,7 @@ from pathlib import Path
 
 from policies.blend.eamc_blend import profile_of
 from policies.blend.profile import Profile
-from policies.core.events import RequestEvents
+from policies.core.events import Events
 from policies.core.policy import Requests, Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import make_policy
@@ -17,7 +17,7 @@ def build(traces: Sequence[tuple[str, Requests]], shape: Shape, start: Path | No
     ordinal = 0
     for _, requests in traces:
         for request in requests:
-            events = RequestEvents(request, shape.layers)
+            events = Events.of(request, shape.layers)
             runner.begin_request(ordinal)
             for step in range(len(request.phase)):
                 runner.propose(events.start(step))

@@ -57,9 +57,9 @@ SET_ASIDE = 1e9
 CERTAIN = 30.0
 """Log odds where every expert is used."""
 
-PER_ACCESS, TOP_K, STEPS, DECODES, OPEN, NUMBERS = range(6)
-"""Places in `Blend.numbers`: whether an event's experts are reported one by one (the untimed mode); the most experts of
-a decoded token so far; steps so far; whether the one that runs decodes; the layer whose pass is open."""
+TOP_K, STEPS, DECODES, NUMBERS = range(4)
+"""Places in `Blend.numbers`: the most experts of a decoded token so far; steps so far; whether the one that runs
+decodes."""
 
 RAN, ASIDE, PREDICTED = range(3)
 """Rows of `Blend.layers`: the latest step in which each ran; whether it is set aside; the latest step in which its
@@ -99,7 +99,6 @@ class Blend(NamedTuple):
 def nothing_known(shape: Shape, distance: float, depth: int, later: float) -> Blend:
     """Return the start of a run, with options of `eamc-blend`."""
     numbers = np.zeros(NUMBERS, np.int64)
-    numbers[OPEN] = NONE
     return Blend(
         known=evidence.nothing_known(shape),
         parameters=PARAMETERS,
@@ -217,23 +216,16 @@ LEAST_TIME = float(np.log(2))
 @compiled
 def observe(own: Blend, event: Event) -> None:
     """Learn from the event, and score its layer's experts again."""
-    numbers, E, layer = own.numbers, own.known.after.shape[3], event.layer
-    begins = own.steps[event.batch_slots[0]] != event.steps[0]
-    opens = not numbers[PER_ACCESS] or begins or numbers[OPEN] != layer
-    if opens:
-        close(own, event.batch_slots[0])
+    layer = event.layer
     begin_step(own, event)
     if len(event.experts) == 0:
         return
-    numbers[OPEN] = layer
-    own.layers[RAN, layer], own.layers[ASIDE, layer] = numbers[STEPS], 0
-    # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
-    upto = event.experts[len(event.experts) - 1] - layer * E if numbers[PER_ACCESS] else E - 1
-    pass_on(own.learning, layer, event.experts, opens)
+    own.layers[RAN, layer], own.layers[ASIDE, layer] = own.numbers[STEPS], 0
+    pass_on(own.learning, layer, event.experts)
     for r in range(len(event.batch_slots)):
         first, last = event.offsets[r], event.offsets[r + 1]
         experts, counts = event.own_experts[first:last], event.own_counts[first:last]
-        _learn(own, event.batch_slots[r], r, layer, experts, counts, opens, upto)
+        _learn(own, event.batch_slots[r], r, layer, experts, counts)
 
 
 @compiled
@@ -243,31 +235,17 @@ def score(own: Blend, keep: Float, event: Event) -> None:
 
 
 @compiled
-def close(own: Blend, batch_slot: int) -> None:
-    """End the pass that is open, in the untimed mode: only what comes next says that it is over."""
-    numbers = own.numbers
-    if numbers[PER_ACCESS] and numbers[OPEN] >= 0:
-        nothing = own.steps[:0]
-        _learn(own, batch_slot, 0, numbers[OPEN], nothing, nothing, False, own.known.after.shape[3] - 1)
-        numbers[OPEN] = NONE
-
-
-@compiled
-def _learn(own: Blend, batch_slot: int, r: int, layer: int, experts: Int, counts: Int, opens: bool, upto: int) -> None:
-    """Learn what request number r chose of `layer`; score the layer's experts up to number `upto`.
-
-    Untimed, none chosen: the layer's pass is over.
-    """
+def _learn(own: Blend, batch_slot: int, r: int, layer: int, experts: Int, counts: Int) -> None:
+    """Learn what request number r chose of `layer`; score the layer's experts."""
     known, numbers, decode = own.known, own.numbers, own.numbers[DECODES] != 0
     if decode:
         show(own.learning, layer, numbers[STEPS], batch_slot, experts)
-    learn(known, own.parameters, batch_slot, layer, experts, counts, decode, opens, numbers[TOP_K])
+    learn(known, own.parameters, batch_slot, layer, experts, counts, decode, numbers[TOP_K])
     if decode:
         numbers[TOP_K] = max(numbers[TOP_K], known.used[batch_slot, 2, layer, known.after.shape[3]])
     weigh(known, own.parameters, batch_slot, layer, numbers[TOP_K], False)
-    _score(own, batch_slot, r, layer, upto)
-    is_over = (len(experts) > 0) != numbers[PER_ACCESS]
-    if decode and r == 0 and is_over and layer == numbers[STEPS] % known.after.shape[1]:
+    _score(own, batch_slot, r, layer)
+    if decode and r == 0 and len(experts) and layer == numbers[STEPS] % known.after.shape[1]:
         sighted = sees(own, batch_slot)
         model, kinds = (CHANCE, KINDS) if sighted else (CHANCE_BLIND, BLIND)
         ask(own.learning, model, layer, numbers[STEPS] + 1, batch_slot, even_odds(own))
@@ -276,25 +254,25 @@ def _learn(own: Blend, batch_slot: int, r: int, layer: int, experts: Int, counts
 
 
 @compiled
-def _score(own: Blend, batch_slot: int, r: int, layer: int, upto: int) -> None:
-    """Score the layer's experts up to number `upto` by the evidence on what request number r wants."""
+def _score(own: Blend, batch_slot: int, r: int, layer: int) -> None:
+    """Score the layer's experts by the evidence on what request number r wants."""
     E, sighted = own.known.after.shape[3], sees(own, batch_slot)
     odds, times = own.scratch[0], own.scratch[1]
     weighed(own, layer, CHANCE if sighted else CHANCE_BLIND, KINDS if sighted else BLIND, odds)
     weighed(own, layer, TIME, BLIND, times)
     even, distant = even_odds(own), possible(own, layer, 1)
-    keep, n = own.keep[0, layer * E : (layer + 1) * E], upto + 1
+    keep = own.keep[0, layer * E : (layer + 1) * E]
     layer_odds = own.predicted[ODDS, layer * E : (layer + 1) * E]
     layer_times = own.predicted[TIMES, layer * E : (layer + 1) * E]
-    for e in range(n):
+    for e in range(E):
         odds[e] += even
         times[e] = max(LEAST_TIME, times[e])
     if r == 0:
-        for e in range(n):
+        for e in range(E):
             layer_odds[e], layer_times[e] = odds[e], times[e]
             keep[e] = -times[e] * near_chance(-odds[e]) - distant
     else:
-        for e in range(n):
+        for e in range(E):
             layer_odds[e], layer_times[e] = max(layer_odds[e], odds[e]), min(layer_times[e], times[e])
             keep[e] = max(keep[e], -times[e] * near_chance(-odds[e]) - distant)
 

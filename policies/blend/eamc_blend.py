@@ -34,9 +34,7 @@ import numpy as np
 from policies.blend import evidence
 from policies.blend.decisions import (
     NONE,
-    PER_ACCESS,
     Blend,
-    close,
     learned,
     nothing_known,
     observe,
@@ -44,7 +42,7 @@ from policies.blend.decisions import (
     score,
 )
 from policies.blend.profile import Profile
-from policies.core.policy import Compiled, Listener, Options, Prefetcher, Requests, ScorePolicy, Shape, bounded
+from policies.core.policy import Compiled, Listener, Options, Prefetcher, ScorePolicy, Shape, bounded
 from policies.core.registry import prefetcher, retention
 
 DEFAULT_WINDOW = 0.5
@@ -80,7 +78,6 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
 
 def begin_request(own: Blend, batch_slot: int) -> None:
     """The request before it in this batch slot is over, and the new one has counts of its own."""
-    close(own, batch_slot)
     evidence.begin_request(own.known, batch_slot)
     own.steps[batch_slot] = NONE
 
@@ -117,10 +114,6 @@ class BlendRetention(_StartsFromAProfile, ScorePolicy):
     def __init__(self, shape: Shape, options: BlendOptions) -> None:
         super().__init__(shape, options)
         self.keep = self.state.keep
-
-    def foresee(self, requests: Requests, per_access: bool) -> None:
-        """Take note of the mode alone: untimed, an event's experts are reported one by one."""
-        self.state.numbers[PER_ACCESS] = per_access
 
 
 @prefetcher("eamc-blend")

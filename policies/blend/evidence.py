@@ -315,10 +315,9 @@ def learn(
     experts: Int,
     counts: Int,
     decode: bool,
-    opens: bool,
     top_k: int,
 ) -> None:
-    """The request in `batch_slot` chose `experts` of `layer`, each for `counts` tokens; a pass begins if `opens`.
+    """The request in `batch_slot` chose `experts` of `layer`, each for `counts` tokens.
 
     Who asks for evidence then has it weighed first.
     """
@@ -328,8 +327,7 @@ def learn(
         total += counts[i]
         most = max(most, counts[i])
     passes = 1.0 if decode else max(1.0, most, total / top_k if top_k else 0.0)
-    if opens:
-        open_pass(known, p, batch_slot, layer, passes, decode)
+    open_pass(known, p, batch_slot, layer, passes, decode)
     for i in range(len(experts)):
         share = 1.0 if decode else min(1.0, counts[i] / passes)
         use(known, p, batch_slot, layer, experts[i] - layer * E, share, passes, decode)

@@ -139,13 +139,13 @@ def _settle(fits: Float, model: int, question: Float) -> None:
 
 
 @compiled
-def pass_on(own: Learning, layer: int, experts: Int, opens: bool) -> None:
-    """A pass of the layer uses these experts; it begins with them if it `opens`."""
+def pass_on(own: Learning, layer: int, experts: Int) -> None:
+    """A pass of the layer uses these experts."""
     E = own.questions.shape[2]
     for place in range(HORIZON):
         waits = own.waits[place]
         if waits[E] == layer:
-            waits[E + 1] += opens
+            waits[E + 1] += 1
             for expert in experts:
                 if not waits[expert % E]:
                     waits[expert % E] = waits[E + 1]

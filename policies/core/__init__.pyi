@@ -1,7 +1,6 @@
 from .catalog import available as available
 from .compiled import inlined as inlined
-from .events import Merged as Merged
-from .events import RequestEvents as RequestEvents
+from .events import Events as Events
 from .events import alone as alone
 from .grammar import Term as Term
 from .grammar import alternatives as alternatives

@@ -1,90 +1,143 @@
-"""The dispatch table of compiled policies: which functions of which built-in policy are called, by number.
+"""What a policy declares as `compiled`, as functions at addresses that the compiled loop calls.
 
-Numba cannot keep on disk a function that takes functions as arguments, nor need it: a compiled engine takes numbers,
-and what the policies of the run know as one `PolicyStates`, of one type whatever they are, so that it is compiled once.
-The functions here are made at import, from what the policies of `policies.core.registry.BUILT_IN` declare as
-`compiled`: a chain of ifs each. They count as lines of this file, under whose name numba keeps what it compiles.
-
-A policy from elsewhere, or one that names its victims itself, has no number; nor do compiled engines run two halves of
-one family with different options, since `PolicyStates` has one place for each.
+Of each function that a policy declares one is made here that takes what `policies.core.calling` hands over: what the
+policy knows and the event as addresses. It is compiled when a run first needs it, and of this package's policies kept
+on disk, under the name of this file. A policy in a user's own file is called in the same way and as fast.
 """
 
-from collections import namedtuple
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
-from policies.core.compiled import apart, compiled, inlined
-from policies.core.policy import Compiled, Listener, RetentionPolicy, Shape
-from policies.core.registry import NoPrefetch, built_in
+import numpy as np
 
-NONE = 0  # observes nothing, proposes nothing, keeps no scores
+from policies.core.calling import Held, address_of, call_propose, got, put
+from policies.core.compiled import OURS, compiled
+from policies.core.limits import Bounds, Limiter, Limits, within
+from policies.core.policy import NO_INTS, Compiled, Event, Float, Int, Listener, RetentionPolicy, Shape
 
-COMPILED: dict[type[Listener], Compiled] = {cls: cls.compiled for cls in built_in() if cls.compiled}
-NUMBERS = {cls: number for number, cls in enumerate(COMPILED, NONE + 1)}
-SERVED: set[type[Listener]] = {NoPrefetch, *COMPILED}
+HOOKS = ("on_lookup", "on_host_lookup", "on_insert", "on_evict")
+"""Bookkeeping in the keep scores (rule 8), by the name that a policy declares."""
 
-FAMILIES = {each.start: f"of_{place}" for place, each in enumerate(COMPILED.values()) if each.start}
-"""Fields of `PolicyStates`, by what makes the state."""
+IN_PYTHON = ("observe", "propose", "on_hit", "on_insert", "on_evict", "on_need", "victim")
+"""Methods with which a class takes a decision from compiled code."""
 
-PolicyStates = namedtuple("PolicyStates", list(FAMILIES.values()))  # type: ignore[misc]
-"""What each family of policies knows; of one that is not used, next to nothing."""
+EVENT = Event(0, 0, 0, *[NO_INTS.copy() for _ in Event._fields[3:]])
 
+event_of = got(EVENT)
 
-def number_of(cls: type[Listener]) -> int:
-    """Return the number of the built-in policy whose functions a class has, which a user's may inherit; or NONE."""
-    return next((number for each, number in NUMBERS.items() if each.compiled is cls.compiled), NONE)
-
-
-def _chain(name: str, parameters: str, compiling: Callable[..., Any], returns: str = "", instead: str = "") -> Any:
-    """Compile the function `name` that calls, by number, what each policy declares under that name, or `instead`."""
-    space, lines = globals(), [f"def {name}(number, {parameters}):", "    n = 0"]
-    for cls, declared in COMPILED.items():
-        function = getattr(declared, name) or (getattr(declared, instead) if instead else None)
-        if function is not None:
-            with_state = parameters.startswith("states, ")
-            space[f"{name}_{NUMBERS[cls]}"] = apart(function) if with_state else function
-            own = parameters.removeprefix("states, ")
-            if with_state:
-                own = own if issubclass(cls, RetentionPolicy) else own.removeprefix("keep, ")
-                own = f"states.{FAMILIES[declared.start]}, {own}"  # type: ignore[index]
-            lines += [f"    {'if' if len(lines) == 2 else 'elif'} number == {NUMBERS[cls]}:"]
-            lines += [f"        {returns}{name}_{NUMBERS[cls]}({own})"]
-    lines.append("    return n" if returns else "    return")
-    exec(compile("\n".join(lines), __file__, "exec"), space)
-    return compiling(space[name])
+put_event: Callable[[Event, int], int] = put
+"""(event, address), in compiled code."""
 
 
-observe: Callable[..., None] = _chain("observe", "states, keep, event", inlined)
-"""(number, states, keep, event): rule 3; a retention policy writes its keep scores."""
-
-propose: Callable[..., int] = _chain("propose", "states, event, ids, priorities", inlined, returns="n = ")
-"""(number, states, event, ids, priorities): rule 4; fill ids and priorities, [L*E] each; how many."""
-
-on_lookup: Callable[..., None] = _chain("on_lookup", "keep, expert, serial", compiled)
-"""(number, keep, expert, serial): rule 8; an event looks `expert` up, whatever its state."""
-
-on_host_lookup: Callable[..., None] = _chain("on_host_lookup", "keep, expert, serial", compiled, instead="on_lookup")
-"""(number, keep, expert, serial): the same of a miss that is computed on the host."""
-
-on_insert: Callable[..., None] = _chain("on_insert", "keep, expert, serial, start", compiled)
-"""(number, keep, expert, serial, start): the `start`-th transfer of the run begins, after event `serial`."""
-
-on_evict: Callable[..., None] = _chain("on_evict", "keep, expert", compiled)
-"""(number, keep, expert): `expert` leaves the cache."""
+def is_compiled(cls: type[Listener]) -> bool:
+    """Return whether all that a half decides is compiled."""
+    methods = (getattr(cls, name) for name in IN_PYTHON if hasattr(cls, name))
+    return cls.compiled is not None and all(method.__module__ == Listener.__module__ for method in methods)
 
 
-def _field(half: Listener) -> str | None:
-    return FAMILIES[half.compiled.start] if half.compiled and half.compiled.start else None
+def hooks_of(half: Listener) -> list[int]:
+    """Return the addresses of an eviction policy's `HOOKS`, 0 for each that it does not have."""
+    cls = type(half)
+    own = dict(zip(HOOKS, hooks(cls.declared(half.options)), strict=True))
+    made = {name: _address(cls, name) if function else 0 for name, function in own.items()}
+    made["on_host_lookup"] = made["on_host_lookup"] or made["on_lookup"]
+    return list(made.values())
 
 
-@cache
-def _nothing() -> Any:
-    """Return the states of a model of one expert, before anything has happened."""
-    options = {declared.start: cls.Options() for cls, declared in COMPILED.items()}
-    return PolicyStates(**{field: start(Shape(1, 1), options[start]) for start, field in FAMILIES.items()})
+def hooks(declared: Compiled | None) -> list[Any]:
+    """Return the `HOOKS` that a policy declares, None for each that it does not."""
+    return [getattr(declared, name) if declared else None for name in HOOKS]
 
 
-def states(*halves: Listener) -> Any:
-    """Return what the halves know, in a request that has begun."""
-    return _nothing()._replace(**{field: half.state for half in halves if (field := _field(half)) is not None})
+class Limited(NamedTuple):
+    """A prefetcher and its limits."""
+
+    propose: int  # where that of the prefetcher stands,
+    state: int  # and what it knows
+    bounds: Bounds
+    states: Int  # [L*E] of all experts
+    experts: int  # of a layer
+
+
+NOBODY = Limited(0, 0, Limiter(Limits(), Shape(1, 1), None).bounds, NO_INTS.copy(), 1)
+
+limited_of = got(NOBODY)
+
+
+@compiled
+def propose_within(state: int, event: int, ids: Int, priorities: Float) -> int:
+    """Propose what a prefetcher proposes, within its limits; how many."""
+    own, layer = limited_of(state), event_of(event).layer
+    n = call_propose(own.propose, own.state, event, ids, priorities)
+    return within(own.bounds, ids, priorities, n, layer, own.experts, own.states, ids, priorities)
+
+
+class Native:
+    """One half of a policy, as the compiled loop calls it: addresses, 0 for what it does not do, or Python does."""
+
+    def __init__(self, half: Listener, asked: bool = False) -> None:
+        """`asked`: Python is asked for all that it decides."""
+        cls = type(half)
+        declared = cls.compiled if is_compiled(cls) and not asked else None
+        self._half = half
+        self._held = Held(half.state) if declared and declared.start else None
+        self.state = self._held.address if self._held else 0
+        self.proposer = self.state
+        """What `propose` is called with."""
+        self.observe = _address(cls, "observe") if declared and half.observes else 0
+        self.propose = _address(cls, "propose") if declared and declared.propose else 0
+
+    def within(self, bounds: Bounds, states: Int, shape: Shape) -> None:
+        """Propose within limits (`policies.core.limits`) from now on; states: [L*E] of all experts."""
+        self._limited = Held(Limited(self.propose, self.state, bounds, states, shape.experts))
+        self.proposer, self.propose = self._limited.address, address_of(propose_within, "propose")
+
+    def refresh(self) -> None:
+        """Take note of a state that the half has replaced since."""
+        if self._held:
+            self._held.hold(self._half.state)
+
+
+_ADDRESSES: dict[tuple[type[Listener], str], int] = {}
+
+
+def _address(cls: type[Listener], name: str) -> int:
+    """Return where the function stands that a policy declares under that name."""
+    if (cls, name) not in _ADDRESSES:
+        declared = cls.compiled
+        assert declared
+        kind = name if name in ("observe", "propose") else "hook"
+        _ADDRESSES[cls, name] = address_of(_function(cls, declared, name, kind), kind)
+    return _ADDRESSES[cls, name]
+
+
+_TAKES = {"hook": "keep, expert, serial, start", "observe": "state, keep, event"}
+_TAKES["propose"] = "state, event, ids, priorities"
+"""Parameters of a function by its kind."""
+
+_GIVES = {"on_lookup": "keep, expert, serial", "on_host_lookup": "keep, expert, serial", "on_evict": "keep, expert"}
+"""What of these a declared function takes, if not all."""
+
+
+def _function(cls: type[Listener], declared: Compiled, name: str, kind: str) -> Callable[..., int]:
+    """Make the compiled function of a class that calls what is declared under a name."""
+    ours = f"{cls.__module__}.".startswith(OURS)
+    called = f"{cls.__qualname__}_{name}".replace(".", "_") if ours else name
+    given = _GIVES.get(name, _TAKES[kind])
+    if kind == "observe" and not issubclass(cls, RetentionPolicy):
+        given = "state, event"
+    space = {"__name__": __name__ if ours else cls.__module__, "function": getattr(declared, name)}
+    if kind != "hook":
+        given = given.replace("state", "state_of(state)").replace("event", "event_of(event)")
+        space |= {"state_of": got(_state(declared.start, cls)), "event_of": event_of}
+    body = f"    return function({given})" if kind == "propose" else f"    function({given})\n    return 0"
+    exec(compile(f"def {called}({_TAKES[kind]}):\n{body}\n", __file__, "exec"), space)
+    made = space[called]
+    assert isinstance(made, FunctionType)
+    return compiled(made)
+
+
+def _state(start: Callable[[Shape, Any], Any] | None, cls: type[Listener]) -> Any:
+    """Return what the policy knows of a model of one expert, before anything has happened: of the type of all."""
+    return start(Shape(1, 1), cls.Options()) if start else (np.zeros(1, np.int64),)

@@ -4,8 +4,8 @@ An event gets copies of the routing, so that a policy that keeps it reaches noth
 policies are all of this package, it gets slices.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,125 +32,6 @@ def alone(
     return Event(serial, phase, layer, experts, counts, one[:1], one[1:2], one[2:], experts, counts, *ahead, token_ids)
 
 
-class RequestEvents:
-    """The events of one request, as it runs alone after `before` events of others.
-
-    With `per_access` every access is an event of its own (the untimed mode), without lookahead.
-    """
-
-    def __init__(self, request: RequestSteps, layers: int, before: int = 0, per_access: bool = False) -> None:
-        self.request = request
-        self.layers = layers
-        self.count = len(request.experts) if per_access else len(request.phase) * layers
-        self._before = before
-        self._first: list[int] = request.offsets.tolist()
-        self._experts: list[int] = request.experts.tolist()
-        self._counts: list[int] = request.counts.tolist()
-        self._tokens: list[int] = request.tokens.tolist()
-        self._ids = np.ascontiguousarray(request.experts)
-        self._phases: list[int] = request.phase.tolist()
-        self._batch_slots = np.zeros(1, np.int64)
-        self._step, self._steps, self._token_ids = -1, NO_INTS, NO_INTS
-        self._first_token: list[int] = [] if request.token_ids is None else [0, *np.cumsum(request.tokens).tolist()]
-        self._offsets: dict[int, Int] = {}  # by number of experts
-
-    def chosen(self, step: int, layer: int) -> tuple[Int, dict[int, int]]:
-        """Return the experts of that event, int64[n] ascending, and the tokens of each."""
-        place = step * self.layers + layer
-        first, last = self._first[place], self._first[place + 1]
-        experts = self._experts[first:last]
-        if self._tokens[step] == 1:
-            tokens = dict.fromkeys(experts, 1)
-        else:
-            tokens = dict(zip(experts, self._counts[first:last], strict=True))
-        return self._ids[first:last], tokens
-
-    def event(self, step: int, layer: int) -> Event:
-        """Return the event of `layer` in step number `step`."""
-        lookahead, number = self.request.lookahead, step * self.layers + layer
-        ahead = lookahead.after(step, layer) if lookahead else NOTHING_AHEAD
-        return self._made(step, layer, self._first[number], self._first[number + 1], number, ahead)
-
-    def start(self, step: int) -> Event:
-        """Return what is known when step number `step` starts."""
-        return self._made(step, START, 0, 0, step * self.layers - 1, NOTHING_AHEAD)
-
-    def accesses(self, step: int, layer: int) -> Iterator[Event]:
-        """Yield an event for each access of `layer` in step number `step`."""
-        number = step * self.layers + layer
-        for i in range(self._first[number], self._first[number + 1]):
-            yield self._made(step, layer, i, i + 1, i, NOTHING_AHEAD)
-
-    def _made(self, step: int, layer: int, first: int, last: int, number: int, ahead: tuple[Int, Int]) -> Event:
-        """Return the event of accesses `first` to `last` - 1, the `number`-th of the request."""
-        request, n = self.request, last - first
-        if step != self._step:
-            self._step, self._steps = step, np.array([step])
-            if request.token_ids is not None:
-                self._token_ids = request.token_ids[self._first_token[step] : self._first_token[step + 1]].copy()
-        if n not in self._offsets:
-            self._offsets[n] = np.array([0, n])
-        experts, counts = request.experts[first:last].copy(), request.counts[first:last].copy()
-        own = self._batch_slots, self._steps, self._offsets[n], experts, counts
-        serial = self._before + number + 1
-        return Event(serial, self._phases[step], layer, experts, counts, *own, *ahead, self._token_ids)
-
-
-class Merged:
-    """The events of one step of several requests (rule 18): parts are (batch_slot, step of the request, its events).
-
-    before: how many events the run had before this step.
-    """
-
-    def __init__(self, parts: Sequence[tuple[int, int, RequestEvents]], before: int) -> None:
-        self._parts = parts
-        self._before = before
-        self._batch_slots = np.array([batch_slot for batch_slot, _, _ in parts])
-        self._steps = np.array([step for _, step, _ in parts])
-
-    def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
-        """Return the experts that any request chose, int64[n] ascending, and the tokens of each."""
-        if len(self._parts) == 1:
-            _, step, events = self._parts[0]
-            return events.chosen(step, layer)
-        tokens: dict[int, int] = {}
-        for _, step, events in self._parts:
-            for expert, count in events.chosen(step, layer)[1].items():
-                tokens[expert] = tokens.get(expert, 0) + count
-        tokens = dict(sorted(tokens.items()))
-        return np.array(list(tokens), np.int64), tokens
-
-    def event(self, layer: int) -> Event:
-        """Return the same as policies hear it."""
-        return self._merged([events.event(step, layer) for _, step, events in self._parts], layer)
-
-    def start(self) -> Event:
-        """Return what is known when the step starts."""
-        return self._merged([events.start(step) for _, step, events in self._parts], START)
-
-    def _merged(self, own: Sequence[Event], layer: int) -> Event:
-        ids, counts = [each.experts for each in own], [each.counts for each in own]
-        offsets = np.cumsum([0, *map(len, ids)])
-        ahead = merged([each.ahead_experts for each in own], [each.ahead_counts for each in own])
-        together = (
-            *merged(ids, counts),
-            self._batch_slots,
-            self._steps,
-            offsets,
-            np.concatenate(ids),
-            np.concatenate(counts),
-        )
-        told = [each.token_ids for each in own]
-        token_ids = np.concatenate([ids if len(ids) else UNKNOWN for ids in told]) if any(map(len, told)) else NO_INTS
-        return Event(self._before + layer + 1, own[0].phase, layer, *together, *ahead, token_ids)
-
-
-def merged(ids: Sequence[Int], counts: Sequence[Int]) -> tuple[Int, Int]:
-    """Return the distinct ids, ascending, and the sum of the counts of each."""
-    distinct, places = np.unique(np.concatenate(ids), return_inverse=True)
-    return distinct, np.bincount(places, np.concatenate(counts), len(distinct)).astype(np.int64)
-
-
 class Routing(NamedTuple):
     """Routing of S steps of R requests as the compiled engine takes it; without lookahead the arrays of that are empty.
 
@@ -175,6 +56,76 @@ class Routing(NamedTuple):
     own: Int  # [R + 1] offsets of each request
 
 
+class Events:
+    """Makes in Python the events of what `routing` holds, after `before` events of others, as `event_at` does compiled.
+
+    Those of one request that runs alone: `Events.of`.
+    """
+
+    def __init__(self, routing: Routing, layers: int, before: int = 0) -> None:
+        self.routing = routing
+        self.layers = layers
+        self.count = len(routing.phase) * layers
+        self._before = before
+        self._phases: list[int] = routing.phase.tolist()
+        self._first, self._ahead = routing.offsets.tolist(), routing.ahead_offsets.tolist()
+        self._own = routing.own_offsets.tolist() if len(routing.batch_slots) > 1 else []
+        self._experts: list[int] = routing.experts.tolist()
+        self._counts: list[int] = routing.counts.tolist()
+        self._first_token: list[int] = routing.token_offsets.tolist()
+        self._step, self._steps, self._token_ids = -1, NO_INTS, NO_INTS
+        self._offsets: dict[int, Int] = {}  # by number of experts
+
+    @classmethod
+    def of(cls, request: RequestSteps, layers: int, before: int = 0) -> "Events":
+        """Return those of a request that runs alone."""
+        return cls(routing_of(request), layers, before)
+
+    def chosen(self, step: int, layer: int) -> tuple[Int, dict[int, int]]:
+        """Return the experts that all requests chose, int64[n] ascending, and the tokens of each."""
+        place = step * self.layers + layer
+        first, last = self._first[place], self._first[place + 1]
+        tokens = dict(zip(self._experts[first:last], self._counts[first:last], strict=True))
+        return self.routing.experts[first:last], tokens
+
+    def event(self, step: int, layer: int) -> Event:
+        """Return the event of `layer` in step number `step` of these."""
+        routing, number = self.routing, step * self.layers + layer
+        first, last = self._first[number], self._first[number + 1]
+        ahead = NOTHING_AHEAD
+        if self._ahead and layer < self.layers - 1:
+            next_ = slice(self._ahead[number + 1], self._ahead[number + 2])
+            ahead = routing.ahead_experts[next_].copy(), routing.ahead_counts[next_].copy()
+        experts, counts = routing.experts[first:last].copy(), routing.counts[first:last].copy()
+        if not self._own:
+            offsets, own = self._up_to(last - first), (experts, counts)
+        else:
+            bounds = routing.own_offsets[number * (R := len(routing.batch_slots)) : (number + 1) * R + 1]
+            mine = slice(bounds[0], bounds[-1])
+            offsets = bounds - bounds[0]
+            own = routing.own_experts[mine].copy(), routing.own_counts[mine].copy()
+        return self._made(step, layer, number, experts, counts, offsets, *own, *ahead)
+
+    def start(self, step: int) -> Event:
+        """Return what is known when step number `step` of these starts."""
+        offsets = np.zeros(len(self.routing.batch_slots) + 1, np.int64)
+        none = NO_INTS, NO_INTS
+        return self._made(step, START, step * self.layers - 1, *none, offsets, *none, *NOTHING_AHEAD)
+
+    def _up_to(self, n: int) -> Int:
+        if n not in self._offsets:
+            self._offsets[n] = np.array([0, n])
+        return self._offsets[n]
+
+    def _made(self, step: int, layer: int, number: int, experts: Int, counts: Int, offsets: Int, *others: Any) -> Event:
+        routing = self.routing
+        if step != self._step:
+            self._step, self._steps = step, routing.first + step
+            self._token_ids = routing.token_ids[self._first_token[step] : self._first_token[step + 1]].copy()
+        together = self._before + number + 1, self._phases[step], layer, experts, counts
+        return Event._make((*together, routing.batch_slots, self._steps, offsets, *others, self._token_ids))
+
+
 def routing_of(request: RequestSteps) -> Routing:
     """Return the arrays of a request that runs alone."""
     ahead = request.lookahead
@@ -193,7 +144,10 @@ def _contiguous(offsets: Int, experts: Int, counts: Int) -> "Arrays":
 
 
 def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> Routing:
-    """Return the arrays of so many steps of several requests: parts are (batch_slot, first of its steps, request)."""
+    """Return the arrays of so many steps of several requests (rule 18).
+
+    parts: (batch_slot, first of its steps, request) of each.
+    """
     L, R = shape.layers, len(parts)
     batch_slots, first = (np.array([part[place] for part in parts], np.int64) for place in (0, 1))
     _, step, request = parts[0]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from policies.core.compiled import compiled, entry_point
 from policies.core.policy import KEEP_ROWS, Event, Float, Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from traces.errors import InputError
 from traces.steps import Lookahead, RequestSteps
@@ -22,7 +23,8 @@ OF_VICTIMS = ("on_hit", "on_insert", "on_evict", "on_need", "victim")
 METHODS = ("foresee", "begin_request", "observe", "end_request", "save", "window", "propose", *OF_VICTIMS)
 """All that engines call of policies: of a `ScorePolicy`, which the compiled residency serves, none of OF_VICTIMS."""
 
-THIRD_ROW = "it writes into the third row of `keep`, or behind it, which are not its own: scores are the first two"
+FIRST_ARRAY = Event._fields.index("experts")
+MOST_VIEWS = 1000
 
 OURS = ("policies", "abc", "builtins")
 """Packages whose classes are no user's."""
@@ -122,6 +124,8 @@ def _check(half: Any, cls: type[Listener], shape: Shape) -> None:
 
 def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> None:
     latest: tuple[Event | None, Any] = (None, None)  # as engines make it, and as the policy is passed it
+    # By the identity of an array, which is held here: that, and its view, since many recur for a step, or a run.
+    views: dict[int, tuple[Int, Int]] = {}
     keep = getattr(half, "keep", None) if isinstance(half, ScorePolicy) else None
 
     def require_keep() -> None:
@@ -134,8 +138,16 @@ def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> Non
     def passed(event: Event) -> Any:
         nonlocal latest
         if latest[0] is not event:
-            views = {id(array): read_only(array) for array in event}  # arrays that are one in the event are one here
-            latest = event, Event._make(views[id(array)] for array in event)
+            if len(views) > MOST_VIEWS:
+                views.clear()
+            values: list[Any] = list(event)
+            for place in range(FIRST_ARRAY, len(values)):
+                array = values[place]
+                known = views.get(id(array))
+                if known is None:
+                    known = views[id(array)] = array, read_only(array)
+                values[place] = known[1]
+            latest = event, Event._make(values)
         return latest[1]
 
     def original(value: Any) -> Any:
@@ -150,7 +162,7 @@ def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> Non
     def checked(method: str) -> Callable[..., Any]:
         call = getattr(half, method)
         if method == "foresee" and cls.oracle:
-            return lambda requests, per_access: call([read_only(each) for each in requests], per_access)
+            return lambda requests: call([read_only(each) for each in requests])
         if method == "propose":
             return lambda event: _proposal(call(passed(event)), shape.total)
         if method == "victim":
@@ -163,13 +175,12 @@ def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> Non
         if keep is None:
             return call
 
+        spoiled = entry_point(_spoiled, keep)
+
         def call_and_check(*arguments: Any) -> Any:
-            others = keep[2:].copy()
             answer = call(*arguments)
             require_keep()
-            if not np.array_equal(keep[2:], others):
-                raise BrokenRuleError(THIRD_ROW)
-            if np.isnan(keep[:2].min()):
+            if spoiled(keep):
                 raise BrokenRuleError("its keep scores are not all numbers: some are NaN")
             return answer
 
@@ -181,6 +192,16 @@ def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> Non
             if function := getattr(half, name):
                 vars(half)[name] = lambda *given, function=function: function(*map(original, given))
     vars(half).update(guards)
+
+
+@compiled
+def _spoiled(keep: Float) -> bool:
+    """Whether a score is NaN."""
+    for row in range(KEEP_ROWS):
+        for expert in range(keep.shape[1]):
+            if np.isnan(keep[row, expert]):
+                return True
+    return False
 
 
 def proposal_fault(proposal: object, total: int) -> str | None:

@@ -93,7 +93,7 @@ def make_room(h: Int, m: Int, total: int, expert: int, demanded: bool) -> bool:
 
 
 @compiled
-def best_prefetch(h: Int, m: Int, keep: Float) -> int:
+def best_prefetch(h: Int, m: Int, priority: Float) -> int:
     """Return the first queued prefetch that is ABSENT here and that this attempt has not tried, or NO_EXPERT."""
     best: int = NO_EXPERT
     for place in range(m[core.ONE, core.QUEUE_LENGTH]):
@@ -102,14 +102,14 @@ def best_prefetch(h: Int, m: Int, keep: Float) -> int:
             continue
         if h[TRIED, expert] == h[ONE, ATTEMPT]:
             continue
-        ahead = best == NO_EXPERT or keep[core.PRIORITY, expert] > keep[core.PRIORITY, best]
-        if ahead or (keep[core.PRIORITY, expert] == keep[core.PRIORITY, best] and expert < best):
+        ahead = best == NO_EXPERT or priority[expert] > priority[best]
+        if ahead or (priority[expert] == priority[best] and expert < best):
             best = expert
     return best
 
 
 @compiled
-def next_read(h: Int, m: Int, keep: Float, total: int) -> int:
+def next_read(h: Int, m: Int, priority: Float, total: int) -> int:
     """Return what the free disk reads; NO_EXPERT where nothing is to be read, BLOCKED where there is no room."""
     one = h[ONE]
     while one[NEXT_READ] < one[LAST_READ]:
@@ -125,7 +125,7 @@ def next_read(h: Int, m: Int, keep: Float, total: int) -> int:
         return expert
     one[ATTEMPT] += 1
     while True:
-        best = best_prefetch(h, m, keep)
+        best = best_prefetch(h, m, priority)
         if best == NO_EXPERT:
             return NO_EXPERT
         if make_room(h, m, total, best, False):
@@ -162,14 +162,14 @@ def empty(h: Int, m: Int, total: int) -> None:
 
 
 class HostMemory:
-    """Host memory under a disk, below the residency `m` of GPU memory under `keep` (rule 17).
+    """Host memory under a disk, below the residency `m` of GPU memory (rule 17).
 
     room: slots, or bytes where experts differ in size.
     """
 
-    def __init__(self, m: Int, keep: Float, total: int, room: int) -> None:
+    def __init__(self, m: Int, priority: Float, total: int, room: int) -> None:
         self.h = new(m, total, room)
-        self._m, self._keep, self._total = m, keep, total
+        self._m, self._priority, self._total = m, priority, total
 
     def ready(self, expert: int) -> bool:
         return bool(self._m[core.BELOW, expert])
@@ -184,7 +184,7 @@ class HostMemory:
 
     def next_read(self) -> int:
         """Return what the free disk reads; below 0: nothing, or there is no room."""
-        return int(next_read(self.h, self._m, self._keep, self._total))
+        return int(next_read(self.h, self._m, self._priority, self._total))
 
     def read_ended(self, expert: int) -> None:
         """The read of `expert` has ended: it is READY here."""

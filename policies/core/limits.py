@@ -80,15 +80,52 @@ def limiter(options: object, shape: Shape, experts_per_layer: float | None) -> L
     return None if limits == Limits() else Limiter(limits, shape, experts_per_layer)
 
 
+@compiled
+def comes_later(ids: Int, priorities: Float, one: int, other: int) -> bool:
+    """Whether a proposed expert comes after another: by priority, ties to the lower id."""
+    if priorities[one] != priorities[other]:
+        return bool(priorities[one] < priorities[other])
+    return bool(ids[one] > ids[other])
+
+
+@compiled
+def sink(ids: Int, priorities: Float, order: Int, root: int, end: int) -> None:
+    """Restore a heap whose root may be too early."""
+    child = 2 * root + 1
+    while child < end:
+        if child + 1 < end and comes_later(ids, priorities, order[child + 1], order[child]):
+            child += 1
+        if not comes_later(ids, priorities, order[child], order[root]):
+            return
+        order[root], order[child] = order[child], order[root]
+        root, child = child, 2 * child + 1
+
+
+@compiled
+def sort(ids: Int, priorities: Float, order: Int) -> None:
+    """Fill `order` [n] with the places of the first n experts in the order of `comes_later`.
+
+    A heap: numpy's sorts take ten seconds to compile.
+    """
+    n = len(order)
+    for i in range(n):
+        order[i] = i
+    for root in range(n // 2 - 1, -1, -1):
+        sink(ids, priorities, order, root, n)
+    for end in range(n - 1, 0, -1):
+        order[0], order[end] = order[end], order[0]
+        sink(ids, priorities, order, 0, end)
+
+
 @allocating
 def _in_time(ids: Int, priorities: Float, n: int, layer: int, E: int, room: Int, due: Int, state: Int) -> int:
     """Of the first `n` leave what the link can carry, in place; how many. due: [L] kept ones at most j layers ahead."""
     L = len(room)
     due[:] = 0
-    kept = np.zeros(n, np.bool_)
-    by_id = np.argsort(ids[:n])
-    for place in np.argsort(-priorities[:n][by_id], kind="mergesort"):
-        i = by_id[place]
+    kept, order = np.zeros(n, np.bool_), np.empty(n, np.int64)
+    sort(ids, priorities, order)
+    for place in range(n):
+        i = order[place]
         kept[i] = True
         if state[ids[i]] == READY:
             continue

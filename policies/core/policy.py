@@ -117,8 +117,8 @@ class Options:
                 raise InputError(f"{self.policy} needs {option.name} {range_}, not {value}")
 
 
-KEEP_ROWS = 3
-"""Of the keep scores of every policy: the score, what breaks its ties, the priority of a prefetch."""
+KEEP_ROWS = 2
+"""Of the keep scores of every policy: the score, and what breaks its ties."""
 
 
 class Compiled(NamedTuple):
@@ -130,7 +130,7 @@ class Compiled(NamedTuple):
 
     The last four are bookkeeping in the keep scores of an eviction policy, at lookups and transfers (rule 8). Those of
     lookups are called whatever the expert's state is; `on_host_lookup` of a miss that is computed on the host, where it
-    differs. `more_rows`: of `keep`, behind the first three (KEEP_ROWS), which are as `ScorePolicy` says. `in_order`:
+    differs. `more_rows`: of `keep`, behind the first two (KEEP_ROWS), which are as `ScorePolicy` says. `in_order`:
     nothing else writes scores, the second are all equal, and one that changes becomes the greatest of all: residents
     are kept in a list.
     """
@@ -162,7 +162,7 @@ class Listener:
     name: ClassVar[str]
     oracle: ClassVar[bool] = False
     Options: ClassVar[type] = Options
-    observes: bool = True  # False: `observe` is never called; a class with its own has True unless it says so
+    observes: bool = False  # whether `observe` is called; a class with its own has True unless it says so
     starts_from: ClassVar[str] = ""  # the option that names a file that `save` wrote; none: it saves nothing
     compiled: ClassVar[Compiled | None] = None
     state: Any
@@ -193,14 +193,16 @@ class Listener:
                 self._propose = from_python(declared.propose)
 
     @classmethod
+    def declared(cls, options: Any) -> Compiled | None:
+        """Return what it declares as compiled, with these options: less where they make a hook useless."""
+        return cls.compiled
+
+    @classmethod
     def require(cls, options: Any, shape: Shape) -> None:
         """Raise InputError for a file that an option names and that is no good for this model. Before a run, once."""
 
-    def foresee(self, requests: Requests, per_access: bool) -> None:
-        """Oracles alone: the routing of the whole run, before it starts.
-
-        With `per_access` every access is an event of its own (the untimed mode).
-        """
+    def foresee(self, requests: Requests) -> None:
+        """Oracles alone: the routing of the whole run, before it starts."""
 
     def begin_request(self, request: int, batch_slot: int) -> None:
         """A request takes `batch_slot`, a place in the batch that is free; `request` is its ordinal in the run."""
@@ -245,9 +247,8 @@ class RetentionPolicy(Listener, ABC):
 class ScorePolicy(RetentionPolicy):
     """An eviction policy as keep scores: the least (primary, secondary, id) among the evictable goes.
 
-    keep: float64[3, L*E]: primary and secondary score of every expert, resident or not (the third row is the
-    residency's: priorities of queued prefetches). What it declares as `compiled` keeps the scores up to date, or it
-    writes them in `observe`.
+    keep: float64[2, L*E]: primary and secondary score of every expert, resident or not. What it declares as `compiled`
+    keeps the scores up to date, or it writes them in `observe`.
     """
 
     def __init__(self, shape: Shape, options: object, state: object = None) -> None:

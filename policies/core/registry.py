@@ -113,11 +113,6 @@ def built_in() -> list[type[Listener]]:
     return sorted(held, key=lambda cls: places[cls.__module__])
 
 
-def is_compiled(cls: type[Listener]) -> bool:
-    """Return whether compiled engines run this half: it is built in, and declares its functions in `compiled`."""
-    return cls.compiled is not None and cls in (NoPrefetch, *built_in())
-
-
 def keeper(policy: str | type[Listener]) -> type[RetentionPolicy]:
     """Return the eviction policy of that name, or in that file; a class stands for itself. Raise InputError."""
     cls = _find(policy, _retention, _prefetch)

@@ -15,8 +15,8 @@ One transfer is on the link at a time, and on a device another behind the last b
 the calls of an engine and when it makes them. Evicting moves no bytes (rule 7). An event larger than the cache needs
 no case of its own: its demands wait in the queue until what was computed can be evicted (rule 9).
 
-A score policy is served wholly by the compiled core. For any other the core stops where it needs a victim, the policy
-names one in Python, and the core continues.
+A score policy is served wholly by the compiled core. Any other names its victims in Python, which the core calls where
+it needs one (`policies.core.asking`).
 
 The slots may be divided into partitions, one for each layer (`policies.core.scope`). Then "a slot" in rule 5 is one of
 the expert's partition, and of the queued prefetches the link takes the best that can have one; a demand is first in any
@@ -24,18 +24,18 @@ case. With one partition that is the best queued prefetch or none, as the rule s
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from policies.core import dispatch
 from policies.core import residency_compiled as core
+from policies.core.calling import HIT, INSERT, VICTIM, Asked
 from policies.core.compiled import entry_point
 from policies.core.host_memory import HostMemory
-from policies.core.policy import Float, Int, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import KEEP_ROWS, Float, Int, RetentionPolicy, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED as BLOCKED
-from policies.core.residency_compiled import NAMES_VICTIMS
 from policies.core.residency_compiled import NO_EXPERT as NO_EXPERT
 
 
@@ -136,6 +136,9 @@ class ResidencyObserver:
 
 INT64 = np.dtype(np.int64)
 
+HEARS = {core.HEARS_HIT: "on_hit", core.HEARS_INSERT: "on_insert", core.HEARS_EVICT: "on_evict"}
+"""Which method of a policy that names its victims is called, if it has its own."""
+
 
 class PolicyResidency:
     """The residency of one cache under one eviction policy.
@@ -159,41 +162,55 @@ class PolicyResidency:
         if len(partitions) not in (1, shape.layers) or min(partitions) < 1:
             raise ValueError(f"a cache needs at least one slot for all layers or for each, not {tuple(partitions)}")
         self.policy = policy
-        self.one_scale = one_scale
         scored = isinstance(policy, ScorePolicy)
+        self.one_scale = one_scale and scored
         self._total = shape.total
-        self.keep = keep = policy.keep[:] if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
-        self.rule = rule = dispatch.number_of(type(policy)) if scored else NAMES_VICTIMS
+        self.keep = keep = policy.keep[:] if isinstance(policy, ScorePolicy) else np.zeros((KEEP_ROWS, shape.total))
+        self.priorities = np.zeros(shape.total)
         declared = vars(type(policy)).get("compiled")  # a class that inherits it may write scores of its own
         in_order = scored and bool(declared and declared.in_order) and not policy.observes
         self.m = m = core.new(shape.total, partitions, in_order, sizes)
         self.slots = int(m[core.ONE, core.SLOTS])
         self._wanted, self._hits = memoryview(m[core.WANTED]), m[core.HITS]
         self._one = memoryview(m[core.ONE])
-        self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
-        self.arrived: Callable[[], bool] = partial(entry_point(core.arrived, m), m)
-        self._look_up = partial(entry_point(core.route, m, keep, rule, m[0], 0, 0), m, keep, rule)
-        rest = m, keep, rule, one_scale and scored
+        if scored:
+            m[core.ONE, core.HOOKS] = dispatch.hooks_of(policy)
+        self.propose: Callable[[Int, Float], None] = partial(core.propose, m, self.priorities)
         self.slot: Callable[[int], int] = memoryview(m[core.SLOT]).__getitem__
         self.land: Callable[[], None] = partial(core.land, m)
-        self.next_transfer: Callable[[], tuple[int, int, bool]]
-        self.next_transfer = partial(entry_point(core.next_transfer, *rest), *rest)
-        self.interrupt: Callable[[], tuple[int, int]] = partial(core.interrupt, m, keep, rule)
-        self._on_hit = None if scored else policy.on_hit
+        self.interrupt: Callable[[], tuple[int, int]] = partial(core.interrupt, m, keep)
+        self._asked: Asked | None = None
         if not scored:
-            self.next_transfer, self.interrupt = self._asking(self.next_transfer), self._asking(self.interrupt)
+            self._asked = Asked(self._answer, self.failed, self._instead)
+            m[core.ONE, core.ASKED] = self._asked.address
+            for place, method in HEARS.items():
+                m[core.ONE, place] = getattr(type(policy), method) is not getattr(RetentionPolicy, method)
+            self._offered = partial(entry_point(core.offered, m, 0), m)
+            self.interrupt = self._checked(self.interrupt)
+
+    # What only a loop in Python calls is compiled when it asks for it
+
+    @cached_property
+    def arrived(self) -> Callable[[], bool]:
+        """`Residency.arrived`."""
+        return partial(entry_point(core.arrived, self.m), self.m)
+
+    @cached_property
+    def next_transfer(self) -> Callable[[], tuple[int, int, bool]]:
+        """`Residency.next_transfer`."""
+        given = self.m, self.keep, self.priorities, self.one_scale
+        return self._checked(partial(entry_point(core.next_transfer, *given), *given))
+
+    @cached_property
+    def _look_up(self) -> Callable[[Int, int, int], int]:
+        m, keep = self.m, self.keep
+        return self._checked(partial(entry_point(core.route, m, keep, m[0], 0, 0), m, keep))
 
     def route(self, experts: Int) -> tuple[list[int], int]:
         """Look up the experts of an event, ascending ids (rules 1 and 2); the hits, and how many demands are queued."""
-        if self._on_hit:
-            states = self.m[core.STATE, experts]
-            here = experts[(states == core.LOADING) | (states == core.READY)].tolist()
         if experts.dtype is not INT64 or not experts.flags.c_contiguous:  # the entry point does not look
             experts = np.ascontiguousarray(experts, np.int64)
         hits = self._look_up(experts, 0, len(experts))
-        if self._on_hit:
-            for expert in here:
-                self._on_hit(expert, self.serial)
         return self._hits[:hits].tolist(), self._one[core.LAST_DEMAND]
 
     def computed(self, expert: int) -> None:
@@ -225,14 +242,14 @@ class PolicyResidency:
 
     def host_memory(self, room: int) -> HostMemory:
         """Return a host memory of so much room below this one, over a disk (rule 17). Once, at the start."""
-        return HostMemory(self.m, self.keep, self._total, room)
+        return HostMemory(self.m, self.priorities, self._total, room)
 
     def end_request(self, cold: bool) -> None:
         """No request remains active: drop queued prefetches; `cold` empties the cache and frees the link (rule 10)."""
         core.clear_queue(self.m)
         if cold:
-            for expert in core.empty_cache(self.m, self.keep, self.rule).tolist():
-                self.policy.on_evict(expert)
+            core.empty_cache(self.m, self.keep)
+            self.check()
 
     def awaited(self, expert: int) -> bool:
         """Return whether the current event looked `expert` up and has not computed it on the GPU yet."""
@@ -264,7 +281,7 @@ class PolicyResidency:
 
     def priority(self, expert: int) -> float:
         """Return the priority of the latest proposal that queued `expert`."""
-        return float(self.keep[core.PRIORITY, expert])
+        return float(self.priorities[expert])
 
     def waiting(self) -> tuple[int, int, int]:
         """Return how many demands and prefetches are queued, and how many transfers are under way or paused."""
@@ -273,34 +290,47 @@ class PolicyResidency:
         demands = int(one[core.LAST_DEMAND] - one[core.NEXT_DEMAND])
         return demands, int((self.states == core.QUEUED).sum()), int(under_way.sum())
 
-    def _asking(self, turn: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a turn of the link whose victim the policy names; the policy hears what starts."""
-        one = self.m[core.ONE]
+    def check(self) -> None:
+        """Raise what a policy that names its victims has raised."""
+        if self._asked:
+            self._asked.check()
 
-        def asking() -> Any:
-            starts = one[core.STARTS]
-            found = turn()
-            while found[0] == core.ASK:
-                victim = self._victim(found[1])
-                self.keep[0, victim] = core.NAMED
-                found = turn()
-                self.keep[0, victim] = 0
-            if one[core.STARTS] > starts:
-                self.policy.on_insert(found[0], self.serial, int(one[core.STARTS]))
-            return found
+    def failed(self, failed: bool) -> None:
+        """Note whether a policy in Python has raised an error."""
+        self._one[core.FAILED] = failed
 
-        return asking
+    def _checked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        if not self._asked:
+            return call
 
-    def _victim(self, expert: int) -> int:
-        """Return the victim that the policy names for the transfer of `expert`."""
-        partition = self.m[core.PARTITION, expert]
-        offered = core.offered(self.m, partition)
-        self.policy.on_need(expert)
-        victim = self.policy.victim(offered)
-        if victim not in offered:
-            raise ValueError(f"policy {self.policy.name!r} named victim {victim}, which was not offered")
-        self.policy.on_evict(victim)
-        return victim
+        def checked(*given: Any) -> Any:
+            answer = call(*given)
+            self.check()
+            return answer
+
+        return checked
+
+    def _answer(self, question: int, expert: int) -> int | None:
+        """Have the policy name its victim for `expert`, or hear of it."""
+        policy, one = self.policy, self._one
+        if question == VICTIM:
+            offered = self._offered(self.m[core.PARTITION, expert])
+            policy.on_need(expert)
+            victim = policy.victim(offered)
+            if victim not in offered:
+                raise ValueError(f"policy {policy.name!r} named victim {victim}, which was not offered")
+            return int(victim)
+        if question == HIT:
+            policy.on_hit(expert, one[core.SERIAL])
+        elif question == INSERT:
+            policy.on_insert(expert, one[core.SERIAL], one[core.STARTS])
+        else:
+            policy.on_evict(expert)
+        return None
+
+    def _instead(self, question: int, expert: int) -> int:
+        """After an error of the policy: any victim."""
+        return int(self._offered(self.m[core.PARTITION, expert])[0]) if question == VICTIM else 0
 
 
 class ObservedResidency:

@@ -1,8 +1,9 @@
 """Residency, compiled: states of experts, slots, pins, queues, victims. Rules 1, 2, 4 to 7, 9, 10 and 19 live here.
 
 All integers of a residency live in one array, so that a call from Python unboxes one array and costs well under a
-microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats (keep scores, priorities)
-are `keep`, float64[3 or more, L*E]. `policies/core/residency.py` gives these functions a class and tells the theory.
+microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats are the policy's keep scores,
+`keep`, float64[2 or more, L*E], and the priorities of queued prefetches, `priority`, float64[L*E].
+`policies/core/residency.py` gives these functions a class and tells the theory.
 
 The slots are divided into partitions, contiguous ranges of them, each for a contiguous range of experts (one for all,
 or one for each layer): a free slot, and a victim, are of the expert's partition. Room is counted in slots, of which
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from policies.core.calling import EVICT, HIT, INSERT, VICTIM, ask, call_hook
 from policies.core.compiled import allocating, apart, compiled, inlined
-from policies.core.dispatch import on_evict, on_host_lookup, on_insert, on_lookup
 from policies.core.policy import ABSENT as ABSENT
 from policies.core.policy import DEMANDED as DEMANDED
 from policies.core.policy import LOADING as LOADING
@@ -43,23 +44,22 @@ SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE
     range(12)
 )
 # (SIZED: whether a cache is given in bytes, else every SIZE is 1; EVICTED: how many victims of the latest
-# transfer m[VICTIMS] then holds; PARTIAL: whether the tier below may lack experts, else the row BELOW is not looked at)
-SIZED, EVICTED, PARTIAL = 12, 13, 14
+# transfer m[VICTIMS] then holds; PARTIAL: whether the tier below may lack experts, else the row BELOW is not looked at;
+# ASKED: the address of a policy that names its victims in Python (`policies.core.asking`), and whether it also HEARS of
+# hits, insertions or evictions; FAILED: whether a policy in Python has raised an error)
+# (the last four: the addresses of a score policy's hooks, `policies.core.dispatch.HOOKS`)
+SIZED, EVICTED, PARTIAL, ASKED, HEARS_HIT, HEARS_INSERT, HEARS_EVICT, FAILED = range(12, 20)
+ON_LOOKUP, ON_HOST_LOOKUP, ON_INSERT, ON_EVICT = range(20, 24)
+HOOKS = slice(ON_LOOKUP, ON_EVICT + 1)
 # and the counters of the run:
 # (the last three in slots, or in bytes where experts differ in size)
-N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(15, 23)
-DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(23, 26)
+N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(24, 32)
+DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(32, 35)
 COUNTERS = slice(N_HITS, WASTED_ROOM + 1)
-WIDTH = 26  # columns that row ONE needs
-
-PRIORITY = 2  # row of `keep`
-
-NAMES_VICTIMS = -1  # in place of a policy's number: it has no scores, and names its victims in Python
+WIDTH = 35  # columns that row ONE needs
 
 NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is there for it
-ASK = -3  # in place of an expert, which stands in the victim's place: the policy has to name a victim for it first
-NAMED = -1  # the score of the victim that such a policy has named, for the next call; all others are 0
 
 
 def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None = None) -> Int:
@@ -95,8 +95,15 @@ def _most(sizes: Int, room: int) -> int:
     return int(np.searchsorted(np.cumsum(np.sort(sizes)), room, side="right"))
 
 
+@inlined
+def call(hook: int, keep: Float, expert: int, serial: int, start: int) -> None:
+    """Rule 8: call one of a score policy's hooks, if it has that one."""
+    if hook:
+        call_hook(hook, keep, expert, serial, start)
+
+
 @compiled
-def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -> int:
+def route(m: Int, keep: Float, experts: Int, first: int, last: int) -> int:
     """Rules 1 to 3: look up experts[first:last] (ascending ids), pin, queue demands; the number of hits.
 
     The hits stand in m[HITS] in ascending order. Misses that the host is to compute are marked before (rule 13).
@@ -113,7 +120,7 @@ def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -
         elif state != LOADING:
             if m[WANTED, expert] == ON_HOST:
                 on_host += 1
-                on_host_lookup(rule, keep, expert, one[SERIAL])
+                call(one[ON_HOST_LOOKUP], keep, expert, one[SERIAL], 0)
                 continue
             m[STATE, expert] = DEMANDED
             m[DEMANDS, misses] = expert
@@ -122,8 +129,10 @@ def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -
             m[UNUSED, expert] = 0
             one[N_USED] += 1
         m[WANTED, expert] = ON_GPU
+        if state >= LOADING and one[HEARS_HIT]:
+            ask(one[ASKED], HIT, expert)
         score = keep[0, expert]
-        on_lookup(rule, keep, expert, one[SERIAL])
+        call(one[ON_LOOKUP], keep, expert, one[SERIAL], 0)
         if one[LISTS] and state >= LOADING and keep[0, expert] != score:
             unlink(m, expert)
             link(m, keep, expert)
@@ -188,11 +197,11 @@ def clear_queue(m: Int) -> None:
 
 
 @compiled
-def propose(m: Int, keep: Float, experts: Int, priorities: Float) -> None:
+def propose(m: Int, priority: Float, experts: Int, priorities: Float) -> None:
     """Rule 4: replace the queued prefetches by these; what is READY, LOADING or demanded is left out."""
     clear_queue(m)
     m[ONE, PROPOSAL] += 1
-    queue, state, proposed, priority = m[QUEUE], m[STATE], m[PROPOSED], keep[PRIORITY]
+    queue, state, proposed = m[QUEUE], m[STATE], m[PROPOSED]
     n = 0
     for i in range(len(experts)):
         expert = experts[i]
@@ -206,13 +215,13 @@ def propose(m: Int, keep: Float, experts: Int, priorities: Float) -> None:
 
 
 @compiled
-def best_queued(m: Int, keep: Float) -> int:
+def best_queued(m: Int, priority: Float) -> int:
     """The queued prefetch that is next, by priority descending, then id ascending; NO_EXPERT without one.
 
     Passed over are those that the tier below cannot give, and the kinds that this attempt has found no slot for.
     A scan, which also drops what a demand or a start has taken: a proposal is long, but few of it ever start.
     """
-    queue, state, priority = m[QUEUE], m[STATE], keep[PRIORITY]
+    queue, state = m[QUEUE], m[STATE]
     kind, shut, attempt, below, partial = m[KIND], m[SHUT], m[ONE, ATTEMPT], m[BELOW], m[ONE, PARTIAL]
     best, n = NO_EXPERT, 0
     for i in range(m[ONE, QUEUE_LENGTH]):
@@ -249,18 +258,14 @@ def evictable(m: Int, partition: int, among_protected: bool) -> Int:
     int64[n].
     """
     found = np.empty(m[END, partition] - m[FIRST, partition], np.int64)
-    n = 0
-    for slot in range(m[FIRST, partition], m[END, partition]):
-        expert = m[HELD, slot]
-        if (
-            expert != NO_EXPERT
-            and m[STATE, expert] == READY
-            and not m[WANTED, expert]
-            and protected(m, expert) == among_protected
-        ):
+    n, state, wanted = 0, m[STATE], m[WANTED]
+    for expert in range(len(state)):
+        if state[expert] != READY or wanted[expert] or m[PARTITION, expert] != partition:
+            continue
+        if protected(m, expert) == among_protected:
             found[n] = expert
             n += 1
-    return np.sort(found[:n])
+    return found[:n]
 
 
 @compiled
@@ -304,25 +309,25 @@ def offered(m: Int, partition: int) -> Int:
 
 
 @compiled
-def find_victim(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
+def find_victim(m: Int, keep: Float, priority: Float, expert: int, demand: bool, one_scale: bool) -> int:
     """Rules 5 and 6: the victim whose slot `expert` takes, or NO_EXPERT where one is free.
 
-    In their place: BLOCKED where there is none, ASK where the policy has to name the victim first.
+    In their place: BLOCKED where there is none.
     """
     partition = m[PARTITION, expert]
     if m[ONE, SIZED]:
-        return evict_until_it_fits(m, keep, rule, expert, demand, one_scale)
+        return evict_until_it_fits(m, keep, priority, expert, demand, one_scale)
     if m[FREE, partition]:
         return NO_EXPERT
     victim = first_to_go(m, keep, partition, demand)
-    if victim == NO_EXPERT or (one_scale and not demand and keep[0, victim] >= keep[PRIORITY, expert]):
+    if victim == NO_EXPERT or (one_scale and not demand and keep[0, victim] >= priority[expert]):
         return BLOCKED
-    return ASK if rule == NAMES_VICTIMS and keep[0, victim] != NAMED else victim
+    return ask(m[ONE, ASKED], VICTIM, expert) if m[ONE, ASKED] else victim
 
 
 @apart
 @compiled
-def evict_until_it_fits(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
+def evict_until_it_fits(m: Int, keep: Float, priority: Float, expert: int, demand: bool, one_scale: bool) -> int:
     """Rule 19: the same where sizes differ; several leave one after another, and m[VICTIMS] holds them, or none."""
     one, partition, size = m[ONE], m[PARTITION, expert], m[SIZE, expert]
     room = m[FREE, partition]
@@ -332,24 +337,24 @@ def evict_until_it_fits(m: Int, keep: Float, rule: int, expert: int, demand: boo
         other = m[HELD, slot]
         if other < 0 or m[STATE, other] != READY or m[WANTED, other]:
             continue
-        if demand or (not protected(m, other) and not (one_scale and keep[0, other] >= keep[PRIORITY, expert])):
+        if demand or (not protected(m, other) and not (one_scale and keep[0, other] >= priority[expert])):
             room += m[SIZE, other]
     if room < size:
         return BLOCKED
     victim = NO_EXPERT
     while m[FREE, partition] < size:
         victim = first_to_go(m, keep, partition, demand)
-        if rule == NAMES_VICTIMS and keep[0, victim] != NAMED:
-            return ASK
+        if one[ASKED]:
+            victim = ask(one[ASKED], VICTIM, expert)
         m[VICTIMS, one[EVICTED]] = victim
         one[EVICTED] += 1
-        leave(m, keep, rule, victim)
+        leave(m, keep, victim)
         m[FREE, partition] += m[SIZE, victim]
     return victim
 
 
 @compiled
-def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
+def start(m: Int, keep: Float, expert: int, victim: int) -> None:
     """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot.
 
     Where sizes differ the victims have left already, and a slot is any free place.
@@ -357,7 +362,7 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     one, partition = m[ONE], m[PARTITION, expert]
     if victim != NO_EXPERT and not one[SIZED]:
         slot = m[SLOT, victim]
-        leave(m, keep, rule, victim)
+        leave(m, keep, victim)
     else:
         slot = m[FIRST, partition]
         while m[HELD, slot] != NO_EXPERT:
@@ -376,13 +381,15 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     m[HELD, slot] = expert
     one[STARTS] += 1
     one[ACTIVE] = expert
-    on_insert(rule, keep, expert, one[SERIAL], one[STARTS])
+    call(one[ON_INSERT], keep, expert, one[SERIAL], one[STARTS])
+    if one[HEARS_INSERT]:
+        ask(one[ASKED], INSERT, expert)
     if one[LISTS]:
         link(m, keep, expert)
 
 
 @compiled
-def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
+def leave(m: Int, keep: Float, expert: int) -> None:
     """`expert` leaves the cache and its slot; the room that this frees is the caller's to count."""
     if m[UNUSED, expert]:
         m[UNUSED, expert] = 0
@@ -391,7 +398,9 @@ def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
     m[STATE, expert] = ABSENT
     m[HELD, m[SLOT, expert]] = NO_EXPERT
     m[SLOT, expert] = NO_EXPERT
-    on_evict(rule, keep, expert)
+    call(m[ONE, ON_EVICT], keep, expert, 0, 0)
+    if m[ONE, HEARS_EVICT]:
+        ask(m[ONE, ASKED], EVICT, expert)
     if m[ONE, LISTS]:
         unlink(m, expert)
 
@@ -421,24 +430,22 @@ def put_first(m: Int, expert: int) -> None:
 
 
 @compiled
-def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
-    """Start the first queued demand: (expert, victim), (ASK, expert), or BLOCKED or NO_EXPERT."""
+def start_demand(m: Int, keep: Float) -> tuple[int, int]:
+    """Start the first queued demand: (expert, victim), or BLOCKED or NO_EXPERT in place of an expert."""
     expert = next_demand(m)
     if expert == NO_EXPERT:
         return NO_EXPERT, NO_EXPERT
-    victim = find_victim(m, keep, rule, expert, True, False)
+    victim = find_victim(m, keep, keep[0], expert, True, False)
     if victim == BLOCKED:
         return BLOCKED, NO_EXPERT
-    if victim == ASK:
-        return ASK, expert
     if m[DEMANDS, m[ONE, NEXT_DEMAND]] != expert:
         put_first(m, expert)
-    start(m, keep, rule, expert, victim)
+    start(m, keep, expert, victim)
     return expert, victim
 
 
 @compiled
-def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int]:
+def start_prefetch(m: Int, keep: Float, priority: Float, one_scale: bool) -> tuple[int, int]:
     """Start the best queued prefetch that can have a slot: (expert, victim).
 
     In place of an expert: BLOCKED where no queued one can, NO_EXPERT where none is queued. With one kind of experts it
@@ -447,17 +454,15 @@ def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int
     m[ONE, ATTEMPT] += 1
     answer = NO_EXPERT
     while True:
-        expert = best_queued(m, keep)
+        expert = best_queued(m, priority)
         if expert == NO_EXPERT:
             return answer, NO_EXPERT
-        victim = find_victim(m, keep, rule, expert, False, one_scale)
+        victim = find_victim(m, keep, priority, expert, False, one_scale)
         if victim == BLOCKED:
             m[SHUT, m[KIND, expert]] = m[ONE, ATTEMPT]
             answer = BLOCKED
             continue
-        if victim == ASK:
-            return ASK, expert
-        start(m, keep, rule, expert, victim)
+        start(m, keep, expert, victim)
         return expert, victim
 
 
@@ -471,19 +476,19 @@ def resume(m: Int) -> int:
 
 
 @inlined
-def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int, bool]:
+def next_transfer(m: Int, keep: Float, priority: Float, one_scale: bool) -> tuple[int, int, bool]:
     """Rule 5, the link being free: (expert now on the link, its victim or NO_EXPERT, whether it is a prefetch).
 
     In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is there for it.
     """
-    expert, victim = start_demand(m, keep, rule)
-    if expert >= 0 or expert == ASK:
+    expert, victim = start_demand(m, keep)
+    if expert >= 0:
         return expert, victim, False
     if m[ONE, PAUSED] != NO_EXPERT:
         return resume(m), NO_EXPERT, True
     if expert == BLOCKED:
         return BLOCKED, NO_EXPERT, False
-    expert, victim = start_prefetch(m, keep, rule, one_scale)
+    expert, victim = start_prefetch(m, keep, priority, one_scale)
     return expert, victim, True
 
 
@@ -506,15 +511,15 @@ def arrived(m: Int) -> bool:
 
 
 @inlined
-def arrived_and_next(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[bool, int, int, bool]:
+def arrived_and_next(m: Int, keep: Float, priority: Float, one_scale: bool) -> tuple[bool, int, int, bool]:
     """`arrived` and at once `next_transfer`: (awaited, expert, victim, is a prefetch)."""
     awaited = arrived(m)
-    expert, victim, prefetch = next_transfer(m, keep, rule, one_scale)
+    expert, victim, prefetch = next_transfer(m, keep, priority, one_scale)
     return awaited, expert, victim, prefetch
 
 
 @inlined
-def interrupt(m: Int, keep: Float, rule: int) -> tuple[int, int]:
+def interrupt(m: Int, keep: Float) -> tuple[int, int]:
     """Rule 5 at a chunk boundary: a demand that can take a slot at once pauses the prefetch on the link.
 
     (expert, victim) of the demand; expert < 0 where the transfer continues, as does one that is awaited.
@@ -522,14 +527,14 @@ def interrupt(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     running = m[ONE, ACTIVE]
     if m[WANTED, running] == ON_GPU:
         return NO_EXPERT, NO_EXPERT
-    expert, victim = start_demand(m, keep, rule)
+    expert, victim = start_demand(m, keep)
     if expert >= 0:
         m[ONE, PAUSED] = running
     return expert, victim
 
 
 @allocating
-def empty_cache(m: Int, keep: Float, rule: int) -> Int:
+def empty_cache(m: Int, keep: Float) -> Int:
     """Rule 10, `--cold`: every expert becomes ABSENT, queued and started transfers are discarded; ids that left."""
     clear_queue(m)
     one = m[ONE]
@@ -537,6 +542,6 @@ def empty_cache(m: Int, keep: Float, rule: int) -> Int:
     left = np.sort(m[HELD, : one[SLOTS]].copy())
     left = left[np.searchsorted(left, 0) :]
     for expert in left:
-        leave(m, keep, rule, expert)
+        leave(m, keep, expert)
         m[FREE, m[PARTITION, expert]] += m[SIZE, expert]
     return left

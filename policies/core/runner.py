@@ -5,8 +5,12 @@ Every engine tells it what happens, in the order in which it happens; whatever a
 
 import numpy as np
 
+from policies.core import dispatch
+from policies.core.calling import OBSERVE, START, Asked
+from policies.core.events import Events
 from policies.core.limits import limiter
-from policies.core.policy import START, Event, Float, Int, Requests, Shape
+from policies.core.policy import START as STEP_STARTS
+from policies.core.policy import Event, Float, Int, Requests, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.spec import PolicySpec
 from traces.errors import InputError
@@ -25,21 +29,21 @@ class PolicyRunner:
         spec: PolicySpec,
         shape: Shape,
         requests: Requests,
-        per_access: bool = False,
         experts_per_layer: float | None = None,
     ) -> None:
         self.shape = shape
+        self._spec, self._residencies = spec, 0
         self._divide, self._per_layer = spec.divide, spec.scope.cls.per_layer
         self.retention, self.prefetcher = spec.build(shape)
-        if self.prefetcher.needs_lookahead and not per_access and requests and requests[0].lookahead is None:
+        if self.prefetcher.needs_lookahead and requests and requests[0].lookahead is None:
             raise ValueError(f"{self.prefetcher.name} needs the trace's lookahead, and the requests have none")
         for half in (self.retention, self.prefetcher):
-            half.foresee(requests, per_access)
+            half.foresee(requests)
         if experts_per_layer is not None:
             self.prefetcher.window(experts_per_layer)
         self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
         self.silent = not self._observers and not self.prefetcher.proposes
-        self._limiter = None if per_access else limiter(self.prefetcher.options, shape, experts_per_layer)
+        self._limiter = limiter(self.prefetcher.options, shape, experts_per_layer)
         self._states = np.zeros(shape.total, np.int64)
 
     def residency(self, room: int, sizes: Int | None = None) -> PolicyResidency:
@@ -49,9 +53,19 @@ class PolicyRunner:
         # rule 6: one scale only where both halves are one policy with the same options
         same = self.prefetcher.options == self.retention.options
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
-        residency = PolicyResidency(self.shape, self._divide(self.shape, room), self.retention, one_scale, sizes)
+        keeper = self.retention
+        if self._residencies and any(dispatch.hooks_of(keeper)):
+            keeper = self._spec.evict.build(self.shape)  # its scores are of one cache
+        self._residencies += 1
+        residency = PolicyResidency(self.shape, self._divide(self.shape, room), keeper, one_scale, sizes)
         self._states = residency.states
         return residency
+
+    @property
+    def shares_cells(self) -> bool:
+        """Whether its policies may serve several caches at once: what they learn depends on events alone."""
+        limited = self._limiter is not None and len(self._limiter.bounds.room) > 0
+        return self._spec.learns_from_events_alone and not limited
 
     def begin_request(self, ordinal: int, batch_slot: int = 0) -> None:
         self.retention.begin_request(ordinal, batch_slot)
@@ -66,7 +80,7 @@ class PolicyRunner:
         """Rule 4, for the same event, within the prefetcher's limits; None from a prefetcher that never proposes."""
         if not self.prefetcher.proposes:
             return None
-        if event.layer == START:
+        if event.layer == STEP_STARTS:
             self._take_states()
         proposal = self.prefetcher.propose(event)
         return proposal if self._limiter is None else self._limiter(event.layer, *proposal)
@@ -84,3 +98,32 @@ class PolicyRunner:
     def end_request(self, batch_slot: int = 0) -> None:
         self.retention.end_request(batch_slot)
         self.prefetcher.end_request(batch_slot)
+
+
+class AskedRunner:
+    """A runner's policies for compiled code to ask, of `events`: `ids` and `priorities` [L*E] take a proposal."""
+
+    def __init__(self, runner: PolicyRunner, residency: PolicyResidency) -> None:
+        self.events: Events | None = None
+        self.ids, self.priorities = np.empty(runner.shape.total, np.int64), np.empty(runner.shape.total)
+        self._runner, self._layers = runner, runner.shape.layers
+        self._event: Event | None = None
+        self._asked = Asked(self._answer, residency.failed)
+        self.address, self.check = self._asked.address, self._asked.check
+
+    def _answer(self, question: int, number: int) -> int:
+        """Tell of an event, or fill in a proposal; how many experts it names."""
+        assert self.events
+        if question == OBSERVE:
+            self._event = self.events.event(*divmod(number, self._layers))
+            self._runner.observe(self._event)
+            return 0
+        if question == START:
+            self._event = self.events.start(number)
+        assert self._event
+        proposal = self._runner.propose(self._event)
+        if proposal is None:
+            return 0
+        n = len(proposal[0])
+        self.ids[:n], self.priorities[:n] = proposal
+        return n

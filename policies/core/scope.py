@@ -8,7 +8,8 @@ most, then the second, and so on. No layer has more slots than experts: what exc
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from policies.core.policy import NO_INTS, Int, Options, Shape
 from policies.core.stack_distances import lru_misses
 from traces.errors import InputError
 from traces.reader import open_folder
-from traces.steps import PREFILL
+from traces.steps import PREFILL, RequestSteps
 from traces.trace import Trace
 
 
@@ -105,10 +106,22 @@ def optimal(misses: Int, slots: int) -> tuple[int, ...]:
     return tuple(division)
 
 
-def lru_curves(accesses: Int, shape: Shape) -> Int:
-    """Misses of each layer by its slots under LRU: int64[L, E + 1], no slots first. accesses: [N] ids."""
-    layers, experts = np.divmod(accesses.astype(np.int32), shape.experts)
-    return np.stack([lru_misses(experts[layers == layer], shape.experts) for layer in range(shape.layers)])
+def lru_curves(requests: Iterable[RequestSteps], shape: Shape) -> Int:
+    """Misses of each layer by its slots under LRU: int64[L, E + 1], no slots first.
+
+    For fewer slots than a layer's largest event it is an estimate (`policies.core.stack_distances`).
+    """
+    held, sizes = [NO_INTS], [NO_INTS]
+    for request in requests:
+        held.append(request.experts)
+        sizes.append(np.diff(request.offsets))
+    layers, experts = np.divmod(np.concatenate(held).astype(np.int32), shape.experts)
+    of_events = np.concatenate(sizes)
+    curves = [
+        lru_misses(experts[layers == layer], shape.experts, np.cumsum(of_events[layer :: shape.layers]))
+        for layer in range(shape.layers)
+    ]
+    return np.stack(curves)
 
 
 def require_profile(profile: str, shape: Shape) -> None:
@@ -132,9 +145,13 @@ def _curves_of(profile: str, shape: Shape) -> Int:
     trace = read_profile(profile, shape)
     if trace.aggregate is not None:
         raise InputError(f"the profile {profile} holds EAMs only, no sequences in which LRU could miss")
-    accesses = [NO_INTS]
-    for request in map(trace.steps, range(len(trace.requests))):
-        prefills = int((request.phase == PREFILL).sum())
-        decodes = prefills < len(request.phase)
-        accesses.append(request.experts[request.offsets[prefills * shape.layers] :] if decodes else request.experts)
-    return lru_curves(np.concatenate(accesses), shape)
+    return lru_curves(map(_decoded, map(trace.steps, range(len(trace.requests)))), shape)
+
+
+def _decoded(request: RequestSteps) -> RequestSteps:
+    """Return what a request routes in its decoded tokens; of one that has none, in its prefill."""
+    prefills = int((request.phase == PREFILL).sum())
+    if prefills == len(request.phase):
+        return request
+    offsets = request.offsets[prefills * ((len(request.offsets) - 1) // len(request.phase)) :]
+    return replace(request, experts=request.experts[offsets[0] :], offsets=offsets - offsets[0])

@@ -170,7 +170,7 @@ class ScriptedResidency(PolicyResidency):
         self._next += 1
         self._coming[expert].popleft()
         self.m[core.STATE, expert] = core.QUEUED if prefetch else core.DEMANDED
-        core.start(self.m, self.keep, self.rule, expert, victim)
+        core.start(self.m, self.keep, expert, victim)
         if prefetch and self.awaited(expert):
             self.m[core.UNUSED, expert] = 0
             self.m[core.ONE, core.N_USED] += 1

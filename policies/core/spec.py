@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policies.core import guard, registry, user_file
+from policies.core import dispatch, guard, registry, user_file
 from policies.core.grammar import Expression, Term, file_and_class, read, read_scope, read_term, value_text
 from policies.core.per_layer import PerLayer
 from policies.core.placement import PLACEMENTS, Fetch, Placement
@@ -160,19 +160,16 @@ class PolicySpec:
         return bool(self.prefetch.cls.needs_lookahead)
 
     @property
-    def not_compiled(self) -> str | None:
-        """Why compiled engines cannot run it; None if they can."""
-        evict, prefetch = self.evict.cls, self.prefetch.cls
-        for cls in (evict, prefetch):
-            if not registry.is_compiled(cls):
-                return f"{cls.name} is not one of the built-in score policies and prefetchers"
-        if prefetch.observes and prefetch.shares_state_with(evict) and not self.shares:
-            return f"its halves are two different {evict.name}"
-        return None
+    def compiled(self) -> bool:
+        """Whether it runs without Python: all that both halves decide is compiled."""
+        return dispatch.is_compiled(self.evict.cls) and dispatch.is_compiled(self.prefetch.cls)
 
     @property
-    def compiled(self) -> bool:
-        return self.not_compiled is None
+    def learns_from_events_alone(self) -> bool:
+        """Whether what it learns is the same whatever its cache holds, so that caches of all sizes may share it."""
+        cls = self.evict.cls
+        counts = any(dispatch.hooks(cls.declared(self.evict.options)))
+        return issubclass(cls, ScorePolicy) and not (cls.observes and counts)
 
     @property
     def shares(self) -> bool:

@@ -5,7 +5,7 @@ matched on the way, so only for it the trace is run event by event; of a trace t
 matched, and there it replaces the oldest.
 """
 
-from policies.core.events import RequestEvents
+from policies.core.events import Events
 from policies.core.policy import Shape
 from policies.core.spec import HALVES, make_policy
 from policies.eamc.eamc import EamcPrefetcher, EamcRetention, Predictor, observe
@@ -21,7 +21,7 @@ def build(trace: Trace, policy: str, capacity: int | None = None) -> Predictor:
     if predictor.options.replacement == "least-used" and trace.aggregate is None:
         for i in range(len(trace.requests)):
             request = trace.steps(i)
-            events = RequestEvents(request, trace.layers)
+            events = Events.of(request, trace.layers)
             for step in range(len(request.phase)):
                 for layer in range(trace.layers):
                     observe(predictor.matched, events.event(step, layer))

@@ -292,6 +292,11 @@ class EamcRetention(_StartsFromAFile, ScorePolicy):
         self.keep[VISIT] = {"ratio": 0, "most-visited": -1, "least-visited": 1}[options.keep]
         score(self.predictor.says, self.keep, True, 0)
 
+    @classmethod
+    def declared(cls, options: EamcOptions) -> Compiled | None:
+        """Visits are counted where they score."""
+        return Compiled(begin, observe_and_score) if options.keep == "ratio" else cls.compiled
+
     def end_request(self, batch_slot: int) -> None:
         self.predictor.learn(batch_slot)
 

@@ -94,7 +94,7 @@ class Foreseeing(Prefetcher):
         self._requests: Requests = []
         self._running: list[RequestSteps | None] = [None] * shape.batch_slots
 
-    def foresee(self, requests: Requests, per_access: bool) -> None:
+    def foresee(self, requests: Requests) -> None:
         self._requests = requests
 
     def begin_request(self, request: int, batch_slot: int) -> None:

@@ -92,7 +92,6 @@ class Belady(ScorePolicy):
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
         self._requests: Requests = []
-        self._per_access = False
         self._stretch = 1  # requests between two that are kept
         self._ends: Int = NO_INTS  # [R] number of the first event after each request
         self._after_stretch: Int = NO_INTS  # [R / stretch, L*E] next uses after each stretch
@@ -100,9 +99,9 @@ class Belady(ScorePolicy):
         self._running: list[Int] = [NO_INTS] * shape.batch_slots  # of several requests: next uses by access
         self._last = 0  # of the requests that have begun
 
-    def foresee(self, requests: Requests, per_access: bool) -> None:
+    def foresee(self, requests: Requests) -> None:
         """Go through the run backwards, and keep what is used next after each stretch of requests."""
-        self._requests, self._per_access = requests, per_access
+        self._requests = requests
         self._stretch = max(1, isqrt(len(requests)))
         self._ends = np.zeros(len(requests), np.int64)
         self._after_stretch = np.empty((-(-len(requests) // self._stretch), self.shape.total), np.int64)
@@ -161,5 +160,5 @@ class Belady(ScorePolicy):
     def _look_back(self, request: int, upcoming: Int) -> tuple[int, Int]:
         """The events of a request and, by access, the next uses; `upcoming` is carried from its end to its start."""
         routed = self._requests[request]
-        offsets = np.arange(len(routed.experts) + 1) if self._per_access else routed.offsets
-        return len(offsets) - 1, _next_uses(offsets, routed.experts, int(self._ends[request]), upcoming)
+        following = _next_uses(routed.offsets, routed.experts, int(self._ends[request]), upcoming)
+        return len(routed.offsets) - 1, following

@@ -26,12 +26,11 @@ from replay.comparison import errors
 from replay.devices.waiting import Pace
 from replay.run import bookkeeping_us, copy_gb_per_s, host_ms
 from replay.warmup import undisturbed
-from sim.engines import engine
+from sim.engines import compiled_engine
 from sim.engines.simpy_engine import SimpyDevice
-from sim.experiment import AUTO
 from sim.loop.device import Device
 from sim.loop.driver import Driver
-from sim.loop.log import RunLog, StepRow, joined
+from sim.loop.log import RunLog, StepRow, counting, joined
 from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.loop.session import Decider
@@ -319,7 +318,7 @@ def run_on(
         if on_step:
             on_step(row)
 
-    with engine.counting(run):
+    with counting(run):
         log = driver.run(ended)
     row = _figures(choice, run, log)
     if (host_us := bookkeeping_us(driver, log)) is not None:
@@ -333,7 +332,7 @@ def _simulate(choice: Choice, timing: Timing, link: Link, script: Decider | None
     run, parts = choice.on(timing, link), list[RunLog]()
     if script:
         return run_on(choice, run, SimpyDevice(timing, link), script)
-    engine.play(AUTO, run, parts.append)
+    compiled_engine.play(run, parts.append)
     log = joined(parts)
     return Side(log, _figures(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
 

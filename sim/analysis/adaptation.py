@@ -235,7 +235,7 @@ def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: 
     share = loaded.experts_in(slots) / loaded.all_experts
     runs, policies = planned.runs, grid.policies
     cells = [(policy, slots, planned.before(run), planned.after(run)) for run in runs for policy in policies]
-    tasks = [Task(loaded, hit_rates, cell, compiled=False) for cell in cells]
+    tasks = [Task(loaded, hit_rates, cell, cell[0].compiled) for cell in cells]
     results = Local(workers).results(tasks, advance or (lambda requests: None))
     done: dict[int, Float] = {}
     with suppress(KeyboardInterrupt), closing(results):

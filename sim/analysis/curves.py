@@ -1,7 +1,7 @@
 """Misses of Belady at every cache size, in one pass, and how far apart the uses of an expert are.
 
-Belady's is a stack algorithm, as is LRU: `policies.core.stack_distances` tells what that is. The counts are those of
-the untimed mode: an access is an event of its own, layers share the cache, requests leave it warm.
+Belady's is a stack algorithm, as is LRU: `policies.core.stack_distances` tells what that is, and from which size on it
+holds of events. The counts are those of the counted mode: layers share the cache, requests leave it warm.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import numpy as np
 
 from policies.core.compiled import allocating
 from policies.core.policy import Int
-from policies.core.stack_distances import Ids, misses_by_slots
+from policies.core.stack_distances import Ids, each_alone, misses_by_slots
 from traces.steps import RequestSteps
 
 BINS = 63
@@ -24,28 +24,43 @@ class Accesses:
 
     experts: Ids  # [N] ids, layer * E + expert
     tokens: Int  # [N] tokens of the run up to the end of the lookup's step
+    ends: Int  # [events] where each ends in `experts`
     total: int  # experts of all layers
+
+    @property
+    def largest_event(self) -> int:
+        """From so many slots on what is known of all sizes is exact."""
+        return int(np.diff(self.ends, prepend=0).max(initial=1))
 
     @staticmethod
     def of(requests: Iterable[RequestSteps], layers: int, experts: int) -> "Accesses":
         """Lay the requests of a model of `layers` layers of `experts` experts end to end."""
-        ids, tokens, before = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
+        ids, tokens, ends, before, held = (
+            [np.empty(0, np.int32)],
+            [np.empty(0, np.int64)],
+            [np.empty(0, np.int64)],
+            0,
+            0,
+        )
         for request in requests:
-            ends = before + np.cumsum(request.tokens)
             ids.append(request.experts.astype(np.int32))
-            tokens.append(np.repeat(ends, np.diff(request.offsets[::layers])))
+            tokens.append(np.repeat(before + np.cumsum(request.tokens), np.diff(request.offsets[::layers])))
+            ends.append(held + request.offsets[1:])
             before += int(request.tokens.sum())
-        return Accesses(np.concatenate(ids), np.concatenate(tokens), layers * experts)
+            held += len(request.experts)
+        return Accesses(np.concatenate(ids), np.concatenate(tokens), np.concatenate(ends), layers * experts)
 
 
-def belady_misses(experts: Ids, total: int, first: int = 0) -> Int:
+def belady_misses(experts: Ids, total: int, first: int = 0, ends: Int | None = None) -> Int:
     """Misses of Belady's MIN with forced admission by number of slots: int64[total + 1], none first.
 
-    experts: [N] ids below `total`. first: the access from which on misses are counted. Mattson's update by priority:
-    the expert in use goes to the top, and from the second place down to the one that it left each expert gives way to
-    the one pushed out above if that is used sooner. O(place) an access.
+    experts: [N] ids below `total`. first: the access from which on misses are counted. ends: as `lru_misses` takes
+    them. Mattson's update by priority: the experts in use go to the top, whose experts are pushed out; from there down
+    to the last place that they left, each place takes the one that is used soonest of those pushed out above and its
+    own. O(place) an access.
     """
-    return misses_by_slots(_belady_places(next_uses(experts, total), total, first), len(experts) - first)
+    ends = each_alone(experts) if ends is None else ends
+    return misses_by_slots(_belady_places(next_uses(experts, total, ends), ends, total, first), len(experts) - first)
 
 
 @dataclass(frozen=True)
@@ -68,40 +83,52 @@ def reuse(accesses: Accesses) -> Reuse:
 
 
 @allocating
-def next_uses(experts: Ids, total: int) -> Int:
-    """For each access the number of the next one to the same expert, N if there is none: int64[N]."""
+def next_uses(experts: Ids, total: int, ends: Int) -> Int:
+    """For each access the number of the next event with the same expert, len(ends) if there is none: int64[N]."""
     following = np.empty(len(experts), np.int64)
-    upcoming = np.full(total, len(experts), np.int64)
-    for now in range(len(experts) - 1, -1, -1):
-        following[now] = upcoming[experts[now]]
-        upcoming[experts[now]] = now
+    upcoming = np.full(total, len(ends), np.int64)
+    for event in range(len(ends) - 1, -1, -1):
+        for i in range(ends[event - 1] if event else 0, ends[event]):
+            following[i] = upcoming[experts[i]]
+            upcoming[experts[i]] = event
     return following
 
 
 @allocating
-def _belady_places(following: Int, total: int, first: int) -> Int:
+def _belady_places(following: Int, ends: Int, total: int, first: int) -> Int:
     """The number of accesses, from `first` on, by the place of their expert; first uses have none.
 
-    An expert stands in the list by the number of the access that uses it next, so the one in use is `now`.
+    An expert stands in the list by the number of the event that uses it next, so those in use are `event`.
     """
     stack = np.empty(total, np.int64)
+    pushed = np.empty(total, np.int64)  # out of the places above, in no order
     places = np.zeros(total + 1, np.int64)
-    held = 0
-    for now in range(len(following)):
-        pushed = -1  # which stays in the first place until the expert in use takes it
-        place = 0
-        while place < held:
-            here = stack[place]
-            if here == now:
-                break
-            stack[place], pushed = min(here, pushed), max(here, pushed)
+    held = begin = 0
+    for event in range(len(ends)):
+        n = ends[event] - begin
+        out = place = 0
+        while place < n or out:
+            here = stack[place] if place < held else -1  # none
+            if here == event:
+                if begin >= first:
+                    places[place + 1] += 1
+            elif here >= 0:
+                pushed[out] = here
+                out += 1
+            if place < n:
+                pass  # takes an expert in use, below
+            elif out:
+                soonest = 0
+                for i in range(1, out):
+                    if pushed[i] < pushed[soonest]:
+                        soonest = i
+                stack[place] = pushed[soonest]
+                out -= 1
+                pushed[soonest] = pushed[out]
             place += 1
-        stack[place] = pushed
-        stack[0] = following[now]
-        if place == held:
-            held += 1
-        elif now >= first:
-            places[place + 1] += 1
+        held = max(held, place)
+        stack[:n] = following[begin : begin + n]
+        begin += n
     return places
 
 

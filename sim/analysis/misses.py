@@ -1,7 +1,8 @@
 """Is it the policy or the cache size? What a trace lets any cache do, and what each policy makes of it, untimed.
 
 Misses split into compulsory (first uses), capacity (Belady's beyond those) and policy (the rest), as docs/contract.md
-defines them. LRU and Belady are known at all sizes from one pass (`sim.analysis.curves`); other policies are run.
+defines them. LRU and Belady are known from one pass at all sizes of at least the largest event
+(`sim.analysis.curves`); other policies are run.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.results import files, plot
 from sim.results.metrics import COUNT, SHARE, TEXT, Row
-from sim.sweeps.grid import Grid
+from sim.sweeps.grid import BELADY, Grid
 from traces.errors import InputError
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Analysis:
     lookups: int
     lru: Int  # [L * E + 1] misses by number of slots
     belady: Int  # the same
+    smallest: int  # slots from which on these are known
     demand: int  # experts of one decoded token
     reuse: Reuse
     locality: list[Locality]
@@ -100,7 +102,7 @@ class Analysis:
                 "lru_hit_rate": 1 - int(self.lru[slots]) / self.lookups if self.lookups else None,
                 "belady_hit_rate": 1 - int(self.belady[slots]) / self.lookups if self.lookups else None,
             }
-            for slots in range(1, total + 1)
+            for slots in range(self.smallest, total + 1)
         ]
 
     def distances(self) -> list[Row]:
@@ -122,19 +124,21 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
             "another `model_profile`"
         )
     accesses = Accesses.of(Requests(loaded.trace), loaded.trace.layers, loaded.trace.num_experts)
-    known = {"lru": lru_misses(accesses.experts, accesses.total)}
-    known["belady"] = belady = belady_misses(accesses.experts, accesses.total)
+    known = {"lru": lru_misses(accesses.experts, accesses.total, accesses.ends)}
+    known["belady"] = belady = belady_misses(accesses.experts, accesses.total, ends=accesses.ends)
+    smallest = accesses.largest_event
     report = advance or (lambda requests: None)
 
     def misses(policy: PolicySpec, slots: int) -> int:
-        if policy.text in known:
+        if policy.text in known and slots >= smallest:
             return int(known[policy.text][slots])
         total = 0
 
         def ended(log: RunLog) -> None:
             nonlocal total
             total += int(log.misses.sum())
-            report(1)
+            if policy.text not in CURVED:
+                report(1)
 
         loaded.play(policy, slots, ended)
         return total
@@ -144,6 +148,7 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
         lookups=len(accesses.experts),
         lru=known["lru"],
         belady=belady,
+        smallest=smallest,
         demand=loaded.token_experts,
         reuse=reuse(accesses),
         locality=locality(loaded.whole),
@@ -157,10 +162,11 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
                 },
                 len(accesses.experts),
                 first_uses,
-                capacity=int(belady[slots]) - first_uses,
-                policy_misses=misses(policy, slots) - int(belady[slots]),
+                capacity=best - first_uses,
+                policy_misses=misses(policy, slots) - best,
             )
             for slots in grid.sizes.values()
+            for best in (misses(BELADY, slots),)
             for policy in grid.policies
         ],
     )
@@ -199,9 +205,11 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
     total, lookups = len(found.lru) - 1, max(found.lookups, 1)
     title = f"{loaded.trace.meta.model}, untimed, {loaded.trace.name}, {len(loaded.trace.requests)} requests"
     with plot.against_size("hit rate", title) as (drawing, axes):
-        sizes = 100 * np.arange(total + 1) / total
-        axes.plot(sizes, 1 - found.lru / lookups, color=plot.COLOURS[0], linewidth=1.6, label="lru")
-        axes.plot(sizes, 1 - found.belady / lookups, **plot.BOUND)
+        slots = np.arange(found.smallest, total + 1)
+        axes.plot(
+            100 * slots / total, 1 - found.lru[slots] / lookups, color=plot.COLOURS[0], linewidth=1.6, label="lru"
+        )
+        axes.plot(100 * slots / total, 1 - found.belady[slots] / lookups, **plot.BOUND)
         others = {split["policy"]: split["oracle"] for split in found.splits if split["policy"] not in CURVED}
         for i, (policy, oracle) in enumerate(others.items(), start=1):
             points = [split for split in found.splits if split["policy"] == policy]

@@ -18,8 +18,7 @@ from sim.backtest import routing
 from sim.backtest.file import Row
 from sim.backtest.machine import Rates, overheads_of, table
 from sim.backtest.model import profile_of
-from sim.engines import engine
-from sim.experiment import AUTO
+from sim.engines.compiled_engine import simulate
 from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles.derived import Blocking
@@ -159,12 +158,12 @@ class Case:
             reuse = routing.like(self.stand_in, E, k) if self.stand_in else np.full(E, k / E)
         return [routing.made(reuse, L, k, tokens, loaded, context, i) for i in range(setting.batch)]
 
-    def simulated(self, rates: Rates | None, engine_name: str = AUTO) -> Outcome:
+    def simulated(self, rates: Rates | None) -> Outcome:
         """Run it on these rates; None: without a clock. Raise InputError for what its row cannot have."""
         with located(self.row.where):
-            return self._summary(engine.simulate(engine_name, self.as_run(rates)), rates is not None)
+            return self._summary(simulate(self.as_run(rates)), rates is not None)
 
-    def aimed(self, rates: Rates | None, engine_name: str = AUTO) -> "Case":
+    def aimed(self, rates: Rates | None) -> "Case":
         """Return the case whose routing reaches the measured hit rate, if there is one, when it is run.
 
         Copies that are under way when they are needed are no hits, so the routing has to be made for a little more.
@@ -173,7 +172,7 @@ class Case:
         if measured < 0 or self.static or self.host_capacity:
             return case  # of host memory, the log counts reads, not hits
         for _ in range(CORRECTIONS):
-            missing = measured - case.simulated(rates, engine_name).hit_rate
+            missing = measured - case.simulated(rates).hit_rate
             most = min(1.0, case.slots_per_layer / case.profile.top_k)
             if abs(missing) < NEAR or case.aim + missing > most:
                 break

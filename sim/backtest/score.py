@@ -95,7 +95,6 @@ def figure(row: Row, outcome: Outcome) -> float:
 
 def backtest(
     rows: Sequence[Row],
-    engine: str,
     ended: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Backtest:
@@ -104,8 +103,8 @@ def backtest(
     blind = {name: rates_of(case.row) for name, case in cases.items()}
     outcomes = {}
     for name, case in cases.items():
-        cases[name] = case.aimed(blind[name], engine)
-        outcomes[name] = cases[name].simulated(blind[name], engine)
+        cases[name] = case.aimed(blind[name])
+        outcomes[name] = cases[name].simulated(blind[name])
         if case.is_far(outcomes[name]):
             reached, wanted = show_share(outcomes[name].hit_rate), show_share(case.row.setting.hit_rate)
             text = f"{case.policy.text} hits {reached}, far from the hit_rate of {wanted} that was measured"
@@ -115,7 +114,7 @@ def backtest(
     for row in rows:
         if row.fit and not row.unsimulated:
             fitting.setdefault(_machine_key(row), []).append(row)
-    fits = {machine: _fit(fitted, cases, blind, engine) for machine, fitted in fitting.items()}
+    fits = {machine: _fit(fitted, cases, blind) for machine, fitted in fitting.items()}
     results = []
     for row in rows:
         if row.unsimulated:
@@ -123,7 +122,7 @@ def backtest(
             continue
         case, own, final = cases[row.figure], blind[row.figure], outcomes[row.figure]
         if own and (fit := fits.get(_machine_key(row))):
-            final = case.simulated(replace(own, **{fit.parameter: fit.after}), engine)
+            final = case.simulated(replace(own, **{fit.parameter: fit.after}))
         results.append(
             Result(row, figure(row, final), figure(row, outcomes[row.figure]), final.hit_rate, case.stand_in)
         )
@@ -145,7 +144,7 @@ def _machine_key(row: Row) -> tuple[str, Machine]:
     return row.file, row.machine
 
 
-def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None], engine: str) -> FittedParameter:
+def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None]) -> FittedParameter:
     """Search the value at which the mean square of the rows' logarithmic errors is least."""
     file, machine = _machine_key(rows[0])
     parameter = machine.fit_parameter
@@ -157,7 +156,7 @@ def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None]
     def predicted(row: Row, value: float) -> float:
         own = blind[row.figure]
         assert own
-        return figure(row, cases[row.figure].simulated(replace(own, **{parameter: value}), engine))
+        return figure(row, cases[row.figure].simulated(replace(own, **{parameter: value})))
 
     def loss(log_value: float) -> float:
         value = math.exp(log_value)

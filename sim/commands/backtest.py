@@ -6,10 +6,7 @@ from typing import Annotated
 import typer
 
 from sim.backtest import file, report, score
-from sim.commands import options
 from sim.commands.printed import progress
-from sim.engines import engine as engines
-from sim.experiment import SIMPY
 from traces.commands import console
 
 
@@ -20,24 +17,21 @@ def backtest(
     update: Annotated[
         Path | None, typer.Option(help="Markdown file in which the report is replaced, such as docs/backtest.md.")
     ] = None,
-    engine: options.Engine = None,
 ) -> None:
     """Predict published measurements of other systems, and print predicted, measured and the errors.
 
     docs/backtest.md describes files of rows. An error is predicted / measured - 1; for hit rates, the difference. A row
-    with `fit = true` fits its machine's parameter and is not scored. Runs are short, so SimPy is the default engine.
+    with `fit = true` fits its machine's parameter and is not scored.
 
     [b]moe-sim backtest[/b]
 
     [b]moe-sim backtest my-rows.toml --rows[/b]
     """
-    engine = engine or SIMPY
-    engines.check(engine)
     if update:
         report.around(update)  # before what takes minutes
     rows = file.unique([row for path in files or file.shipped() for row in file.read(path, console.warn)])
     with progress(sum(not row.unsimulated for row in rows), as_json, "rows run") as advance:
-        test = score.backtest(rows, engine, ended=lambda: advance(1), warn=console.warn)
+        test = score.backtest(rows, ended=lambda: advance(1), warn=console.warn)
     if update:
         report.put_into(update, test)
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sim.commands import options
-from sim.engines.cases import run_file
+from sim.engines.cases import COMPILED, run_file
 from traces.commands import console
 from traces.output import check_file, replacing
 
@@ -15,7 +15,7 @@ from traces.output import check_file, replacing
 def conformance(
     cases: Annotated[Path, typer.Argument(help="One case a line, in the engine-neutral JSON format.")],
     out: Annotated[Path | None, typer.Option(help="File for the results; else standard output.")] = None,
-    engine: options.Engine = None,
+    engine: Annotated[str, typer.Option(help="Which clock runs them: compiled, or simpy, the reference.")] = COMPILED,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Run engine-neutral cases and write one result line for each.
@@ -23,8 +23,8 @@ def conformance(
     [b]moe-sim conformance cases.jsonl --engine simpy --out results.jsonl[/b]
     """
     if out is None:
-        run_file(cases, sys.stdout, engine or "auto", console.warn)
+        run_file(cases, sys.stdout, engine, console.warn)
         return
     check_file(out, overwrite, read=cases)
     with replacing(out, overwrite=overwrite) as part, part.open("w", encoding="utf-8") as lines:
-        run_file(cases, lines, engine or "auto", console.warn)
+        run_file(cases, lines, engine, console.warn)

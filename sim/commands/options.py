@@ -43,7 +43,6 @@ Scope = Annotated[
 ]
 CacheSizes = Annotated[str, typer.Option("--cache-sizes", "--cache-size", help=_CACHE_SIZES_HELP)]
 SomeCacheSizes = Annotated[str | None, typer.Option(help=f"{_CACHE_SIZES_HELP} Default: {CACHE_SIZES}.")]
-Engine = Annotated[str | None, typer.Option(help=OPTIONS["engine"].help)]
 Workers = Annotated[int | None, typer.Option(help="Number of processes. Default: one per core.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run that --out holds: keep what is finished.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is already there.")]

@@ -51,8 +51,6 @@ def run(
     window = timeline_window.parse(tokens, window_requests)
     if not timeline and (window or no_slots):
         raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
-    if timeline and stated.get("engine") == "compiled":
-        raise InputError("--timeline is run on the SimPy engine, with the same result: leave --engine compiled out")
     loaded = TimedRun.of(options.experiment(stated, cell.trace))
     spec, slots = cell.chosen(loaded)
     if window:

@@ -19,7 +19,7 @@ from traces.output import claimed
 
 def sensitivity(
     cell: options.CellOptions,
-    stated: Annotated[options.Stated, options.all_but("untimed", "engine")],
+    stated: Annotated[options.Stated, options.all_but("untimed")],
     *,
     step: Annotated[str, typer.Option(help="How far each parameter is moved, down and up.")] = "20%",
     workers: options.Workers = None,

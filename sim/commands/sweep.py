@@ -201,7 +201,7 @@ def _open(tables: list[Table], folder: Path, output: options.ResumableOptions) -
         drop(folder)
     found = Store(folder)
     require_resume(len(found), folder, output.resume)
-    wanted = {key for table in tables for key in table.tasks}
+    wanted = {key for table in tables for key in table.cells}
     refuse_others(sum(key not in wanted for key in found), folder, "sweep")
     return found
 
@@ -211,14 +211,14 @@ def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, outpu
         options.warn(warning)
     folder = store.folder
     made.write(folder / TOML)
-    tasks = missing(tables, store)
+    groups = missing(tables, store)
     if len(store):
-        output.note(f"resuming {folder}: {len(store)} cells done, {len(tasks)} to go")
+        output.note(f"resuming {folder}: {len(store)} cells done, {sum(len(group.keys) for group in groups)} to go")
     if isinstance(workers, Local):
-        cells = ((table.loaded, [spec for spec, _ in table.grid.cells()]) for table in tables if tasks)
+        cells = ((table.loaded, [spec for spec, _ in table.grid.cells()]) for table in tables if groups)
         versions = (version for loaded, specs in cells for version in loaded.versions(specs))
         output.note(*compiling.notes(versions))
-    due = sum(task.requests for task in tasks.values())
+    due = sum(group.task.requests for group in groups)
     with keeping("moe-sim", store, folder), progress(due, output.quiet) as advance:
         run_missing(tables, store, workers, advance)
     outcomes = [outcome(table, store) for table in tables]

@@ -10,7 +10,6 @@ from policies.core.grammar import policy_title, split_list
 from sim.commands import options
 from sim.commands.printed import progress, table
 from sim.engines import compiling
-from sim.experiment import SIMPY
 from sim.loaded import TimedRun
 from sim.quantities import show_bytes
 from sim.results.metrics import size_text
@@ -47,7 +46,7 @@ def systems(
     *,
     stated: Annotated[
         options.Stated,
-        options.some("hardware", "model_profile", "requests", "as_decode", "warmup_requests", "engine"),
+        options.some("hardware", "model_profile", "requests", "as_decode", "warmup_requests"),
     ],
     output: options.OutputOptions,
 ) -> None:
@@ -87,7 +86,7 @@ def systems(
         _ = setting.popularity  # a profile of another model is refused before anything is run
     output.note(*options.taken(defaults))
     predictions = []
-    output.note(*compiling.notes([loaded.experiment.engine != SIMPY]))
+    output.note(*compiling.notes([True]))
     with progress(len(systems_to_run), output.quiet, "systems") as advance:
         for each in systems_to_run:
             predictions.append(setting.predicted(each))

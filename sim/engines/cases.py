@@ -16,8 +16,7 @@ from msgspec import Meta
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from sim.engines.engine import check, simulate
-from sim.experiment import AUTO, SIMPY
+from sim.engines import compiled_engine, simpy_engine
 from sim.loop.log import RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -25,6 +24,9 @@ from traces.errors import InputError, located, unknown
 from traces.facts import parse_json
 from traces.steps import DECODE, PREFILL, RequestSteps
 from traces.typed import typed
+
+COMPILED = "compiled"
+ENGINES = {COMPILED: compiled_engine.simulate, "simpy": simpy_engine.simulate}
 
 MOST = 2**53
 Time = Annotated[int, Meta(ge=0, le=MOST)]
@@ -131,13 +133,14 @@ class Case:
 KEYS = {field.name for field in fields(Case)}
 
 
-def run_file(path: Path, out: TextIO, engine: str = AUTO, warn: Callable[[str], None] = lambda text: None) -> int:
-    """Write one result line for each case of `path`, run on `engine` (`sim.engines.engine`); return how many.
+def run_file(path: Path, out: TextIO, engine: str = COMPILED, warn: Callable[[str], None] = lambda text: None) -> int:
+    """Write one result line for each case of `path`, run on the engine of that name; return how many.
 
     warn: is called once for each key that no case has, which may be another engine's or wrongly written, and for each
     that its case does not use.
     """
-    check(engine)
+    if engine not in ENGINES:
+        raise unknown("engine", engine, ENGINES)
     count, known, unused = 0, set(KEYS), set[str]()
     lines = [(at, line) for at, line in enumerate(path.read_text("utf-8").split("\n"), 1) if line.strip()]
     for count, (at, line) in enumerate(lines, 1):
@@ -160,12 +163,12 @@ def case_of(values: dict[str, Any]) -> Case:
     return typed(Case, {key: value for key, value in values.items() if key in KEYS})
 
 
-def run_case(values: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
+def run_case(values: dict[str, Any], engine: str = COMPILED) -> dict[str, Any]:
     """Run one case. Raise InputError for what no case may be."""
     return run(case_of(values), engine)
 
 
-def run(case: Case, engine: str = SIMPY) -> dict[str, Any]:
+def run(case: Case, engine: str = COMPILED) -> dict[str, Any]:
     prefetch = f"popular:n={case.popular_n}" if case.prefetch == "popular" else case.prefetch
     placement = f"layers:n={case.host_layers}" if case.placement == "layers" else case.placement or "fetch"
     prefills = case.prefill if case.max_batch and case.prefill else (False,) * len(case.requests)
@@ -190,7 +193,7 @@ def run(case: Case, engine: str = SIMPY) -> dict[str, Any]:
         host=None if case.host_capacity is None else Tier(case.host_capacity, None, _link(case, "disk")),
         users=Users(case.max_batch, case.arrival_ns) if case.max_batch else None,
     )
-    return case_result(simulate(engine, run), case)
+    return case_result(ENGINES[engine](run), case)
 
 
 def _link(case: Case, name: str, chunk_bytes: int | None = None) -> Link:

@@ -2,43 +2,59 @@
 
 One call of the compiled loop (`sim.engines.compiled_streams`) runs a request, or the steps of a batch between two
 changes of who takes part. What policies do then (`begin_request`, learning in `end_request`) stays Python, and is here.
+A policy that is written in Python is asked from within the loop (`policies.core.calling`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from policies.core import dispatch, limits
 from policies.core import host_memory as memory
-from policies.core.dispatch import NONE
-from policies.core.events import Routing, routing_of, routing_of_batch
+from policies.core import residency_compiled as core
+from policies.core.calling import Held
+from policies.core.dispatch import EVENT, Native
+from policies.core.events import Events, Routing, routing_of, routing_of_batch
 from policies.core.limits import limiter
 from policies.core.policy import NO_INTS, Int, Shape
-from policies.core.runner import PolicyRunner
+from policies.core.residency import PolicyResidency
+from policies.core.runner import AskedRunner, PolicyRunner
 from policies.core.spec import PolicySpec
 from sim.engines import compiled_streams as streams
 from sim.loop import host
-from sim.loop.log import MOST, STALLS, Ended, RequestLog, RunLog, whole
+from sim.loop.log import MOST, STALLS, Ended, RequestLog, RunLog, counting, whole
 from sim.loop.run import Run, Users, gpu_run
 from sim.loop.schedule import Active, Admission
 from sim.loop.session import decider_of
 from sim.profiles.timing import Durations, DurationTables, FixedTiming, Link
-from traces.errors import InputError
 from traces.steps import RequestSteps
+
+IN_PYTHON = -1  # in place of an address
 
 
 def simulate(run: Run) -> RunLog:
-    """Return the whole log of a run. Raise NotServedError for a policy that this engine cannot run."""
+    """Return the whole log of a run."""
     return whole(play, run)
 
 
 def play(run: Run, ended: Ended) -> None:
-    """As `simpy_engine.play`, whose logs these are. Raise NotServedError for a policy that this engine cannot run."""
-    if reason := run.policy.not_compiled:
-        raise NotServedError(f"the compiled engine does not run {run.policy.text}: {reason} (--engine simpy does)")
-    Engine(run, decider_of(run)).play(ended)
+    """Run a run; `ended` gets the log of each request.
+
+    InputError where a time is beyond what a clock of 64 bits counts.
+    """
+    play_cells([run], [ended])
+
+
+def play_cells(runs: Sequence[Run], ended: Sequence[Ended]) -> None:
+    """Run runs that differ in the sizes of their caches alone, together where the policy lets them: it learns once."""
+    with counting(runs[0]):
+        runner = decider_of(runs[0])
+        if len(runs) > 1 and (runs[0].users or not runner.shares_cells):
+            for run, each in zip(runs, ended, strict=True):
+                Engine([run], decider_of(run)).play([each])
+        else:
+            Engine(runs, runner).play(ended)
 
 
 def tiered(run: Run) -> bool:
@@ -54,7 +70,7 @@ def on_disk(tiered: bool) -> bool:
         return True
     signatures = [*dispatcher.overloads, *(key[0] for key in cache._cache_file._load_index())]
     place = streams.Streams._fields.index("tiers")
-    return any(bool(len(signature[0].types[place])) == tiered for signature in signatures)
+    return any(bool(len(signature[1].types[place])) == tiered for signature in signatures)
 
 
 def prepare(versions: Iterable[bool] = (False,)) -> None:
@@ -66,23 +82,16 @@ def prepare(versions: Iterable[bool] = (False,)) -> None:
         simulate(gpu_run([request], Shape(1, 1), 1, policy, FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
 
 
-class NotServedError(InputError):
-    """The compiled engine does not run this policy."""
+class Cell:
+    """One of the runs of an engine: its cache, its streams, and what its requests leave behind."""
 
-
-class Engine:
-    """One run: the residency, the policies' states, and the rows that requests leave behind."""
-
-    def __init__(self, run: Run, runner: PolicyRunner) -> None:
+    def __init__(self, run: Run, residency: PolicyResidency) -> None:
         _check_transfers(run)
-        shape, timing, link = runner.shape, run.timing, run.gpu.link
+        shape, link = run.shape, run.gpu.link
         L, E = shape.layers, shape.experts
         self.run = run
-        self.runner = runner
-        self.residency = runner.residency(run.gpu.slots, link.sizes(E))
-        self.memory = self.residency.host_memory(run.host.slots) if run.host else None
-        self.plan = _plan(runner, run.gpu.experts_per_layer)
-        self.tables = DurationTables(timing, L, host=host.needed(run))
+        self.residency = residency
+        self.memory = residency.host_memory(run.host.slots) if run.host else None
         disk = run.host.link if run.host else None
         h = np.zeros((memory.ROWS + 5, max(shape.total, memory.WIDTH)), np.int64)
         if self.memory:
@@ -92,85 +101,39 @@ class Engine:
             size = link.bytes_of(layer)
             read_ns = disk.used_ns(disk.bytes_of(layer)) if disk else 0
             h[[streams.LAYER_BYTES, streams.LAYER_NS, streams.READ_NS], layer] = size, link.used_ns(size), read_ns
+        self.slowest_transfer_ns = int(h[[streams.LAYER_NS, streams.READ_NS]].max())
+        self.n = _numbers(run)
+        self.evictions = np.zeros(max(1 << 16, 4 * (L + 2) * (shape.total + E) + 2 * shape.total), np.int64)
         self.state = streams.Streams(
-            m=self.residency.m,
-            keep=self.residency.keep,
-            rule=self.residency.rule,
-            one_scale=self.residency.one_scale,
-            n=_numbers(run),
+            m=residency.m,
+            keep=residency.keep,
+            priority=residency.priorities,
+            one_scale=residency.one_scale,
+            n=self.n,
             ends=np.zeros(E, np.int64),
             arrivals=np.zeros(E, np.int64),
             stall=np.zeros(len(STALLS), np.int64),
-            evictions=np.zeros(max(1 << 16, 4 * (L + 2) * (shape.total + E) + 2 * shape.total), np.int64),
+            evictions=self.evictions,
             tiers=(1,) if tiered(run) else (),
             h=h,
         )
-        self.slowest_transfer_ns = int(h[[streams.LAYER_NS, streams.READ_NS]].max())
         self.totals = np.zeros(streams.COLUMNS, np.int64)  # of the run when the last step ended
         self.step_ended: dict[int, int] = {}  # by batch slot: when the request's latest step ended, or it was admitted
         self.waited: dict[int, int] = {}  # by batch slot, of those whose first step is still to come
 
-    def play(self, ended: Ended) -> None:
-        """Run everything; the run ends with the last head."""
-        run, n = self.run, self.state.n
-        admission = Admission(run.requests, run.users or Users(1))
-        while admission.more:
-            admitted, waited = admission.admit(int(n[streams.NOW]))
-            if not admission.active:
-                arrival = admission.next_arrival
-                assert arrival is not None
-                streams.wait_until(self.state, arrival)
-                continue
-            for each, ns in zip(admitted, waited, strict=True):
-                self.runner.begin_request(each.ordinal, each.batch_slot)
-                self.step_ended[each.batch_slot], self.waited[each.batch_slot] = int(n[streams.NOW]), ns
-            parts = admission.taking_part(admitted)
-            began, steps = int(n[streams.NOW]), [each.step for each in parts]
-            totals, evictions = self._play(parts, admission)
-            self._end_requests(admission.ended(parts, len(totals)), admission)
-            # What --cold discards is within the step that has ended.
-            totals[-1, streams.COUNTERS : streams.READS] = self.residency.counters()
-            ended(self._log(parts, steps, began, totals, evictions))
+    @property
+    def now(self) -> int:
+        return int(self.n[streams.NOW])
 
-    def _play(self, parts: list[Active], admission: Admission) -> tuple[Int, Int]:
-        """Run steps of a request, or of a batch until a request leaves or is admitted.
+    def taken_evictions(self) -> Int:
+        """Return who left since this was last asked (see `Streams`)."""
+        taken = self.evictions[: self.n[streams.EVICTED]].copy()
+        self.n[streams.EVICTED] = 0
+        return taken
 
-        Return totals [S, COLUMNS] of the run at the end of each, and the experts evicted (see `Streams`).
-        """
-        state, n = self.state, self.state.n
-        alone = self.run.users is None
-        left = min(len(each.request.phase) - each.step for each in parts)
-        steps = left if alone else 1 if parts[0].prefills else min(left, streams.STRETCH)
-        batch = [(each.batch_slot, each.step, each.request) for each in parts]
-        routing = routing_of(parts[0].request) if alone else routing_of_batch(batch, steps, self.runner.shape)
-        durations = self._durations(parts, steps, routing)
-        self._check_range(routing, durations)
-        arrival = None if alone else admission.next_arrival
-        admit_at = streams.NEVER if arrival is None or arrival <= n[streams.NOW] else arrival
-        rows, evictions = np.zeros((steps, streams.COLUMNS), np.int64), [NO_INTS]
-        states = dispatch.states(self.runner.retention, self.runner.prefetcher)
-        step, predictor_ns = 0, self.run.timing.predictor_ns
-        while step < steps and n[streams.NOW] < admit_at:
-            step = streams.run_steps(state, self.plan, states, routing, durations, predictor_ns, step, rows, admit_at)
-            evictions.append(state.evictions[: n[streams.EVICTED]].copy())
-            n[streams.EVICTED] = 0
-        return rows[:step], np.concatenate(evictions)
-
-    def _durations(self, parts: list[Active], steps: int, routing: Routing) -> Durations:
-        """Return what the next steps of these take: their tokens and contexts together."""
-        tokens, context = (
-            sum(getattr(each.request, name)[each.step : each.step + steps] for each in parts)
-            for name in ("tokens", "context")
-        )
-        return self.tables.of(tokens, context, int(routing.counts.max(initial=1)), len(parts))
-
-    def _end_requests(self, left: list[Active], admission: Admission) -> None:
-        """Requests have ended; rule 10 where none remains active: `--cold` discards what is under way."""
-        for each in left:
-            self.runner.end_request(each.batch_slot)
-        if admission.active or not left:
-            return
-        n, cold = self.state.n, self.run.cold and admission.more
+    def nobody_active(self, cold: bool) -> None:
+        """Rule 10: no request remains active; `cold` discards what is under way."""
+        n = self.n
         if cold:
             n[streams.BUSY], n[streams.DISK_BUSY] = streams.busy_until_now(n), streams.disk_busy_until_now(n)
             n[streams.LINK_END] = n[streams.READ_END] = streams.NEVER
@@ -179,19 +142,21 @@ class Engine:
                 self.memory.empty()
         self.residency.end_request(cold)
 
-    def _check_range(self, routing: Routing, durations: Durations) -> None:
+    def check_range(self, routing: Routing, durations: Durations) -> None:
         """Compiled numbers wrap around: OverflowError before they can, should a run last more than a century."""
-        events = durations.dense.size
+        timing, events = self.run.timing, durations.dense.size
         longest = float(durations.dense.sum(dtype=float)) + events * (
-            float(durations.combine.max()) + float(durations.head.max()) + self.run.timing.predictor_ns
+            float(durations.combine.max()) + float(durations.head.max()) + timing.predictor_ns
         )
-        slowest = float(durations.expert.max()) + float(durations.host.max(initial=0)) + self.run.timing.hop_ns
+        slowest = float(durations.expert.max()) + float(durations.host.max(initial=0)) + timing.hop_ns
         longest += len(routing.experts) * (slowest + 2.0 * self.slowest_transfer_ns)
-        if self.state.n[streams.NOW] + longest > MOST:
+        if self.now + longest > MOST:
             raise OverflowError("the run takes more nanoseconds than there are whole numbers of 62 bits")
 
-    def _log(self, parts: list[Active], first: list[int], began: int, totals: Int, evictions: Int) -> RunLog:
+    def log(self, parts: list[Active], first: list[int], began: int, totals: Int, evictions: Int) -> RunLog:
         """Return the log of steps of these, of which each began with its step `first`; began: the clock then."""
+        # What --cold discards is within the step that has ended.
+        totals[-1, streams.COUNTERS : streams.READS] = self.residency.counters()
         spent = totals.copy()
         spent[0] -= self.totals
         spent[1:] -= totals[:-1]
@@ -221,21 +186,116 @@ class Engine:
         )
 
 
-def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> streams.Plan:
-    keeper, fetcher, total = runner.retention, runner.prefetcher, runner.shape.total
-    limited = limiter(fetcher.options, runner.shape, experts_per_layer)
-    number = dispatch.number_of(type(fetcher))
-    return streams.Plan(
-        keeps=dispatch.number_of(type(keeper)) if keeper.observes else NONE,
-        listens=number if fetcher.observes else NONE,
-        fetches=number if fetcher.proposes else NONE,
-        hears=keeper.observes or fetcher.observes or fetcher.proposes,
-        at_start=fetcher.proposes and fetcher.at_start,
-        limited=limited is not None,
-        bounds=(limited or limits.Limiter(limits.Limits(), runner.shape, None)).bounds,
-        ids=np.empty(total, np.int64),
-        priorities=np.empty(total),
-    )
+class Engine:
+    """Runs of one policy that differ in the sizes of their caches alone: it hears of each event once.
+
+    What a policy knows does not depend on a cache, unless it keeps scores both by events and by what happens in the
+    cache, or names its victims: then it is one run. Several users (rule 18) are one run as well.
+    """
+
+    def __init__(self, runs: Sequence[Run], runner: PolicyRunner) -> None:
+        run = runs[0]
+        assert len(runs) == 1 or (runner.shares_cells and run.users is None)
+        self.run = run
+        self.runner = runner
+        sizes = run.gpu.link.sizes(run.shape.experts)
+        self.cells = [Cell(each, runner.residency(each.gpu.slots, sizes)) for each in runs]
+        self.asked = None if run.policy.compiled or runner.silent else AskedRunner(runner, self.cells[0].residency)
+        self.halves = [Native(half, asked=self.asked is not None) for half in (runner.retention, runner.prefetcher)]
+        self.event = Held(EVENT)  # the one at hand
+        self.plan = self._plan(run.gpu.experts_per_layer)
+        self.held = [Held(cell.state) for cell in self.cells]
+        self.events = 0  # so far
+        self.tables = DurationTables(run.timing, run.shape.layers, host=host.needed(run))
+
+    def _plan(self, experts_per_layer: float | None) -> streams.Plan:
+        runner, asked, (keeper, fetcher) = self.runner, self.asked, self.halves
+        shape, prefetcher = runner.shape, runner.prefetcher
+        if fetcher.propose and (limited := limiter(prefetcher.options, shape, experts_per_layer)):
+            fetcher.within(limited.bounds, self.cells[0].residency.m[core.STATE], shape)
+        return streams.Plan(
+            keeps=keeper.observe,
+            keeper=keeper.state,
+            listens=fetcher.observe,
+            fetches=IN_PYTHON if asked and prefetcher.proposes else fetcher.propose,
+            fetcher=fetcher.state,
+            proposer=fetcher.proposer,
+            event=self.event.address,
+            asks=asked.address if asked else 0,
+            hears=not runner.silent,
+            at_start=prefetcher.proposes and prefetcher.at_start,
+            ids=asked.ids if asked else np.empty(shape.total, np.int64),
+            priorities=asked.priorities if asked else np.empty(shape.total),
+        )
+
+    def play(self, ended: Sequence[Ended]) -> None:
+        """Run everything, by run; each ends with its last head."""
+        run, cells, one = self.run, self.cells, self.cells[0]
+        admission = Admission(run.requests, run.users or Users(1))
+        while admission.more:
+            admitted, waited = admission.admit(one.now)
+            if not admission.active:
+                arrival = admission.next_arrival
+                assert arrival is not None
+                streams.wait_until(one.state, arrival)
+                continue
+            for each, ns in zip(admitted, waited, strict=True):
+                self.runner.begin_request(each.ordinal, each.batch_slot)
+                for cell in cells:
+                    cell.step_ended[each.batch_slot], cell.waited[each.batch_slot] = cell.now, ns
+            parts = admission.taking_part(admitted)
+            began, first = [cell.now for cell in cells], [each.step for each in parts]
+            totals, evictions = self._play(parts, admission)
+            left = admission.ended(parts, totals.shape[1])
+            for each in left:
+                self.runner.end_request(each.batch_slot)
+            for cell, now, rows, gone, heard in zip(cells, began, totals, evictions, ended, strict=True):
+                if left and not admission.active:
+                    cell.nobody_active(run.cold and admission.more)
+                heard(cell.log(parts, first, now, rows, gone))
+
+    def _play(self, parts: list[Active], admission: Admission) -> tuple[Int, list[Int]]:
+        """Run steps of a request, or of a batch until a request leaves or is admitted.
+
+        Return by run the totals at the end of each step, [K, S, COLUMNS], and the experts evicted (see `Streams`).
+        """
+        cells, one = self.cells, self.cells[0]
+        alone = self.run.users is None
+        left = min(len(each.request.phase) - each.step for each in parts)
+        steps = left if alone else 1 if parts[0].prefills else min(left, streams.STRETCH)
+        batch = [(each.batch_slot, each.step, each.request) for each in parts]
+        routing = routing_of(parts[0].request) if alone else routing_of_batch(batch, steps, self.runner.shape)
+        durations = self._durations(parts, steps, routing)
+        for cell in cells:
+            cell.check_range(routing, durations)
+        arrival = None if alone else admission.next_arrival
+        admit_at = streams.NEVER if arrival is None or arrival <= one.now else arrival
+        for half in self.halves:
+            half.refresh()
+        if self.asked:
+            self.asked.events = Events(routing, self.runner.shape.layers, self.events)
+        rows = np.zeros((len(cells), steps, streams.COLUMNS), np.int64)
+        evictions: list[list[Int]] = [[NO_INTS] for _ in cells]
+        addresses = np.array([held.address for held in self.held])
+        common = addresses, one.state, self.plan, routing, durations, self.run.timing.predictor_ns
+        step = 0
+        while step < steps and one.now < admit_at:
+            step = streams.run_steps(*common, step, rows, admit_at)
+            for cell, gone in zip(cells, evictions, strict=True):
+                gone.append(cell.taken_evictions())
+            one.residency.check()
+            if self.asked:
+                self.asked.check()
+        self.events += step * self.runner.shape.layers
+        return rows[:, :step], [np.concatenate(gone) for gone in evictions]
+
+    def _durations(self, parts: list[Active], steps: int, routing: Routing) -> Durations:
+        """Return what the next steps of these take: their tokens and contexts together."""
+        tokens, context = (
+            sum(getattr(each.request, name)[each.step : each.step + steps] for each in parts)
+            for name in ("tokens", "context")
+        )
+        return self.tables.of(tokens, context, int(routing.counts.max(initial=1)), len(parts))
 
 
 def _check_transfers(run: Run) -> None:

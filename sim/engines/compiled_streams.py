@@ -2,7 +2,7 @@
 
 The compute stream is straight-line code that moves the clock; `advance` lets the other streams do meanwhile, in the
 order of rule 15, what ends up to then. Every decision is the residency's (`policies.core.residency_compiled`,
-`policies.core.host_memory`) or a policy's (`policies.core.dispatch`); every rule about time has its twin in `sim.loop`
+`policies.core.host_memory`) or a policy's, which is called by address; every rule about time has its twin in `sim.loop`
 and `sim.engines.simpy_engine`, where it is explained. `run_steps` is what Python calls.
 
 Runs with a host that computes, a disk, or experts of several sizes are compiled apart: the length of `Streams.tiers`
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.core import dispatch, limits
 from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
+from policies.core.calling import OBSERVE, PROPOSE, ask, call_observe, call_propose, like
+from policies.core.calling import START as AT_START
 from policies.core.compiled import apart, compiled, inlined
-from policies.core.dispatch import NONE, PolicyStates
+from policies.core.dispatch import put_event
 from policies.core.events import Routing, event_at, start_at
-from policies.core.limits import Bounds
 from policies.core.placement import FETCH, LAYERS, SPLIT
-from policies.core.policy import START, Float, Int
+from policies.core.policy import Float, Int
 from policies.core.residency_compiled import BLOCKED, N_HITS, WASTED_ROOM
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS
 from sim.loop.log import DISK as ON_DISK
@@ -73,8 +73,10 @@ NEVER = np.iinfo(np.int64).max
     HOST_LAYERS,  # of the placement
     HOP_NS,
     EVENT_LAYER,
+    EVENT_HITS,
+    EVENT_OTHERS,  # experts that are to come over the link
     NUMBERS,
-) = range(41)
+) = range(43)
 
 NOT_WAITING = -1
 HOP = -1
@@ -104,7 +106,7 @@ class Streams(NamedTuple):
 
     m: Int
     keep: Float
-    rule: int
+    priority: Float
     one_scale: bool
     n: Int  # [NUMBERS]
     ends: Int  # [E] of the event's hits
@@ -116,15 +118,21 @@ class Streams(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which policies hear of events and are asked, by number in `policies.core.dispatch`, and within which limits."""
+    """Which policies hear of events and are asked, by address (`policies.core.dispatch`).
 
-    keeps: int  # the retention policy, if it hears of events
-    listens: int  # the prefetcher, if it hears of events by itself
-    fetches: int  # the prefetcher, if it proposes
+    asks: where they run in Python (`policies.core.calling`); 0: they are compiled.
+    """
+
+    keeps: int  # of the retention policy, if it hears of events
+    keeper: int  # what it knows
+    listens: int  # of the prefetcher, if it hears of events by itself
+    fetches: int  # of the prefetcher, if it proposes
+    fetcher: int  # what it knows,
+    proposer: int  # with the limits on its proposals
+    event: int  # room for the event at hand
+    asks: int
     hears: bool  # either wants to know of events
     at_start: bool  # the prefetcher is asked when a step starts as well
-    limited: bool
-    bounds: Bounds
     ids: Int  # [L*E] of the proposal
     priorities: Float  # [L*E]
 
@@ -161,7 +169,7 @@ def act_below(run: Streams) -> None:
     """Disk, then host: what is free starts what comes next."""
     m, n, h = run.m, run.n, run.h
     if n[DISK_THERE] and n[READ_END] == NEVER:
-        expert = memory.next_read(h, m, run.keep, n[ALL_EXPERTS])
+        expert = memory.next_read(h, m, run.priority, n[ALL_EXPERTS])
         one = h[memory.ONE]
         for i in range(one[memory.EVICTED]):
             run.evictions[n[EVICTED]] = ~h[memory.VICTIMS, i]
@@ -182,7 +190,7 @@ def act_below(run: Streams) -> None:
 @inlined
 def take(run: Streams) -> None:
     """The free link takes what comes next."""
-    expert, victim, prefetch = core.next_transfer(run.m, run.keep, run.rule, run.one_scale)
+    expert, victim, prefetch = core.next_transfer(run.m, run.keep, run.priority, run.one_scale)
     turn_to(run, expert, victim, prefetch)
 
 
@@ -315,7 +323,7 @@ def link_event(run: Streams) -> None:
     if n[WHOLE]:
         arrival = n[EXPERT]
         n[MOVED] = 0
-        awaited, expert, victim, prefetch = core.arrived_and_next(run.m, run.keep, run.rule, run.one_scale)
+        awaited, expert, victim, prefetch = core.arrived_and_next(run.m, run.keep, run.priority, run.one_scale)
         if awaited:
             run.arrivals[n[ARRIVED]] = arrival
             n[ARRIVED] += 1
@@ -324,7 +332,7 @@ def link_event(run: Streams) -> None:
         if len(run.tiers) and n[DISK_THERE] and run.m[core.WANTED, arrival] != core.ON_HOST:
             memory.release(run.h, arrival)
     else:
-        expert, victim = core.interrupt(run.m, run.keep, run.rule)
+        expert, victim = core.interrupt(run.m, run.keep)
         if expert >= 0:
             n[PAUSED] = n[MOVED]
             start(run, expert, victim, False)
@@ -500,39 +508,159 @@ def disk_busy_until_now(n: Int) -> int:
 
 @apart
 @compiled
-def decide(run: Streams, plan: Plan, states: PolicyStates, routing: Routing, step: int, layer: int, L: int) -> int:
-    """Rules 3 and 4: the policies hear of the event, and propose; how many experts."""
-    event = event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL])
-    if plan.keeps != NONE:
-        dispatch.observe(plan.keeps, states, run.keep, event)
-    if plan.listens != NONE:
-        dispatch.observe(plan.listens, states, run.keep, event)
-    if plan.fetches == NONE:
+def decide(run: Streams, plan: Plan, routing: Routing, step: int, layer: int, L: int) -> int:
+    """Rules 3 and 4: the policies hear of the event, and propose, if they are compiled; how many experts."""
+    if plan.asks:
+        ask(plan.asks, OBSERVE, step * L + layer)
         return 0
-    ids, priorities, state = plan.ids, plan.priorities, run.m[core.STATE]
-    proposed: int = dispatch.propose(plan.fetches, states, event, ids, priorities)
-    if plan.limited:
-        proposed = limits.within(plan.bounds, ids, priorities, proposed, layer, len(run.ends), state, ids, priorities)
-    return proposed
+    put_event(event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL]), plan.event)
+    if plan.keeps:
+        call_observe(plan.keeps, plan.keeper, run.keep, plan.event)
+    if plan.listens:
+        call_observe(plan.listens, plan.fetcher, run.keep, plan.event)
+    if plan.fetches:
+        return call_propose(plan.fetches, plan.proposer, plan.event, plan.ids, plan.priorities)
+    return 0
 
 
 @apart
 @compiled
-def decide_at_start(run: Streams, plan: Plan, states: PolicyStates, routing: Routing, step: int) -> int:
+def decide_at_start(run: Streams, plan: Plan, routing: Routing, step: int) -> int:
     """Rules 4 and 16: the prefetcher proposes as a step starts; how many experts."""
-    event = start_at(routing, step, run.m[core.ONE, core.SERIAL])
-    ids, priorities, state = plan.ids, plan.priorities, run.m[core.STATE]
-    proposed: int = dispatch.propose(plan.fetches, states, event, ids, priorities)
-    if plan.limited:
-        proposed = limits.within(plan.bounds, ids, priorities, proposed, START, len(run.ends), state, ids, priorities)
-    return proposed
+    if plan.asks:
+        return ask(plan.asks, AT_START, step)
+    put_event(start_at(routing, step, run.m[core.ONE, core.SERIAL]), plan.event)
+    return call_propose(plan.fetches, plan.proposer, plan.event, plan.ids, plan.priorities)
+
+
+@inlined
+def route_layer(run: Streams, routing: Routing, durations: Durations, step: int, layer: int) -> None:
+    """Rules 11 and 1: the dense part of a layer, then its experts are looked up."""
+    n = run.n
+    advance(run, n[NOW] + durations.dense[step, layer], ROUTER)
+    event = step * durations.dense.shape[1] + layer
+    first, last = routing.offsets[event], routing.offsets[event + 1]
+    if len(run.tiers):
+        place(run, routing, first, last, layer, durations.expert[layer], durations.host[layer])
+    n[EVENT_HITS] = core.route(run.m, run.keep, routing.experts, first, last)
+    n[EVENT_OTHERS] = last - first - n[EVENT_HITS]
+    if len(run.tiers):
+        n[EVENT_OTHERS] -= n[HOST_LEFT]
+        begin_below(run, routing.experts, first, last)
+
+
+@inlined
+def act_at_once(run: Streams) -> None:
+    """Rule 14: what the lookup asked for starts before the predictor runs."""
+    run.n[NOTHING_QUEUED] = 0
+    act(run)
+
+
+@apart
+@compiled
+def take_proposal(run: Streams, plan: Plan, n_proposed: int) -> None:
+    """Rule 4: the proposal has arrived."""
+    core.propose(run.m, run.priority, plan.ids[:n_proposed], plan.priorities[:n_proposed])
+
+
+@inlined
+def compute_hits(run: Streams, routing: Routing, expert_ns: Int, first: int, hits: int) -> None:
+    """Rule 11: when each hit's compute ends, one after another."""
+    n, i = run.n, first
+    end = n[NOW]
+    for h in range(hits):
+        while routing.experts[i] != run.m[core.HITS, h]:
+            i += 1
+        end += expert_ns[routing.counts[i]]
+        run.ends[h] = end
+    n[HITS], n[UNPINNED] = hits, 0
+
+
+@inlined
+def compute_arrivals(run: Streams, routing: Routing, expert_ns: Int, first: int, others: int) -> None:
+    """Rule 11: the others are computed in the order of their arrival."""
+    n = run.n
+    for _ in range(others):
+        while n[TAKEN] == n[ARRIVED]:
+            wait(run)
+        expert = run.arrivals[n[TAKEN]]
+        n[TAKEN] += 1
+        i = first
+        while routing.experts[i] != expert:
+            i += 1
+        advance(run, n[NOW] + expert_ns[routing.counts[i]], COMPUTE)
+        run.m[core.WANTED, expert] = 0
+        act(run)
+    n[ARRIVED] = n[TAKEN] = 0
+
+
+@inlined
+def compute_layer(
+    run: Streams, plan: Plan, routing: Routing, durations: Durations, step: int, layer: int, n_proposed: int
+) -> None:
+    """Rules 4, 5 and 11: the proposal arrives, the streams start what they can, all is computed and combined."""
+    n, expert_ns, fetches = run.n, durations.expert[layer], plan.fetches != 0
+    first, hits, others = routing.offsets[step * durations.dense.shape[1] + layer], n[EVENT_HITS], n[EVENT_OTHERS]
+    if fetches:
+        take_proposal(run, plan, n_proposed)
+    if hits:
+        compute_hits(run, routing, expert_ns, first, hits)
+    if others or fetches or len(run.tiers):
+        act_at_once(run)
+    if hits:
+        advance(run, run.ends[hits - 1], COMPUTE)
+        core.computed_hits(run.m, n[UNPINNED], hits)
+        n[HITS] = 0
+        act(run)
+    compute_arrivals(run, routing, expert_ns, first, others)
+    if len(run.tiers):
+        while n[HOST_LEFT]:
+            wait(run)
+        n[WAITING_SINCE] = NOT_WAITING
+    if durations.combine[step, layer]:
+        advance(run, n[NOW] + durations.combine[step, layer], COMPUTE)
+
+
+@apart
+@compiled
+def write_row(run: Streams, row: Int) -> None:
+    """Write the totals of the run so far, [COLUMNS]."""
+    n = run.n
+    row[CLOCK] = n[NOW]
+    for cause in range(len(run.stall)):
+        row[STALL + cause] = run.stall[cause]
+    for counter in range(N_COUNTERS):
+        row[COUNTERS + counter] = run.m[core.ONE, core.N_HITS + counter]
+    row[LINK_BUSY] = busy_until_now(n)
+    if len(run.tiers):
+        row[HOST_BUSY_NS] = n[HOST_BUSY]
+        if n[DISK_THERE]:
+            row[DISK_BUSY_NS] = disk_busy_until_now(n)
+            row[READS] = run.h[memory.ONE, memory.N_DEMAND]
+            row[READS + 1] = run.h[memory.ONE, memory.N_PREFETCH]
+
+
+@apart
+@compiled
+def goes_on(cells: Int, some: Streams, L: int, admit_at: int) -> bool:
+    """Whether each run's log of evictions holds a step's more, and no request is to be admitted."""
+    # Of a step: each proposal starts at once, and each expert of an event; and may be read, or push out smaller ones.
+    E = len(some.ends)
+    most = (L + 2) * (L * E + E)
+    if len(some.tiers):
+        most = 2 * most + L * E
+    for c in range(len(cells)):
+        run = like(cells[c], some)
+        if run.n[EVICTED] + most > len(run.evictions) or run.n[NOW] >= admit_at or run.m[core.ONE, core.FAILED]:
+            return False
+    return True
 
 
 @compiled
 def run_steps(
-    run: Streams,
+    cells: Int,
+    some: Streams,
     plan: Plan,
-    states: PolicyStates,
     routing: Routing,
     durations: Durations,
     predictor_ns: int,
@@ -540,94 +668,38 @@ def run_steps(
     rows: Int,
     admit_at: int,
 ) -> int:
-    """Run the steps from `step` on, until their end or until the log of evictions might not hold a step's more.
+    """Run the steps from `step` on, until their end or until a log of evictions might not hold a step's more.
 
-    rows: [S, COLUMNS], filled for the steps that ran; admit_at: the first step that ends then is the last one. Returns
-    the step to continue with.
+    cells: [K] addresses of the `Streams` of runs that differ in their caches alone, of the type of `some`: each event
+    is told once. rows: [K, S, COLUMNS], filled for the steps that ran; admit_at: the first step that ends then is the
+    last one. Returns the step to continue with.
     """
-    m, keep, n, stall, ends, arrivals = run.m, run.keep, run.n, run.stall, run.ends, run.arrivals
     S, L = durations.dense.shape
-    E = len(ends)
-    fetches = plan.fetches != NONE
-    experts, counts = routing.experts, routing.counts
-    # Of a step: each proposal starts at once, and each expert of an event; and may be read, or push out smaller ones.
-    most_evictions = (L + 2) * (L * E + E)
-    if len(run.tiers):
-        most_evictions = 2 * most_evictions + L * E
-    while step < S and n[EVICTED] + most_evictions <= len(run.evictions) and n[NOW] < admit_at:
+    K, one = len(cells), like(cells[0], some)
+    while step < S and goes_on(cells, some, L, admit_at):
         if plan.at_start:
-            proposed = decide_at_start(run, plan, states, routing, step)
-            core.propose(m, keep, plan.ids[:proposed], plan.priorities[:proposed])
-            n[NOTHING_QUEUED] = 0
-            act(run)
+            n_proposed = decide_at_start(one, plan, routing, step)
+            for c in range(K):
+                take_proposal(like(cells[c], some), plan, n_proposed)
+                act_at_once(like(cells[c], some))
         for layer in range(L):
-            advance(run, n[NOW] + durations.dense[step, layer], ROUTER)
-            first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
-            expert_ns = durations.expert[layer]
-            if len(run.tiers):
-                place(run, routing, first, last, layer, expert_ns, durations.host[layer])
-            hits = core.route(m, keep, run.rule, experts, first, last)
-            others = last - first - hits
-            if len(run.tiers):
-                others -= n[HOST_LEFT]
-                begin_below(run, experts, first, last)
-            proposed = 0
-            if plan.hears:
-                proposed = decide(run, plan, states, routing, step, layer, L)
+            for c in range(K):
+                route_layer(like(cells[c], some), routing, durations, step, layer)
+            n_proposed = decide(one, plan, routing, step, layer, L) if plan.hears else 0
             if predictor_ns:
-                n[NOTHING_QUEUED] = 0
-                act(run)
-                advance(run, n[NOW] + predictor_ns, COMPUTE)
-                stall[PREDICTOR] += predictor_ns
-            if fetches:
-                core.propose(m, keep, plan.ids[:proposed], plan.priorities[:proposed])
-            if hits:
-                end = n[NOW]
-                i = first
-                for h in range(hits):
-                    while experts[i] != m[core.HITS, h]:
-                        i += 1
-                    end += expert_ns[counts[i]]
-                    ends[h] = end
-                n[HITS], n[UNPINNED] = hits, 0
-            if others or fetches or len(run.tiers):
-                n[NOTHING_QUEUED] = 0
-                act(run)
-            if hits:
-                advance(run, ends[hits - 1], COMPUTE)
-                core.computed_hits(m, n[UNPINNED], hits)
-                n[HITS] = 0
-                act(run)
-            for _ in range(others):
-                while n[TAKEN] == n[ARRIVED]:
-                    wait(run)
-                expert = arrivals[n[TAKEN]]
-                n[TAKEN] += 1
-                i = first
-                while experts[i] != expert:
-                    i += 1
-                advance(run, n[NOW] + expert_ns[counts[i]], COMPUTE)
-                m[core.WANTED, expert] = 0
-                act(run)
-            n[ARRIVED] = n[TAKEN] = 0
-            if len(run.tiers):
-                while n[HOST_LEFT]:
-                    wait(run)
-                n[WAITING_SINCE] = NOT_WAITING
-            if durations.combine[step, layer]:
-                advance(run, n[NOW] + durations.combine[step, layer], COMPUTE)
-        advance(run, n[NOW] + durations.head[step], COMPUTE)
-        rows[step, CLOCK] = n[NOW]
-        for cause in range(len(stall)):
-            rows[step, STALL + cause] = stall[cause]
-        for counter in range(N_COUNTERS):
-            rows[step, COUNTERS + counter] = m[core.ONE, core.N_HITS + counter]
-        rows[step, LINK_BUSY] = busy_until_now(n)
-        if len(run.tiers):
-            rows[step, HOST_BUSY_NS] = n[HOST_BUSY]
-            if n[DISK_THERE]:
-                rows[step, DISK_BUSY_NS] = disk_busy_until_now(n)
-                rows[step, READS] = run.h[memory.ONE, memory.N_DEMAND]
-                rows[step, READS + 1] = run.h[memory.ONE, memory.N_PREFETCH]
+                for c in range(K):
+                    act_at_once(like(cells[c], some))
+            if plan.asks and plan.fetches:
+                n_proposed = ask(plan.asks, PROPOSE, step * L + layer)
+            for c in range(K):
+                run = like(cells[c], some)
+                if predictor_ns:
+                    advance(run, run.n[NOW] + predictor_ns, COMPUTE)
+                    run.stall[PREDICTOR] += predictor_ns
+                compute_layer(run, plan, routing, durations, step, layer, n_proposed)
+        for c in range(K):
+            run = like(cells[c], some)
+            advance(run, run.n[NOW] + durations.head[step], COMPUTE)
+            write_row(run, rows[c, step])
         step += 1
     return step

@@ -1,24 +1,132 @@
-"""Untimed mode: exact cache counts. The experts of an event are looked up, loaded and released one at a time.
+"""Counted mode: hits, misses and evictions as on a machine that takes no time at all. Compiled, one event a layer.
 
-Ascending id within a (token, layer) whatever the trace stores; no link, no prefetch, no pins; every access is an
-event of its own for recency, counts and EAMs. Misses equal those of an independent cache simulator to the unit.
+Nothing is fetched early and nothing computed on the host. At one instant the link comes before compute (rule 15): all
+that an event looked up stays pinned until its last miss has a slot, or none is left; then the experts that came first
+are computed, one at a time. `one_at_a_time` makes every access an event of its own, as simulators of plain caches do:
+then the misses equal theirs to the unit.
 """
 
-from policies.core.events import RequestEvents
-from policies.core.policy import Int, Requests, Shape
-from policies.core.residency import PolicyResidency
-from policies.core.runner import PolicyRunner
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from policies.core import residency_compiled as core
+from policies.core.calling import OBSERVE, Held, ask, call_observe
+from policies.core.compiled import apart, compiled, inlined
+from policies.core.dispatch import EVENT, Native, put_event
+from policies.core.events import Events, Routing, event_at, routing_of
+from policies.core.policy import Float, Int, Requests, Shape
+from policies.core.runner import AskedRunner, PolicyRunner
 from policies.core.spec import PolicySpec
-from sim.loop.log import COLUMNS, COUNTERS, Ended, RunLog, Share, StepRow, joined
+from sim.loop.log import COLUMNS, Ended, RequestLog, RunLog, joined
+from traces.steps import RequestSteps
 
-BYTES = COUNTERS.index("demand_bytes")
+MOST_EVICTIONS = 1 << 16
+
+PHASE, TOKENS = COLUMNS.index("phase"), COLUMNS.index("tokens")
+FIRST_COUNTER = COLUMNS.index("hits")
+COUNTED = FIRST_COUNTER + core.WASTED_ROOM + 1 - core.N_HITS
 
 
-def count(requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, cold: bool = False) -> RunLog:
+class Heard(NamedTuple):
+    """Who hears of events (rule 3): addresses, 0 for none."""
+
+    asks: int  # a policy in Python
+    keeps: int  # a compiled one,
+    keeper: int  # what it knows,
+    event: int  # and room for the event at hand
+
+
+@apart
+@compiled
+def hear(m: Int, keep: Float, who: Heard, routing: Routing, step: int, layer: int, L: int) -> None:
+    """Rule 3."""
+    if who.asks:
+        ask(who.asks, OBSERVE, step * L + layer)
+    elif who.keeps:
+        put_event(event_at(routing, step, layer, L, m[core.ONE, core.SERIAL]), who.event)
+        call_observe(who.keeps, who.keeper, keep, who.event)
+
+
+@inlined
+def queued(m: Int, hits: int, place: int) -> int:
+    """Rule 11: what is computed in that place of an event's queue, the hits first."""
+    expert: int = m[core.HITS, place] if place < hits else m[core.DEMANDS, place - hits]
+    return expert
+
+
+@compiled
+def count_steps(
+    m: Int,
+    keep: Float,
+    who: Heard,
+    routing: Routing,
+    L: int,
+    step: int,
+    totals: Int,
+    evictions: Int,
+) -> tuple[int, int]:
+    """Count the steps from `step` on, until their end or until `evictions` might not hold a step's more.
+
+    totals: [S, counters], filled for the steps that ran. Returns the step to continue with, and how many evictions.
+    """
+    S, evicted, one = len(routing.phase), 0, m[core.ONE]
+    sized = one[core.SIZED]
+    while step < S and not one[core.FAILED]:
+        first, last = routing.offsets[step * L], routing.offsets[step * L + L]
+        if evicted + (len(m[0]) if sized else last - first) > len(evictions):
+            break
+        for layer in range(L):
+            first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
+            hits = core.route(m, keep, routing.experts, first, last)
+            if who.asks or who.keeps:
+                hear(m, keep, who, routing, step, layer, L)
+            computed = 0
+            while one[core.NEXT_DEMAND] < one[core.LAST_DEMAND]:
+                expert, victim = core.start_demand(m, keep)
+                if expert == core.BLOCKED:
+                    m[core.WANTED, queued(m, hits, computed)] = 0
+                    computed += 1
+                    continue
+                if sized:
+                    for i in range(one[core.EVICTED]):
+                        evictions[evicted] = m[core.VICTIMS, i]
+                        evicted += 1
+                    one[core.EVICTED] = 0
+                elif victim >= 0:
+                    evictions[evicted] = victim
+                    evicted += 1
+                core.arrived(m)
+            for place in range(computed, hits + one[core.LAST_DEMAND]):
+                m[core.WANTED, queued(m, hits, place)] = 0
+        for counter in range(totals.shape[1]):
+            totals[step, counter] = one[core.N_HITS + counter]
+        step += 1
+    return step, evicted
+
+
+def count(
+    requests: Requests,
+    layers: int,
+    experts: int,
+    slots: int,
+    policy: PolicySpec,
+    cold: bool = False,
+    one_at_a_time: bool = False,
+) -> RunLog:
     """Run `requests` with no clock: the log's durations are zero, its lookups, misses and evictions exact."""
+    if one_at_a_time:
+        requests, layers, experts = [_one_at_a_time(each) for each in requests], 1, layers * experts
     parts: list[RunLog] = []
     play(requests, layers, experts, slots, policy, parts.append, cold)
     return joined(parts)
+
+
+def _one_at_a_time(request: RequestSteps) -> RequestSteps:
+    """Return the accesses of a request as steps of one expert each, of a model of one layer."""
+    n = len(request.experts)
+    one, phase = np.ones(n, np.int64), np.full(n, request.phase[-1] if n else 0, np.uint8)
+    return RequestSteps(request.request, phase, one, np.cumsum(one), np.arange(n + 1), request.experts, one)
 
 
 def play(
@@ -37,51 +145,43 @@ def play(
     expert_bytes: of one, 0 where it is not known. sizes: bytes of each expert, int64[L*E], where they differ; `slots`
     are bytes then (rule 19).
     """
-    runner = PolicyRunner(policy, Shape(layers, experts), requests, per_access=True)
-    residency = runner.residency(slots, sizes)
+    runner = PolicyRunner(policy.without_prefetch(), Shape(layers, experts), requests)
+    residency, keeper = runner.residency(slots, sizes), runner.retention
+    asked = None if policy.without_prefetch().compiled or runner.silent else AskedRunner(runner, residency)
+    native, event = Native(keeper, asked=asked is not None), Held(EVENT)
+    who = Heard(asked.address if asked else 0, native.observe, native.state, event.address)
+    room = np.zeros(max(MOST_EVICTIONS, layers * experts * (layers + 1)), np.int64)
+    before: Any = np.zeros(COUNTED - FIRST_COUNTER, np.int64)
     last, done = len(requests) - 1, 0
     for ordinal in range(last + 1):
-        request, evictions = requests[ordinal], list[int]()
-        events = RequestEvents(request, layers, done, per_access=True)
-        done += events.count
+        request = requests[ordinal]
         runner.begin_request(ordinal)
-        rows = _play(runner, residency, events, evictions, sized=sizes is not None)
+        routing = routing_of(request)
+        native.refresh()
+        if asked:
+            asked.events = Events(routing, layers, done)
+        done += len(request.phase) * layers
+        totals, step, evictions = np.zeros((len(request.phase), len(before)), np.int64), 0, [np.zeros(0, np.int64)]
+        while step < len(request.phase):
+            step, evicted = count_steps(residency.m, residency.keep, who, routing, layers, step, totals, room)
+            evictions.append(room[:evicted].copy())
+            residency.check()
+            if asked:
+                asked.check()
         runner.end_request()
         residency.end_request(cold and ordinal != last)
-        ended(RunLog.of_rows(rows, expert_bytes, evictions, sized=sizes is not None))
+        if len(totals):
+            totals[-1] = residency.counters()
+        ended(_log(request, totals, before, np.concatenate(evictions), expert_bytes, sizes is not None))
+        before = residency.counters()
 
 
-def _play(
-    runner: PolicyRunner, residency: PolicyResidency, events: RequestEvents, evictions: list[int], sized: bool
-) -> list[StepRow]:
-    """Run one request; return the row of each step."""
-    rows, request, layers = [], events.request, events.layers
-    experts, offsets = request.experts.tolist(), request.offsets.tolist()
-    moved = residency.counters()[BYTES]
-    for step, (phase, tokens) in enumerate(zip(request.phase.tolist(), request.tokens.tolist(), strict=True)):
-        hits = 0
-        for layer in range(layers):
-            heard = None if runner.silent else events.accesses(step, layer)
-            for i in range(offsets[step * layers + layer], offsets[step * layers + layer + 1]):
-                hit = len(residency.route(request.experts[i : i + 1])[0])
-                if heard:
-                    runner.observe(next(heard))
-                if not hit:
-                    _, victim, _ = residency.next_transfer()
-                    if sized:
-                        evictions += residency.victims()
-                    elif victim >= 0:
-                        evictions.append(victim)
-                    residency.arrived()
-                residency.computed(experts[i])
-                hits += hit
-        lookups = offsets[(step + 1) * layers] - offsets[step * layers]
-        moved, before = residency.counters()[BYTES], moved
-        rows.append(_row(request.request, phase, tokens, hits, lookups - hits, moved - before))
-    return rows
-
-
-def _row(request: int, phase: int, tokens: int, hits: int, misses: int, moved: int) -> StepRow:
-    counted = {"phase": phase, "tokens": tokens, "hits": hits, "misses": misses, "demand_transfers": misses}
-    counted["demand_bytes"] = moved
-    return StepRow([counted.get(name, 0) for name in COLUMNS], [Share(request, tokens, 0)])
+def _log(request: RequestSteps, totals: Int, before: Int, evictions: Int, expert_bytes: int, sized: bool) -> RunLog:
+    """Return the log of a request; totals: of the run at the end of each step."""
+    S = len(totals)
+    table = np.zeros((S, len(COLUMNS)), np.int64)
+    table[:, PHASE], table[:, TOKENS] = request.phase, request.tokens
+    table[:, FIRST_COUNTER:COUNTED] = np.diff(totals, axis=0, prepend=np.reshape(before, (1, -1)))
+    none = np.zeros(S, np.int64)
+    by_request = RequestLog(np.arange(S), np.full(S, request.request), request.tokens, none, none)
+    return RunLog.of_table(table, by_request, expert_bytes, evictions, sized=sized)

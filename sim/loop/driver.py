@@ -43,9 +43,9 @@ class Driver:
         self._run = run
         self.layers = run.shape.layers
         self.session = Session(run, device, decider, observer)
-        self._schedule: Schedule = OneAtATime(run.requests, run.shape.layers)
+        self._schedule: Schedule = OneAtATime(run.requests, run.shape)
         if run.users:
-            self._schedule = Batches(run.requests, run.shape.layers, run.users, self.session)
+            self._schedule = Batches(run.requests, run.shape, run.users, self.session)
         self._observer = observer
         self.nobody_active = True
         """Whether the step that ended last was the last one of all its requests."""

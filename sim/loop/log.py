@@ -4,7 +4,8 @@ All engines and the replay fill the same log, so predicted and measured are comp
 over parts of whole steps as it goes, so that the memory of a run does not grow with its trace.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.loop.run import Run
+from traces.errors import InputError
 
 Int = NDArray[np.int64]
 
@@ -42,6 +44,18 @@ COLUMNS = (
 
 MOST = 2**62
 """Nanoseconds that a run takes, at most: beyond lie overflows of int64. That is more than a century."""
+
+
+@contextmanager
+def counting(run: Run) -> Iterator[None]:
+    """Raise InputError where a time of the run is beyond what a clock of 64 bits counts."""
+    try:
+        yield
+    except OverflowError as error:
+        raise InputError(
+            f"{run.policy.text}: its times are beyond what a clock of 64 bits counts in ns: "
+            "check the times, sizes and rates in the profiles"
+        ) from error
 
 
 class Share(NamedTuple):

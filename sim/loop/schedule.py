@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from policies.core.events import Merged, RequestEvents, alone
-from policies.core.policy import NO_INTS, START, Event, Int, Requests
+from policies.core.events import Events, alone, routing_of_batch
+from policies.core.policy import NO_INTS, START, Event, Int, Requests, Shape
 from sim.loop.run import Users
 from traces.steps import PREFILL, RequestSteps
 
@@ -129,9 +129,9 @@ class Schedule(Protocol):
 class OneAtATime:
     """The requests of a trace, one after another."""
 
-    def __init__(self, requests: Requests, layers: int) -> None:
+    def __init__(self, requests: Requests, shape: Shape) -> None:
         self._requests = requests
-        self._layers = layers
+        self._layers = shape.layers
 
     def steps(self, first: int = 0) -> Iterator[Step]:
         """Yield each request's prefill and then its decoded tokens, from the request with ordinal `first` on."""
@@ -139,13 +139,13 @@ class OneAtATime:
         last = next((ordinal for ordinal in reversed(ordinals) if len(self._requests[ordinal].phase)), -1)
         before = sum(len(self._requests[ordinal].phase) for ordinal in range(first)) * self._layers
         for ordinal in range(first, last + 1):
-            events = RequestEvents(self._requests[ordinal], self._layers, before)
+            request = self._requests[ordinal]
+            events = Events.of(request, self._layers, before)
             before += events.count
-            yield from _steps_of(ordinal, events, more=ordinal < last)
+            yield from _steps_of(ordinal, request, events, more=ordinal < last)
 
 
-def _steps_of(ordinal: int, events: RequestEvents, more: bool) -> Iterator[Step]:
-    request = events.request
+def _steps_of(ordinal: int, request: RequestSteps, events: Events, more: bool) -> Iterator[Step]:
     last = len(request.tokens) - 1
     each = zip(request.phase.tolist(), request.tokens.tolist(), request.context.tolist(), strict=True)
     for number, (phase, tokens, context) in enumerate(each):
@@ -249,16 +249,15 @@ class Admission:
 class Batches:
     """The requests of a trace by users who run at a time (rule 18)."""
 
-    def __init__(self, requests: Requests, layers: int, users: Users, clock: Clock) -> None:
+    def __init__(self, requests: Requests, shape: Shape, users: Users, clock: Clock) -> None:
         self._admission = Admission(requests, users)
-        self._layers = layers
+        self._shape = shape
         self._clock = clock
 
     def steps(self, first: int = 0) -> Iterator[Step]:
         """Yield each admitted request's prefill alone, and one decoded token of all that run."""
         assert first == 0, "a run of several users is not resumed"
-        admission, layers, before = self._admission, self._layers, 0
-        events: dict[int, RequestEvents] = {}
+        admission, layers, before = self._admission, self._shape.layers, 0
         while admission.more:
             admitted, waited = admission.admit(self._clock.begin_step())
             if not admission.active:
@@ -266,20 +265,19 @@ class Batches:
                 assert arrival is not None
                 self._clock.wait_until(arrival)
                 continue
-            for each in admitted:
-                events[each.batch_slot] = RequestEvents(each.request, layers)
             parts = admission.taking_part(admitted)
             places = tuple(each.place for each in parts)
             begins = tuple(each.place for each in admitted)
             ends = tuple(each.place for each in parts if each.ends)
-            merged = Merged([(each.batch_slot, each.step, events[each.batch_slot]) for each in parts], before)
+            batch = [(each.batch_slot, each.step, each.request) for each in parts]
+            events = Events(routing_of_batch(batch, 1, self._shape), layers, before)
             context = sum(int(each.request.context[each.step]) for each in parts)
             phase = int(parts[0].request.phase[parts[0].step])
             admission.ended(parts)
             idle = not admission.active
             before += layers
             tokens = sum(place.tokens for place in places)
-            routing = merged.chosen, merged.event, merged.start
+            routing = partial(events.chosen, 0), partial(events.event, 0), partial(events.start, 0)
             yield Step(
                 phase, tokens, context, places, begins, ends, admission.more, idle, *routing, waited_ns=tuple(waited)
             )

@@ -13,7 +13,6 @@ from sim.backtest.case import Case, Outcome
 from sim.backtest.file import Machine, Model, Row, Setting
 from sim.backtest.machine import Rates, rates
 from sim.backtest.model import profile_of
-from sim.experiment import SIMPY
 from sim.planner.resources import GPU_RESERVED, HOST_RESERVED, Resources
 from sim.profiles.precision import name_of
 from sim.quantities import show_bytes
@@ -207,7 +206,7 @@ class Placement:
 
     def simulated(self, own_rates: Rates | None = None) -> tuple[float, Outcome]:
         """Return the seconds of a decoded token, reads past the page cache, and what came of the first part."""
-        outcomes = [case.simulated(own_rates or self._rates, SIMPY) for case in self.cases]
+        outcomes = [case.simulated(own_rates or self._rates) for case in self.cases]
         added = [part[2] for part in self.parts]
         seconds = sum(
             (one.seconds or 0.0) * (1 if is_added else -1) for one, is_added in zip(outcomes, added, strict=True)
@@ -283,4 +282,4 @@ def missed_bytes(layout: Layout, policy: str, capacity: float) -> float:
     """Return the bytes of experts a token that a policy in so many bytes misses, over the stand-in routing."""
     setting = Setting(policy=policy, cache=f"{int(capacity)}B", context=layout.context, tokens=TOKENS)
     (case,) = Placement(CACHE, policy, layout, 0, 0, ((setting, layout.profile.moe_layers, True),)).cases
-    return case.simulated(None, SIMPY).bytes_read
+    return case.simulated(None).bytes_read

@@ -26,7 +26,9 @@ def belady(loaded: Loaded, sizes: Sequence[Row]) -> list[Row]:
     counted = len(accesses.experts) - first
     if not counted:
         return []
-    misses = belady_misses(accesses.experts, accesses.total, first)
+    misses = belady_misses(accesses.experts, accesses.total, first)  # of one access at a time: a bound at any size
+    exact = belady_misses(accesses.experts, accesses.total, first, accesses.ends)
+    misses[accesses.largest_event :] = exact[accesses.largest_event :]
     return [_row(row, hit_rate=1 - int(misses[row["cache_experts"]]) / counted) for row in sizes]
 
 

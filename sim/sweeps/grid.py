@@ -12,8 +12,8 @@ import hashlib
 import json
 import marshal
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -87,13 +87,21 @@ class Table:
     folder: Path
 
     @cached_property
-    def tasks(self) -> dict[str, Task[tuple[Row, pa.Table]]]:
-        """What runs each cell, by its key, in the order of the rows, the bound's last."""
-        return {key(self.loaded, *cell): task(self.loaded, *cell) for cell in self.grid.cells()}
+    def cells(self) -> dict[str, tuple[PolicySpec, int]]:
+        """Each cell by its key, in the order of the rows, the bound's last."""
+        return {key(self.loaded, *cell): cell for cell in self.grid.cells()}
 
     @property
     def keys(self) -> list[str]:
-        return list(self.tasks)[: len(self.grid.requested())]
+        return list(self.cells)[: len(self.grid.requested())]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that run together: of one policy, which learns once for all of them, or a single one."""
+
+    keys: list[str]
+    task: Task[list[tuple[Row, pa.Table]]]
 
 
 @dataclass(frozen=True)
@@ -114,12 +122,12 @@ def sweep(
 
     `advance` is told the number of requests run since its last call.
     """
-    tasks = missing(tables, store)
-    keys = list(tasks)
-    playing = (workers or Local(1)).results(list(tasks.values()), advance or (lambda requests: None))
+    groups = missing(tables, store)
+    playing = (workers or Local(1)).results([group.task for group in groups], advance or (lambda requests: None))
     with closing(playing):
-        for place, (row, requests) in playing:
-            store.put(keys[place], {**row, "cell": keys[place]}, _labelled(requests, keys[place]))
+        for place, found in playing:
+            for key, (row, requests) in zip(groups[place].keys, found, strict=True):
+                store.put(key, {**row, "cell": key}, _labelled(requests, key))
 
 
 def run_grid(loaded: Loaded, grid: Grid, workers: int = 1) -> tuple[Outcome, pd.DataFrame]:
@@ -145,12 +153,23 @@ def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, m
     return joined(parts), summary
 
 
-def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, pa.Table]]]:
-    return {key: task for table in tables for key, task in table.tasks.items() if key not in store}
+def missing(tables: Sequence[Table], store: Store) -> list[Group]:
+    """Return what is to be run of the cells that `store` does not hold."""
+    groups = []
+    for table in tables:
+        held: dict[object, dict[str, int]] = {}
+        for each, (policy, slots) in table.cells.items():
+            if each not in store:
+                held.setdefault(policy if table.loaded.learns_once(policy) else each, {})[each] = slots
+        for keys in map(list, held.values()):
+            policy = table.cells[keys[0]][0]
+            arguments = policy, [table.cells[each][1] for each in keys]
+            groups.append(Group(keys, Task(table.loaded, run_cells, arguments, policy.compiled, len(keys))))
+    return groups
 
 
 def outcome(table: Table, store: Store) -> Outcome:
-    found = (store.row(key) for key in table.tasks)
+    found = (store.row(key) for key in table.cells)
     cells = [(cell, {**row, "prefetch_coverage": None}) for cell, row in zip(table.grid.cells(), found, strict=True)]
     shown = cells[: len(table.grid.requested())]
     misses = {cell: row["misses"] for cell, row in shown}
@@ -215,9 +234,25 @@ def _save(found: Outcome, store: Store) -> list[Path]:
     return [*tables, folder / winner.NAME, *plots]
 
 
-def run_cell(loaded: Loaded, policy: PolicySpec, slots: int, advance: Advance) -> tuple[Row, pa.Table]:
-    summary = summed(loaded, policy, slots, advance)
-    return summary.row(), summary.requests()
+def run_cells(loaded: Loaded, policy: PolicySpec, slots: Sequence[int], advance: Advance) -> list[tuple[Row, pa.Table]]:
+    """Run cells of one policy; return the row of each, and those of its requests."""
+    summaries = [metrics.Summary(loaded.cell(policy, each), loaded.trace.requests) for each in slots]
+
+    def adding(summary: metrics.Summary) -> Ended:
+        return lambda log: advance(summary.add(log))
+
+    with _named(policy, slots):
+        loaded.play_cells(policy, slots, [adding(summary) for summary in summaries])
+    return [(summary.row(), summary.requests()) for summary in summaries]
+
+
+@contextmanager
+def _named(policy: PolicySpec, slots: Sequence[int]) -> Iterator[None]:
+    """Name the cells in what a user's policy raises."""
+    try:
+        yield
+    except PolicyError as error:
+        raise PolicyError(f"{error}, in {policy.text} at {', '.join(map(str, slots))} experts") from error
 
 
 def summed(
@@ -233,21 +268,16 @@ def summed(
     def ended(log: RunLog) -> None:
         advance(summary.add(log))
 
-    try:
+    with _named(policy, [slots]):
         play(ended) if play else loaded.play(policy, slots, ended)
-    except PolicyError as error:
-        raise PolicyError(f"{error}, in {policy.text} at {slots} experts") from error
     return summary
-
-
-def task(loaded: Loaded, policy: PolicySpec, slots: int) -> Task[tuple[Row, pa.Table]]:
-    return Task(loaded, run_cell, (policy, slots), loaded.compiled(policy))
 
 
 def rows(cells: Iterable[tuple[Loaded, PolicySpec, int]], workers: Workers, advance: Advance) -> list[Row]:
     """Run cells for their rows alone, which come in the order of the cells."""
-    with closing(workers.results([task(*cell) for cell in cells], advance)) as playing:
-        found = {place: row for place, (row, _) in playing}
+    tasks = [Task(loaded, run_cells, (policy, [slots]), policy.compiled) for loaded, policy, slots in cells]
+    with closing(workers.results(tasks, advance)) as playing:
+        found = {place: row for place, [(row, _)] in playing}
     return [found[place] for place in sorted(found)]
 
 

@@ -48,6 +48,7 @@ class Task(Generic[T]):
     play: Callable[..., T]
     arguments: tuple[Any, ...]
     compiled: bool  # leaves Python's lock alone
+    cells: int = 1  # that it runs
 
     @property
     def elsewhere(self) -> tuple[Any, ...]:
@@ -70,7 +71,7 @@ class Task(Generic[T]):
 
     @property
     def requests(self) -> int:
-        return len(self.loaded.trace.requests)
+        return self.cells * len(self.loaded.trace.requests)
 
 
 class Local:

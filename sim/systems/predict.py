@@ -13,7 +13,7 @@ import numpy as np
 from policies.core.policy import Shape
 from policies.core.scope import read_profile
 from policies.core.spec import PolicySpec, parse
-from sim.engines import engine
+from sim.engines import compiled_engine
 from sim.loaded import TimedRun
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
@@ -121,7 +121,7 @@ class Setting:
             run = SystemRun.of(system, self)
         except CannotRunError as cannot:
             return Prediction(system, reason=str(cannot))
-        return run.prediction(engine.simulate(self.loaded.experiment.engine, run.run))
+        return run.prediction(compiled_engine.simulate(run.run))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from contextlib import suppress
 
-from sim.engines import engine, simpy_engine
-from sim.loop.log import Ended, RunLog
+from sim.engines import simpy_engine
+from sim.loop.log import Ended, RunLog, counting
 from sim.loop.run import Run
 from sim.timeline.file import Timeline
 from sim.timeline.observer import TimelineObserver
@@ -32,6 +32,6 @@ def play(
             if window.stops:
                 raise WindowOver
 
-    with engine.counting(run), suppress(WindowOver):
+    with counting(run), suppress(WindowOver):
         simpy_engine.play(run, request_ended, observer)
     observer.close()

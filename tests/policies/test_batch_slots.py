@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from policies.blend import tokens
-from policies.core import Event, Listener, Prefetcher, RequestEvents, ScorePolicy, Shape, parse
-from policies.core.dispatch import SERVED
+from policies.core import Event, Events, Listener, Prefetcher, ScorePolicy, Shape, parse
+from policies.core.dispatch import is_compiled
+from policies.core.registry import built_in
 from policies.eamc import EamcRetention, expert_map
 from policies.eamc.matching import REQUEST
 from policies.prefetch import Predictor
@@ -74,7 +75,7 @@ def built(name: str, model, batch_slots: int) -> tuple[ScorePolicy, Prefetcher]:
     keeper, prefetcher = parse(typed).build(Shape(L, E, batch_slots))
     assert isinstance(keeper, ScorePolicy)
     for half in (keeper, prefetcher):
-        half.foresee(REQUESTS, False)
+        half.foresee(REQUESTS)
     return keeper, prefetcher
 
 
@@ -95,7 +96,7 @@ def hear(halves, event: Event) -> dict[int, float]:
 
 def play(halves, ordinal: int, batch_slot: int):
     """One event of a request after the other, with what is proposed after each."""
-    events = RequestEvents(REQUESTS[ordinal], L)
+    events = Events.of(REQUESTS[ordinal], L)
     for half in halves:
         half.begin_request(ordinal, batch_slot)
     for step in range(len(REQUESTS[ordinal].phase)):
@@ -181,13 +182,13 @@ def merged(one: Event, other: Event) -> Event:
     return Event(one.serial, one.phase, one.layer, *tokens_of_all, one.ahead_experts, one.ahead_counts, ids)
 
 
-@pytest.mark.parametrize("name", sorted({cls.name for cls in SERVED} - {"static", "none"}))
+@pytest.mark.parametrize("name", sorted({cls.name for cls in built_in() if is_compiled(cls)} - {"static"}))
 def test_a_step_of_two_requests_is_one_event_with_one_proposal(name, model):
     halves = built(name, model, 2)
     own = OWN.get(name)
     alone = [built(name, model, 1) for _ in range(2)]
     single = [play(alone[batch_slot], batch_slot, 0) for batch_slot in range(2)]
-    events = [RequestEvents(REQUESTS[batch_slot], L) for batch_slot in range(2)]
+    events = [Events.of(REQUESTS[batch_slot], L) for batch_slot in range(2)]
     for batch_slot in range(2):
         for half in halves:
             half.begin_request(batch_slot, batch_slot)

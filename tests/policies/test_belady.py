@@ -7,19 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import Merged, Options, RequestEvents, Shape
+from policies.core import Events, Options, Shape
+from policies.core.events import routing_of_batch
 from policies.retention import Belady
 from policies.retention.belady import NEVER
 from traces import RequestSteps
 from traces.synthetic import synthetic
 
 
-def slow_next_uses(requests: list[RequestSteps], per_access: bool) -> list[list[int]]:
+def slow_next_uses(requests: list[RequestSteps]) -> list[list[int]]:
     """By request and access, the number of the next event of the run with the same expert, by looking for it."""
     events: list[set[int]] = []
     at = []
     for request in requests:
-        ends = list(range(len(request.experts) + 1)) if per_access else request.offsets.tolist()
+        ends = request.offsets.tolist()
         here = []
         for first, last in pairwise(ends):
             here += [(len(events), expert) for expert in request.experts[first:last].tolist()]
@@ -34,15 +35,15 @@ def slow_next_uses(requests: list[RequestSteps], per_access: bool) -> list[list[
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 18), st.integers(0, 3), st.integers(0, 2), st.booleans(), st.integers(0, 99))
+@given(st.integers(1, 18), st.integers(0, 3), st.integers(0, 2), st.integers(0, 99))
 def test_next_uses_are_those_that_a_search_through_the_whole_run_finds(
-    requests: int, tokens: int, prompt: int, per_access: bool, seed: int
+    requests: int, tokens: int, prompt: int, seed: int
 ) -> None:
     trace = synthetic(requests, tokens, 2, 7, 2, seed=seed, prompt_tokens=prompt)
     run = [trace.steps(i) for i in range(requests)]
     belady = Belady(Shape(2, 7), Options())
-    belady.foresee(run, per_access)
-    for i, wanted in enumerate(slow_next_uses(run, per_access)):
+    belady.foresee(run)
+    for i, wanted in enumerate(slow_next_uses(run)):
         belady.begin_request(i, 0)
         assert belady.state.following.tolist() == wanted
 
@@ -51,8 +52,8 @@ def test_requests_may_begin_in_any_order() -> None:
     trace = synthetic(11, 3, 2, 7, 2, seed=0)
     run = [trace.steps(i) for i in range(11)]
     belady = Belady(Shape(2, 7), Options())
-    belady.foresee(run, per_access=False)
-    wanted = slow_next_uses(run, per_access=False)
+    belady.foresee(run)
+    wanted = slow_next_uses(run)
     for i in (4, 0, 10, 4, 9, 5):
         belady.begin_request(i, 0)
         assert belady.state.following.tolist() == wanted[i]
@@ -60,7 +61,7 @@ def test_requests_may_begin_in_any_order() -> None:
 
 def test_an_empty_run_can_be_foreseen() -> None:
     belady = Belady(Shape(2, 7), Options())
-    belady.foresee([], per_access=False)
+    belady.foresee([])
     assert (belady.keep[0] == -NEVER).all()
 
 
@@ -69,7 +70,7 @@ def test_memory_is_that_of_two_eams_for_each_square_root_of_the_requests(request
     L, E = 4, 16
     trace = synthetic(requests, 40, L, E, 4, seed=0)
     belady = Belady(Shape(L, E), Options())
-    belady.foresee([trace.steps(i) for i in range(requests)], per_access=False)
+    belady.foresee([trace.steps(i) for i in range(requests)])
     most = 0
     for i in range(requests):
         belady.begin_request(i, 0)
@@ -104,7 +105,7 @@ def test_of_several_requests_the_nearest_next_use_decides_and_then_the_order_of_
     trace = synthetic(5, 4, L, E, 2, seed=1)
     run = [trace.steps(i) for i in range(5)]
     belady = Belady(Shape(L, E, batch_slots=2), Options())
-    belady.foresee(run, per_access=False)
+    belady.foresee(run)
     waiting, batch_slots, steps = list(order), dict[int, int](), dict[int, int]()
     begun, serial = -1, 0
     while waiting or batch_slots:
@@ -116,11 +117,11 @@ def test_of_several_requests_the_nearest_next_use_decides_and_then_the_order_of_
                 begun = max(begun, batch_slots[batch_slot])
                 belady.begin_request(batch_slots[batch_slot], batch_slot)
         taking_part = [
-            (batch_slot, steps[batch_slot], RequestEvents(run[batch_slots[batch_slot]], L))
-            for batch_slot in sorted(batch_slots)
+            (batch_slot, steps[batch_slot], run[batch_slots[batch_slot]]) for batch_slot in sorted(batch_slots)
         ]
+        events = Events(routing_of_batch(taking_part, 1, Shape(L, E)), L, serial)
         for layer in range(L):
-            belady.observe(Merged(taking_part, serial).event(layer))
+            belady.observe(events.event(0, layer))
             at = {batch_slots[batch_slot]: step * L + layer for batch_slot, step, _ in taking_part}
             uses = [nearest_use(run, at, begun, expert) for expert in range(L * E)]
             nearest_first = np.argsort(-belady.keep[0], kind="stable").tolist()

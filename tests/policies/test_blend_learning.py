@@ -68,7 +68,7 @@ def test_times_come_to_what_least_squares_say_of_all_that_has_waited():
     evidence = rng.normal(size=(steps, BLIND, E)) / 4
     used = rng.random((steps, E)) < 0.15
     for step in range(steps):
-        learning.pass_on(own, 0, np.flatnonzero(used[step]), True)
+        learning.pass_on(own, 0, np.flatnonzero(used[step]))
         learning.keep(own, evidence[step], 0, step)
 
     found, waited = [], []
@@ -94,8 +94,8 @@ def test_a_wait_longer_than_the_horizon_counts_as_the_horizon():
     for own, used in ((late, [3]), (never, [])):
         learning.keep(own, evidence, 0, 0)
         for _ in range(HORIZON + 20):
-            learning.pass_on(own, 0, np.array([], np.int64), True)
-        learning.pass_on(own, 0, np.array(used, np.int64), True)
+            learning.pass_on(own, 0, np.array([], np.int64))
+        learning.pass_on(own, 0, np.array(used, np.int64))
         learning.keep(own, later, 0, 2 * HORIZON)
     assert np.array_equal(weights(late), weights(never))
 

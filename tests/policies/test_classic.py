@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import PolicyResidency, RetentionPolicy, ScorePolicy, Shape, alone, parse
-from policies.core.dispatch import number_of, on_insert, on_lookup
 from policies.core.residency_compiled import NO_EXPERT
 from policies.retention.s3fifo import S3FIFO, S3FIFOOptions
 from traces import DECODE, InputError, write_trace
@@ -332,7 +331,7 @@ def test_scores_stay_finite_over_millions_of_events(name):
 def _scores(name):
     """The keep scores of a policy, and its compiled bookkeeping as a method."""
     policy: Any = parse(name).build(Shape(1, 5))[0]
-    policy.look_up = lambda expert, serial: on_lookup(number_of(type(policy)), policy.keep, expert, serial)
+    policy.look_up = lambda expert, serial: policy.compiled.on_lookup(policy.keep, expert, serial)
     return policy
 
 
@@ -358,7 +357,7 @@ def test_class_lru_spares_what_was_used_often_and_what_has_just_come():
     for step, expert in enumerate((0, 0, 0, 0, 1, 2)):
         policy.observe(alone(DECODE, 0, step, np.array([expert]), np.ones(1, np.int64), step + 1))
     assert policy.victim(np.array([0, 1])) == 1, "0 is older, of class 2"
-    on_insert(number_of(type(policy)), policy.keep, 3, 6, 1)
+    policy.compiled.on_insert(policy.keep, 3, 6, 1)
     assert policy.victim(np.array([2, 3])) == 2, "3 has not been looked up, and comes now"
     policy.observe(alone(DECODE, 0, 6, np.array([0]), np.ones(1, np.int64), 7))
     assert policy.victim(np.array([1, 3])) == 1

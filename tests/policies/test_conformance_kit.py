@@ -1,7 +1,5 @@
 """Every built-in passes the kit, and for each rule there is a policy that breaks it and is caught."""
 
-import itertools
-
 import pytest
 
 from policies.checker import check_policy
@@ -47,7 +45,7 @@ class Bad(ScorePolicy):
     "changes a decision before it": """
 class Bad(ScorePolicy):
     oracle = True
-    def foresee(self, requests, per_access):
+    def foresee(self, requests):
         self.requests = requests
     def begin_request(self, request, batch_slot):
         self.coming = self.requests[request].experts
@@ -58,7 +56,7 @@ class Bad(ScorePolicy):
     "other routing later on changes": """
 class Bad(ScorePolicy):
     oracle = True
-    def foresee(self, requests, per_access):
+    def foresee(self, requests):
         for request in requests:
             np.add.at(self.keep[0], request.experts, 1)
 """,
@@ -76,11 +74,6 @@ class Bad(ScorePolicy):
 class Bad(ScorePolicy):
     def observe(self, event):
         self.keep = self.keep * 0.5
-""",
-    "it writes into the third row of `keep`": """
-class Bad(ScorePolicy):
-    def observe(self, event):
-        self.keep[:] = event.serial
 """,
     "ValueError: output array is read-only (what a policy is passed is read-only: ": """
 class Bad(ScorePolicy):
@@ -126,7 +119,7 @@ BAD["other routing later on changes (prefetch)"] = (
     """
 class Bad(Prefetcher):
     oracle = True
-    def foresee(self, requests, per_access):
+    def foresee(self, requests):
         self.requests = requests
     def begin_request(self, request, batch_slot):
         self.coming = self.requests[request].experts
@@ -187,5 +180,4 @@ def test_the_scripts_hold_what_is_rare():
     assert any(request.phase.tolist() == [0] for request in requests), "a request without decode"
     assert any((request.counts > 1).any() for request in requests)
     assert any((request.offsets[1:] == request.offsets[:-1]).any() for request in requests), "an empty event"
-    pairs = itertools.product((True, False), repeat=2)
-    assert {(script.cold, script.untimed) for script in drawn} == set(pairs) - {(True, True)}
+    assert {script.cold for script in drawn} == {True, False}

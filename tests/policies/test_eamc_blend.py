@@ -425,51 +425,6 @@ def test_a_prefill_proposes_nothing() -> None:
     assert len(fetcher.propose(event)[0]) == 0
 
 
-def test_told_one_by_one_a_layer_that_has_passed_is_scored_as_if_told_at_once() -> None:
-    steps = random_steps(7, 9)
-    whole, pieces = (BlendRetention(Shape(L, E), BlendOptions()) for _ in range(2))
-    tell(whole, steps)
-    pieces.foresee([], per_access=True)
-    pieces.begin_request(0, 0)
-    for step, layers in enumerate(steps):
-        for layer, chosen in enumerate(layers):
-            for e in sorted(chosen):
-                ids = np.array([layer * E + e], np.int64)
-                pieces.observe(alone(DECODE, layer, step, ids, np.ones(1, np.int64)))
-    passed = (L - 1) * E
-    np.testing.assert_allclose(pieces.keep[0, :passed], whole.keep[0, :passed], rtol=1e-6)
-    pieces.begin_request(1, 0)  # only this ends the pass of the last layer
-    np.testing.assert_allclose(pieces.keep, whole.keep, rtol=1e-6)
-
-
-def test_told_one_by_one_a_prefill_asks_nothing_either() -> None:
-    """Its last layer is known to be over when the first decoded token begins."""
-    policy = BlendRetention(Shape(L, E), BlendOptions())
-    policy.foresee([], per_access=True)
-
-    def play(step: int, phase: int, layers: range) -> None:
-        for layer in layers:
-            policy.observe(alone(phase, layer, step, np.array([layer * E]), np.ones(1, np.int64)))
-
-    policy.begin_request(0, 0)
-    play(0, DECODE, range(L))
-    policy.begin_request(1, 0)
-    play(0, PREFILL, range(L))
-    asked, kept = policy.state.learning.asked.copy(), policy.state.learning.waits[:, E].copy()
-    play(1, DECODE, range(1))
-    np.testing.assert_array_equal(policy.state.learning.asked, asked)
-    np.testing.assert_array_equal(policy.state.learning.waits[:, E], kept)
-
-
-def test_what_may_still_be_used_in_the_event_is_not_scored_as_past() -> None:
-    policy = BlendRetention(Shape(1, E), BlendOptions())
-    policy.foresee([], per_access=True)
-    policy.begin_request(0, 0)
-    policy.observe(alone(DECODE, 0, 0, np.array([1]), np.ones(1, np.int64)))
-    assert (policy.keep[0, :2] != 0).all()
-    assert (policy.keep[0, 2:] == 0).all()
-
-
 def test_a_prefill_counts_as_its_tokens_average() -> None:
     def scores(counts: list[int]) -> list[float]:
         policy = BlendRetention(Shape(1, E), BlendOptions())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from policies.checker import check_policy
-from policies.core import PolicyRunner, PolicySpec, RequestEvents, Shape, parse
+from policies.core import Events, PolicyRunner, PolicySpec, Shape, parse
 from sim.engines.simpy_engine import simulate
 from sim.loop import gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -27,7 +27,7 @@ def proposals(requests, shape, policy="lru+gate"):
     runner = PolicyRunner(parse(policy), shape, requests)
     found = {}
     for ordinal, request in enumerate(requests):
-        events = RequestEvents(request, shape.layers)
+        events = Events.of(request, shape.layers)
         runner.begin_request(ordinal)
         for step in range(len(request.phase)):
             for layer in range(shape.layers):
@@ -124,7 +124,7 @@ TOO_EARLY = """
 from policies.core.policy import NOTHING, Prefetcher
 class TooEarly(Prefetcher):
     oracle = True
-    def foresee(self, requests, per_access):
+    def foresee(self, requests):
         self.requests = requests
     def begin_request(self, request, batch_slot):
         self.lookahead = self.requests[request].lookahead

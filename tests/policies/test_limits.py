@@ -163,7 +163,6 @@ def test_every_prefetcher_takes_every_limit(name):
 def test_an_engine_that_does_not_know_its_window_plays_no_budget():
     with pytest.raises(ValueError, match="the engine has not told"):
         PolicyRunner(parse("lru+markov:budget=1"), Shape(2, 2), [])
-    PolicyRunner(parse("lru+markov:budget=1"), Shape(2, 2), [], per_access=True)  # untimed nothing is prefetched
 
 
 class Beginning(Prefetcher):

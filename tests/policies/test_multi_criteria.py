@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import PolicyRunner, RequestEvents, ScorePolicy, Shape, parse
+from policies.core import Events, PolicyRunner, ScorePolicy, Shape, parse
 from tests.support.routings import requests_of, routings
 from traces import InputError
 
@@ -22,7 +22,7 @@ def test_the_keep_score_is_the_formula(run, recency, frequency, distance):
     runner = PolicyRunner(spec, shape, requests)
     assert isinstance(runner.retention, ScorePolicy)
     for ordinal, tokens in enumerate(routing):
-        events = RequestEvents(requests[ordinal], L)
+        events = Events.of(requests[ordinal], L)
         runner.begin_request(ordinal)
         uses = {expert: list[int]() for expert in range(shape.total)}
         for step, token in enumerate(tokens, start=1):
@@ -47,7 +47,7 @@ def test_the_layer_that_comes_next_is_kept_before_the_one_that_has_just_run():
     runner = PolicyRunner(parse("multi-criteria:recency=0:frequency=0:distance=1"), shape, requests)
     assert isinstance(runner.retention, ScorePolicy)
     runner.begin_request(0)
-    runner.observe(RequestEvents(requests[0], 3).event(0, 0))
+    runner.observe(Events.of(requests[0], 3).event(0, 0))
     assert runner.retention.keep[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1, 1, 2 / 3, 2 / 3])
 
 

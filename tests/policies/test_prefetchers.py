@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import PolicyRunner, RequestEvents, ScorePolicy, Shape, best, parse
+from policies.core import Events, PolicyRunner, ScorePolicy, Shape, best, parse
 from tests.support.routings import requests_of, routings
 
 # A routing is a list of requests of steps of layers of experts (ids within the layer); a prefill step is a dict
@@ -20,7 +20,7 @@ def proposals(name, shape, routing):
     runner = PolicyRunner(parse(f"lru+{name}"), shape, requests)
     found = {}
     for ordinal, request in enumerate(requests):
-        events = RequestEvents(request, shape.layers)
+        events = Events.of(request, shape.layers)
         runner.begin_request(ordinal)
         for step in range(len(request.phase)):
             for layer in range(shape.layers):
@@ -191,11 +191,11 @@ def test_the_expert_map_is_the_definition_with_whole_vectors(run, capacity, dist
                 stored[nearest(token, shape.layers)] = token
 
 
-@given(routings(), st.integers(1, 4), st.booleans())
-def test_as_retention_the_expert_map_keeps_by_share_in_the_match_times_lookups(run, capacity, untimed):
+@given(routings(), st.integers(1, 4))
+def test_as_retention_the_expert_map_keeps_by_share_in_the_match_times_lookups(run, capacity):
     shape, routing = run
     requests = requests_of(routing, shape.experts)
-    runner = PolicyRunner(parse(f"expert-map:capacity={capacity}"), shape, requests, per_access=untimed)
+    runner = PolicyRunner(parse(f"expert-map:capacity={capacity}"), shape, requests)
     assert isinstance(runner.retention, ScorePolicy)
     stored, lookups = list[list[int]](), np.zeros(shape.total)
 
@@ -203,21 +203,21 @@ def test_as_retention_the_expert_map_keeps_by_share_in_the_match_times_lookups(r
         return len(set(one) & set(other))  # all maps of a step so far have the same norm: as many as it has experts
 
     for ordinal, request in enumerate(requests):
-        events = RequestEvents(request, shape.layers, per_access=untimed)
+        events = Events.of(request, shape.layers)
         runner.begin_request(ordinal)
         for step in range(len(request.phase)):
             own = []
             for layer in range(shape.layers):
-                for event in events.accesses(step, layer) if untimed else [events.event(step, layer)]:
-                    runner.observe(event)
-                    own += event.experts.tolist()
-                    lookups[event.experts] += 1
-                    upto = (layer + 1) * shape.experts
-                    scores = [shared(own, [e for e in each if e < upto]) for each in stored]
-                    share = np.zeros(shape.total)
-                    if scores and max(scores):
-                        share[stored[scores.index(max(scores))]] = 1 / 2
-                    assert runner.retention.keep[:2].tolist() == [(share * lookups).tolist(), lookups.tolist()]
+                event = events.event(step, layer)
+                runner.observe(event)
+                own += event.experts.tolist()
+                lookups[event.experts] += 1
+                upto = (layer + 1) * shape.experts
+                scores = [shared(own, [e for e in each if e < upto]) for each in stored]
+                share = np.zeros(shape.total)
+                if scores and max(scores):
+                    share[stored[scores.index(max(scores))]] = 1 / 2
+                assert runner.retention.keep[:2].tolist() == [(share * lookups).tolist(), lookups.tolist()]
             if len(stored) < capacity:
                 stored.append(own)
             else:

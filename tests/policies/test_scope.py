@@ -245,9 +245,10 @@ def test_greedy_would_fail_on_a_curve_with_a_cliff():
 def test_lru_curves_of_layers_equal_those_of_the_analysis_layer_by_layer():
     trace = synthetic(4, tokens=20, layers=3, experts=16, top_k=3, seed=9)
     requests = list(Requests(trace))
-    found = lru_curves(np.concatenate([request.experts for request in requests]), Shape(3, 16))
-    for curve, ids in zip(found, by_layer(requests, 3, 16), strict=True):
-        np.testing.assert_array_equal(curve, lru_misses(ids.astype(np.int32), 16))
+    found = lru_curves(requests, Shape(3, 16))
+    sizes = np.concatenate([np.diff(request.offsets) for request in requests]).reshape(-1, 3).T
+    for curve, ids, each in zip(found, by_layer(requests, 3, 16), sizes, strict=True):
+        np.testing.assert_array_equal(curve, lru_misses(ids.astype(np.int32), 16, np.cumsum(each)))
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +276,7 @@ def test_a_profile_never_costs_misses_on_itself(home):
     assert sum(ours < theirs for ours, theirs in found) > 10
     assert parse(profiled).divide(Shape(3, 16), 12) == (2, 5, 5)
     assert parse(profiled).divide(Shape(3, 16), 99) == (16, 16, 16)
-    curves = lru_curves(np.concatenate([request.experts for request in requests]), Shape(3, 16))
+    curves = lru_curves(requests, Shape(3, 16))
     assert found[9][0] == sum(curve[own] for curve, own in zip(curves, (2, 5, 5), strict=True)), "of 12 slots"
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import checker
-from policies.core import PolicyRunner, RequestEvents, Shape, parse
+from policies.core import Events, PolicyRunner, Shape, parse
 from policies.prefetch import Predictor, Tokens, Training, recall, recall_of_previous, train
 from policies.prefetch.stride_training import probabilities
 from policies.random_routing import scripts
@@ -42,7 +42,7 @@ def proposals(trace, path, n):
     runner = PolicyRunner(parse(f"lru+stride:model={path}:n={n}"), shape, requests)
     found = {}
     for ordinal, request in enumerate(requests):
-        events = RequestEvents(request, shape.layers)
+        events = Events.of(request, shape.layers)
         runner.begin_request(ordinal)
         for step in range(len(request.phase)):
             for layer in range(shape.layers):

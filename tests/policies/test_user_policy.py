@@ -59,18 +59,20 @@ def rows(home, *arguments):
 
 
 def misses_of_fading(slots, alpha):
-    """The walk-through's policy, untimed, in a few lines of its own: every access is an event."""
+    """The walk-through's policy, untimed, in a few lines of its own; no event is larger than the cache."""
     misses, cache, uses = 0, set[int](), [0.0] * (TRACE.layers * TRACE.num_experts)
     for request in Requests(TRACE):
         for step in range(len(request.tokens)):
             uses = [score * alpha for score in uses]
-            first, last = request.offsets[[step * TRACE.layers, (step + 1) * TRACE.layers]]
-            for expert in request.experts[first:last].tolist():
-                uses[expert] += 1
-                if expert not in cache:
-                    misses += 1
+            for number in range(step * TRACE.layers, (step + 1) * TRACE.layers):
+                chosen = request.experts[slice(*request.offsets[number : number + 2])].tolist()
+                missed = [expert for expert in chosen if expert not in cache]
+                misses += len(missed)
+                for expert in chosen:
+                    uses[expert] += 1
+                for expert in missed:
                     if len(cache) == slots:
-                        cache.remove(min(cache, key=lambda e: (uses[e], e)))
+                        cache.remove(min(cache - set(chosen), key=lambda e: (uses[e], e)))
                     cache.add(expert)
     return misses
 

@@ -31,8 +31,8 @@ from replay.comparison.errors import DECIDED
 from replay.device_choice import DeviceChoice
 from replay.devices import Pace
 from replay.run import under_contention
-from sim.engines import SimpyDevice, engine
-from sim.experiment import AUTO, Experiment
+from sim.engines import SimpyDevice, compiled_engine
+from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop import Driver, Step, play
 from sim.profiles.measured import MeasuredModel
@@ -76,7 +76,7 @@ def test_on_the_virtual_device_nothing_differs(policy: str, mode: str, chunk_byt
     assert found.measured.row == found.predicted.row
     assert sum(map(len, found.measured.evictions.values())) == len(found.measured.log.evictions) > 0
     if mode == CLOSED_LOOP:
-        simulated = engine.simulate(AUTO, choice.loaded.run(choice.policy, choice.slots))
+        simulated = compiled_engine.simulate(choice.loaded.run(choice.policy, choice.slots))
         np.testing.assert_array_equal(found.measured.log.step_ns, simulated.step_ns)
 
 

@@ -30,9 +30,8 @@ from replay.calibration.parts import _pumped, decoded_contexts, ladder, slowed, 
 from replay.devices import CudaDevice, HostStore, Launches, Pace
 from replay.model.network import Network
 from sim.engines import SimpyDevice
-from sim.engines.engine import simulate
+from sim.engines.compiled_engine import simulate
 from sim.engines.simpy_engine import COMPUTE
-from sim.experiment import AUTO
 from sim.loop import Completion, Device, Kind, Requests, Run, RunLog, Work, play
 from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import FixedTiming, Link, Timing
@@ -233,8 +232,7 @@ def test_a_host_that_takes_time_is_predicted_from_its_measurement(policy: str, s
     found, found_link = measure(device, plan.under(parse("lru")), most_tokens=1)
     played = play(plan, device)
     predicted, free = (
-        simulate(AUTO, plan.on(timing, found_link, 1.0)).step_ns[FIRST_STEPS:]
-        for timing in (found, found.without_host())
+        simulate(plan.on(timing, found_link, 1.0)).step_ns[FIRST_STEPS:] for timing in (found, found.without_host())
     )
     assert (played.misses > 0).sum() > 5
     measured = played.step_ns[FIRST_STEPS:]
@@ -292,7 +290,7 @@ def test_a_slow_down_found_in_the_loop_predicts_what_was_run(compute: float, tra
     played = play(mixed, slow).step_ns[FIRST_STEPS:].mean()
 
     def predicted(model: MeasuredModel) -> RunLog:
-        return simulate(AUTO, mixed.on(model.timing(), model.link(), 1.0))
+        return simulate(mixed.on(model.timing(), model.link(), 1.0))
 
     assert predicted(effective(model, predicted)).step_ns[FIRST_STEPS:].mean() == pytest.approx(played, rel=0.03)
 

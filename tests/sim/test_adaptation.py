@@ -186,10 +186,10 @@ def lru_by_hand(trace: Trace, order, slots: int) -> list[float]:
         hits = lookups = 0
         for row in range(trace.offsets[number], trace.offsets[number + 1]):
             for layer in range(trace.layers):
-                for expert in sorted(trace.experts[row, layer].tolist()):
-                    lookups += 1
-                    hits += (layer, expert) in held
-                    held = [(layer, expert), *(other for other in held if other != (layer, expert))][:slots]
+                chosen = sorted(((layer, expert) for expert in trace.experts[row, layer].tolist()), reverse=True)
+                lookups += len(chosen)
+                hits += len(set(chosen).intersection(held))
+                held = [*chosen, *(other for other in held if other not in chosen)][:slots]
         rates.append(hits / lookups)
     return rates
 

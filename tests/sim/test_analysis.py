@@ -126,7 +126,7 @@ def test_tables_and_plot_are_written(loaded, tmp_path):
     tables = {file.stem: pd.read_parquet(file) for file in files if file.suffix == ".parquet"}
     for name, schema in {"misses": SPLITS, "curves": CURVES, "reuse": REUSE, "locality": LOCALITY}.items():
         assert tables[name].columns.tolist() == schema.names
-    assert tables["curves"]["cache_experts"].tolist() == list(range(1, 49))
+    assert tables["curves"]["cache_experts"].tolist() == list(range(2, 49))
     lru = tables["misses"][tables["misses"]["policy"] == "lru"].set_index("cache_experts")
     curve = tables["curves"].set_index("cache_experts")
     assert curve.loc[lru.index, "lru_misses"].tolist() == lru["misses"].tolist()
@@ -140,7 +140,7 @@ def test_the_plot_has_both_curves_the_demand_and_a_point_for_each_other_cell(loa
     found = analyse(loaded, GRID)
     lines = {line.get_label(): line for line in figure(found, loaded).axes[0].lines}
     assert list(lines) == ["lru", "belady (bound)", "lfu", "lru+popular", "working set of one token"]
-    assert np.asarray(lines["lru"].get_ydata())[12] == pytest.approx(1 - found.lru[12] / found.lookups)
+    assert np.asarray(lines["lru"].get_ydata())[12 - 2] == pytest.approx(1 - found.lru[12] / found.lookups)
     assert lines["lfu"].get_xdata() == pytest.approx([100 * 5 / 48, 25, 100])
     assert np.asarray(lines["working set of one token"].get_xdata())[0] == 100 * 6 / 48
 

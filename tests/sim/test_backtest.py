@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from sim.backtest import Case, Machine, Model, Rates, Setting, file, profile_of, rates, report, routing, score, table
 from sim.backtest.machine import DATA
 from sim.commands import app
-from sim.experiment import SIMPY
 from sim.planner import errors
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
@@ -77,7 +76,7 @@ def rates_of(one: Case) -> Rates:
 
 
 def seconds(one: Case, own: Rates | None = None) -> float:
-    taken = one.simulated(own or rates_of(one), SIMPY).seconds
+    taken = one.simulated(own or rates_of(one)).seconds
     assert taken
     return taken
 
@@ -108,7 +107,7 @@ def seconds(one: Case, own: Rates | None = None) -> float:
 def test_a_row_that_cannot_be_used_is_one_line_with_file_and_row(tmp_path, changed, said):
     path = written(tmp_path, {**ROW, **changed})
     with pytest.raises(InputError) as told:
-        score.backtest(file.read(path), SIMPY)
+        score.backtest(file.read(path))
     text = str(told.value)
     assert "\n" not in text
     assert text.startswith(f"{path}: row one: ")
@@ -155,7 +154,7 @@ def test_a_run_far_from_the_measured_hit_rate_is_warned_of(tmp_path):
     empty = {**CACHED, "hit_rate": 0.6, "policy": "lru/host"}  # nothing fills the cache
     far = {**ROW, "figure": "far", "setting": empty}
     path, warned = written(tmp_path, far, near), list[str]()
-    score.backtest(file.read(path), SIMPY, warn=warned.append)
+    score.backtest(file.read(path), warn=warned.append)
     assert warned == [f"{path}: row far: lru/host hits 0.0%, far from the hit_rate of 60.0% that was measured"]
 
 
@@ -275,7 +274,7 @@ def test_all_on_the_cpu_reads_every_byte_once_from_host_memory(tmp_path):
 
 def test_without_a_cache_every_expert_crosses_the_link(tmp_path):
     one = case(tmp_path, setting={"policy": "lru", "cache": "0", "blocking": True})
-    out = one.simulated(rates_of(one), SIMPY)
+    out = one.simulated(rates_of(one))
     compute = closed_form(one, 0)
     assert out.hit_rate == 0
     assert out.bytes_read == 6 * 4 * 5_000_000
@@ -284,7 +283,7 @@ def test_without_a_cache_every_expert_crosses_the_link(tmp_path):
 
 def test_whole_layers_move_all_experts_but_those_that_stay(tmp_path):
     one = case(tmp_path, setting={"policy": "lru", "cache": "50%", "whole_layers": True})
-    out = one.simulated(rates_of(one), SIMPY)
+    out = one.simulated(rates_of(one))
     assert out.bytes_read == pytest.approx((6 * 16 - 48) * 5_000_000, rel=0.05)
 
 
@@ -292,7 +291,7 @@ def test_whole_layers_serve_all_requests_of_a_batch(tmp_path):
     setting = {"policy": "lru", "cache": "0", "whole_layers": True}
     row = {"machine": {**MACHINE, "gpu_gb_per_s": 1e6}}
     one, two = (case(tmp_path, **row, setting={**setting, "batch": n}) for n in (1, 2))
-    assert two.simulated(rates_of(two), SIMPY).step_tokens == 2
+    assert two.simulated(rates_of(two)).step_tokens == 2
     assert seconds(two) == pytest.approx(seconds(one), rel=0.01)
 
 
@@ -314,22 +313,22 @@ def test_misses_from_the_disk_go_at_the_disks_rate(tmp_path):
 
 def test_a_batch_shares_the_dense_weights_and_not_the_experts(tmp_path):
     alone, four = (case(tmp_path, setting={"all_on": "gpu", "batch": batch}) for batch in (1, 4))
-    speeds = [score.figure(each.row, each.simulated(rates_of(each), SIMPY)) for each in (alone, four)]
+    speeds = [score.figure(each.row, each.simulated(rates_of(each))) for each in (alone, four)]
     assert 1.2 < speeds[1] / speeds[0] < 3.5
 
 
 @pytest.mark.parametrize("setting", [{**CACHED, "batch": 3}, {**CACHED, "host_cache": "75%"}])
 def test_without_a_clock_as_many_bytes_are_read_as_with_one(tmp_path, setting):
     one = case(tmp_path, setting=setting, machine={**MACHINE, "disk_gb_per_s": 2.0})
-    read = one.simulated(None, SIMPY).bytes_read
-    assert 0 < read == one.simulated(rates_of(one), SIMPY).bytes_read
+    read = one.simulated(None).bytes_read
+    assert 0 < read == one.simulated(rates_of(one)).bytes_read
 
 
 def test_where_layers_state_one_size_reads_of_the_disk_are_counted_as_of_a_model_of_that_size(tmp_path):
     row = {"metric": "bytes read", "unit": "B", "setting": {**CACHED, "host_cache": "75%"}}
     sizes = {"layer_expert_bytes": [MODEL["expert_bytes"]] * 6}
     read = [
-        score.backtest([case(tmp_path, **row, model=model).row], SIMPY).results[0].predicted
+        score.backtest([case(tmp_path, **row, model=model).row]).results[0].predicted
         for model in (MODEL, {**MODEL, **sizes})
     ]
     assert read[0] == read[1]
@@ -342,7 +341,7 @@ def test_the_routing_reaches_a_measured_hit_rate(tmp_path, policy, hit_rate):
     setting = {"policy": policy, "cache": "50%", "hit_rate": hit_rate, "free_copies": True}
     one = case(tmp_path, setting=setting)
     own = rates_of(one)
-    assert one.aimed(own, SIMPY).simulated(own, SIMPY).hit_rate == pytest.approx(hit_rate, abs=0.025)
+    assert one.aimed(own).simulated(own).hit_rate == pytest.approx(hit_rate, abs=0.025)
 
 
 def test_made_routing_hits_under_lru_as_its_statistics_say():
@@ -363,7 +362,7 @@ def test_a_trace_in_a_file_is_run_as_it_is(tmp_path):
     setting = {"policy": "lru@layer", "slots_per_layer": 2, "trace": str(tmp_path / "short.npz")}
     small = {**MODEL, "layers": 2, "experts": 4, "top_k": 2}
     one = case(tmp_path, metric="hit rate", unit="%", model=small, setting=setting)
-    assert one.simulated(None, SIMPY).hit_rate == pytest.approx((1 + 2 + 1 + 1) / 12)
+    assert one.simulated(None).hit_rate == pytest.approx((1 + 2 + 1 + 1) / 12)
 
 
 def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
@@ -371,7 +370,7 @@ def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
     experts = np.tile(np.arange(12, 16, dtype=np.uint8), (5, 6, 1))
     np.savez(tmp_path / "short.npz", experts=experts, offsets=[0, 1, 5])
     one = case(tmp_path, setting={**CACHED, "trace": str(tmp_path / "short.npz"), "batch": 2})
-    found = one.simulated(rates_of(one), SIMPY)
+    found = one.simulated(rates_of(one))
     assert score.figure(one.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
 
 
@@ -388,9 +387,9 @@ def test_a_policy_that_asks_routers_early_is_run_where_the_trace_holds_their_pic
     path = written(tmp_path, {**ROW, "metric": "hit rate", "unit": "%", "value": 50.0, "setting": setting})
     write_trace(made, tmp_path / "t")
     with pytest.raises(InputError, match=r"lru\+gate needs a trace with what routers pick early"):
-        score.backtest(file.read(path), SIMPY)
+        score.backtest(file.read(path))
     write_trace(replace(made, lookahead=made.experts), tmp_path / "t", overwrite=True)
-    assert (score.backtest(file.read(path), SIMPY).results[0].predicted or 0) > 0.5
+    assert (score.backtest(file.read(path)).results[0].predicted or 0) > 0.5
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -425,7 +424,7 @@ def test_statistics_carry_over_to_another_shape():
 @pytest.fixture(scope="module")
 def phone():
     rows = [row for row in file.read(Path(file.__file__).parent / "bigmoeonedge.toml") if row.setting.trace]
-    return score.backtest(rows, SIMPY)
+    return score.backtest(rows)
 
 
 def test_hit_rates_of_the_phone_agree_to_a_thousandth(phone):
@@ -481,7 +480,7 @@ def test_a_fit_finds_the_parameter_that_made_the_rows_and_is_in_no_score(tmp_pat
         {**ROW, "figure": f"n={n}", "setting": {"host_layers": n}, "value": value, "fit": n == 3}
         for n, value in truth.items()
     ]
-    test = score.backtest(file.read(written(tmp_path, *rows)), SIMPY)
+    test = score.backtest(file.read(written(tmp_path, *rows)))
     (fit,) = test.fits
     assert (fit.machine.name, fit.parameter, fit.before, fit.figures) == ("mine", "host_gb_per_s", 50.0, ("n=3",))
     assert fit.after == pytest.approx(31.0, rel=0.005)
@@ -492,7 +491,7 @@ def test_a_fit_finds_the_parameter_that_made_the_rows_and_is_in_no_score(tmp_pat
 
 def test_a_row_that_no_value_of_its_parameter_reaches_says_how_far_it_is_off(tmp_path):
     reached, beyond = (
-        report.text(score.backtest(file.read(written(tmp_path, {**ROW, "value": value, "fit": True})), SIMPY), True)
+        report.text(score.backtest(file.read(written(tmp_path, {**ROW, "value": value, "fit": True}))), True)
         for value in (200.0, 100_000.0)
     )
     assert re.search(r"one +200 tok/s +200 +fits +[+-]", reached)
@@ -503,15 +502,15 @@ def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
     (tmp_path / "other").mkdir()
     fitted = written(tmp_path, {**ROW, "fit": True}, {**ROW, "figure": "two"})
     blind = written(tmp_path / "other", {**ROW, "figure": "three"})
-    told = score.summary(score.backtest([*file.read(fitted), *file.read(blind)], SIMPY))
+    told = score.summary(score.backtest([*file.read(fitted), *file.read(blind)]))
     assert (told["rows"], told["after_fit"]["rows"]) == (2, 1)
 
 
 def test_machines_that_rows_state_themselves_are_fitted_apart(tmp_path):
     slower = {**MACHINE, "host_gb_per_s": 10.0}
-    alone = score.backtest(file.read(written(tmp_path, {**ROW, "machine": slower})), SIMPY).results[0]
+    alone = score.backtest(file.read(written(tmp_path, {**ROW, "machine": slower}))).results[0]
     fitted = {**ROW, "figure": "fitted", "machine": MACHINE, "value": 1.0, "fit": True}
-    test = score.backtest(file.read(written(tmp_path, fitted, {**ROW, "machine": slower})), SIMPY)
+    test = score.backtest(file.read(written(tmp_path, fitted, {**ROW, "machine": slower})))
     assert [fit.figures for fit in test.fits] == [("fitted",)]
     assert test.results[1].predicted == test.results[1].blind == alone.predicted
 
@@ -539,7 +538,7 @@ def test_json_holds_rows_and_summary(tmp_path):
 def test_a_report_is_put_between_its_marks(tmp_path):
     document = tmp_path / "page.md"
     document.write_text(f"before\n{report.BEGINS}\nold\n{report.ENDS}\nafter\n")
-    test = score.backtest(file.read(written(tmp_path, ROW)), SIMPY)
+    test = score.backtest(file.read(written(tmp_path, ROW)))
     report.put_into(document, test)
     held = document.read_text()
     assert held.startswith("before\n")
@@ -562,13 +561,13 @@ def test_the_document_shows_a_file_that_is_valid(tmp_path):
     assert tomllib.loads(shown)
     path = tmp_path / "shown.toml"
     path.write_text(shown)
-    told = score.summary(score.backtest(file.read(path), SIMPY))
+    told = score.summary(score.backtest(file.read(path)))
     assert told["rows"] == 2
     assert math.isfinite(told["worst_abs_error"])
 
 
 def test_the_document_shows_what_came_of_the_blind_test():
-    test = score.backtest(file.read(DATA / "unseen.toml"), SIMPY)
+    test = score.backtest(file.read(DATA / "unseen.toml"))
     text = DOCUMENT.read_text()
     assert report.markdown(test).split("### Rows: unseen\n\n")[1].strip() in text
     assert f"The median error is {score.summary(test)['median_abs_error']:.0%}" in text
@@ -583,4 +582,4 @@ def test_the_document_shows_what_came_of_the_blind_test():
 @pytest.mark.slow
 def test_the_documents_numbers_are_what_the_command_prints():
     rows = [row for path in file.shipped() for row in file.read(path)]
-    assert report.markdown(score.backtest(rows, SIMPY)) in DOCUMENT.read_text()
+    assert report.markdown(score.backtest(rows)) in DOCUMENT.read_text()

@@ -17,7 +17,7 @@ from policies.core import Int, Shape, available, parse
 from policies.prefetch import Predictor
 from policies.random_routing import Script, scripts
 from sim.engines import simpy_engine
-from sim.engines.engine import simulate
+from sim.engines.compiled_engine import simulate
 from sim.loop import LoopObserver, RunLog, gpu_run, whole
 from sim.profiles.timing import FixedTiming, Link
 from traces import write_trace
@@ -64,7 +64,7 @@ def watched(script: Script, policy: str) -> Watched:
     run = gpu_run(script.requests(), SHAPE, script.slots, parse(policy), TIMING, LINK, script.cold, 1.0)
     observer = Watched()
     log = whole(partial(simpy_engine.play, observer=observer), run)
-    assert columns(simulate("auto", run)) == columns(log)
+    assert columns(simulate(run)) == columns(log)
     return observer
 
 

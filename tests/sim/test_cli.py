@@ -148,7 +148,7 @@ def test_counting_needs_no_sizes_of_experts(home):
 def test_ctrl_c_ends_all_workers_quietly(home, tmp_path):
     long = synthetic(40, tokens=200, layers=3, experts=16, top_k=2, seed=3)
     write_trace(replace(long, meta=replace(long.meta, **SIZES)), tmp_path / "long")
-    asked = ["sweep", "long", "--cache-sizes", "25%,50%", "--workers", "2", "--engine", "simpy", "--out", "out"]
+    asked = ["sweep", "long", "--cache-sizes", "25%,50%", "--workers", "2", "--out", "out"]
     running = subprocess.Popen(
         [*COMMAND, *asked], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -162,12 +162,11 @@ def test_ctrl_c_ends_all_workers_quietly(home, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
-@pytest.mark.parametrize("engine", [pytest.param("simpy", marks=pytest.mark.slow), "auto"])
-def test_a_sweep_killed_again_and_again_ends_with_the_same_results(home, tmp_path, engine):
+def test_a_sweep_killed_again_and_again_ends_with_the_same_results(home, tmp_path):
     long = synthetic(12, tokens=40, layers=3, experts=16, top_k=2, seed=3)
     write_trace(replace(long, meta=replace(long.meta, **SIZES)), tmp_path / "long")
     asked = ["sweep", "long", "--policies", "lru,clock,eamc,lru+popular", "--cache-sizes", "10%,25%,50%"]
-    asked += ["--engine", engine, "--quiet"]
+    asked += ["--quiet"]
     assert moe_sim(*asked, "--workers", 1, "--out", "whole", cwd=tmp_path).returncode == 0
     rng, kills, cells = random.Random(1), 0, []
     while True:

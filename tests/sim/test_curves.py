@@ -1,11 +1,14 @@
 """Curves over all cache sizes against single runs, simulators that we did not write, brute force and closed forms."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import lru_misses, parse
+from policies.core import Int, lru_misses, parse
+from policies.core.stack_distances import each_alone
 from sim.analysis import Accesses, belady_misses
 from sim.analysis.curves import next_uses, reuse
 from sim.engines import count
@@ -15,7 +18,7 @@ from traces import decode_steps
 from traces.importers import import_dump
 from traces.synthetic import synthetic
 
-CURVES = {"lru": lru_misses, "belady": belady_misses}
+CURVES: dict[str, Callable[..., Int]] = {"lru": lru_misses, "belady": belady_misses}
 
 sequences = st.lists(st.integers(0, 6), min_size=1, max_size=80)
 
@@ -67,10 +70,12 @@ def test_curves_equal_untimed_counts_of_any_trace(trace, pick):
     requests = [trace.steps(i) for i in range(len(trace.requests))]
     total = trace.layers * trace.num_experts
     run = Accesses.of(requests, trace.layers, trace.num_experts)
-    slots = 1 + pick % total
+    slots = run.largest_event + pick % (total - run.largest_event + 1)
     for policy, curve in CURVES.items():
         log = count(requests, trace.layers, trace.num_experts, slots, parse(policy))
-        assert curve(run.experts, total)[slots] == log.misses.sum(), policy
+        assert curve(run.experts, total, ends=run.ends)[slots] == log.misses.sum(), policy
+        alone = count(requests, trace.layers, trace.num_experts, slots, parse(policy), one_at_a_time=True)
+        assert curve(run.experts, total)[slots] == alone.misses.sum(), policy
 
 
 @pytest.mark.parametrize("policy", CURVES)
@@ -78,9 +83,9 @@ def test_curves_equal_untimed_counts_at_every_size(policy):
     trace = synthetic(requests=3, tokens=12, layers=3, experts=8, top_k=2, seed=4, prompt_tokens=5)
     requests = [trace.steps(i) for i in range(3)]
     run = Accesses.of(requests, 3, 8)
-    curve = CURVES[policy](run.experts, run.total)
-    counted = [count(requests, 3, 8, slots, parse(policy)).misses.sum() for slots in range(1, 25)]
-    assert curve[1:].tolist() == counted
+    curve = CURVES[policy](run.experts, run.total, ends=run.ends)
+    counted = [count(requests, 3, 8, slots, parse(policy)).misses.sum() for slots in range(run.largest_event, 25)]
+    assert curve[run.largest_event :].tolist() == counted
     assert len(set(counted)) > 5
 
 
@@ -91,7 +96,7 @@ def test_curves_equal_libcachesim_at_single_sizes(policy, theirs, kind):
     rng = np.random.default_rng(8)
     zipf, cyclic = rng.zipf(1.3, 8_000) % 60, np.arange(8_000) % 37
     sequence = ids({"zipf": zipf, "cyclic": cyclic, "mixed": np.where(rng.random(8_000) < 0.5, zipf, cyclic)}[kind])
-    following = next_uses(sequence, 60)
+    following = next_uses(sequence, 60, each_alone(sequence))
     following[following == len(sequence)] = np.iinfo(np.int64).max
     curve = CURVES[policy](sequence, 60)
     for slots in (1, 7, 20, 36, 37, 45):

@@ -6,7 +6,6 @@ Rules 5, 10 to 15 and 17 to 19 are written twice, and this holds the two equal.
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import random
@@ -15,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,12 +22,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from policies.core import Prefetcher, ScorePolicy, Shape, dispatch, parse
+from policies.core import (
+    Event,
+    Int,
+    Options,
+    PolicySpec,
+    Prefetcher,
+    RetentionPolicy,
+    ScorePolicy,
+    Shape,
+    parse,
+)
+from policies.core.dispatch import is_compiled
+from policies.core.guard import PolicyError
 from policies.core.registry import built_in
-from sim.engines import compiled_engine, engine, simpy_engine
-from sim.experiment import ENGINES, Experiment
-from sim.loaded import TimedRun
+from policies.core.runner import AskedRunner
+from sim.engines import compiled_engine, count, simpy_engine
 from sim.loop import decider_of, gpu_run, joined, whole
 from sim.profiles.timing import DurationTables, FixedTiming, Link
 from tests import reference
@@ -40,8 +52,8 @@ from tests.support.reference_cases import (
     play,
     stored_cases,
 )
-from tests.support.runs import Draw, Drawn, Lopsided, draw_request, draw_run, draw_tiers_run
-from traces import InputError, demo_trace, write_trace
+from tests.support.runs import PLAIN, Draw, Drawn, Lopsided, draw_request, draw_run, draw_tiers_run
+from traces import InputError, write_trace
 from traces.synthetic import synthetic
 
 CASES = int(os.environ.get("MOE_FUZZ_CASES", "2000"))
@@ -93,7 +105,7 @@ def test_the_engines_are_equal_on_runs_that_hypothesis_shrinks(
 def test_the_random_runs_reach_every_policy_and_every_counter() -> None:
     runs = [draw_run(random.Random(seed).randint) for seed in range(600)]
     played = Counter(name.partition(":")[0] for run in runs for name in run.policy.partition("@")[0].split("+"))
-    assert set(played) == {cls.name for cls in dispatch.SERVED} - {"static"}
+    assert set(played) == {cls.name for cls in PLAIN} | {"stride", "none"}
     assert min(played.values()) >= 10
     logs = [joined(parts) for run in runs if (parts := run.on(compiled_engine.play))]
     for column in ("late", "misses", "prefetch_used", "prefetch_wasted", "evictions"):
@@ -106,8 +118,7 @@ def test_the_random_runs_reach_every_policy_and_every_counter() -> None:
 def test_the_random_runs_of_tiers_and_users_reach_every_policy_and_every_counter() -> None:
     runs = [draw_tiers_run(random.Random(seed).randint) for seed in range(600)]
     played = Counter(name.partition(":")[0] for run in runs for name in re.split("[+@/]", run.policy))
-    assert set(played) >= {cls.name for cls in dispatch.SERVED} - {"static"}
-    assert min(played[cls.name] for cls in dispatch.SERVED if cls.name != "static") >= 10
+    assert min(played[cls.name] for cls in PLAIN) >= 10
     logs = [joined(parts) for run in runs if (parts := run.on(compiled_engine.play))]
     for column in ("on_host", "reads_demand", "reads_prefetch", "host_evictions", "host_busy_ns", "disk_busy_ns"):
         assert sum(getattr(log, column).any() for log in logs) >= 50, column
@@ -120,16 +131,97 @@ def test_the_random_runs_of_tiers_and_users_reach_every_policy_and_every_counter
     assert (reached[:6] >= 20).all()
 
 
-def test_what_is_compiled_is_served_and_so_is_every_score_policy_and_prefetcher_of_today() -> None:
-    assert {cls for cls in built_in() if cls.compiled} <= dispatch.SERVED
-    assert {cls.name for cls in dispatch.SERVED if issubclass(cls, ScorePolicy)} >= {
+def test_every_score_policy_and_prefetcher_of_today_is_compiled() -> None:
+    compiled = {cls.name for cls in built_in() if is_compiled(cls)}
+    assert compiled >= {
         *("lru", "lfu", "fifo", "lfu-perfect", "lfu-aged", "lrfu", "static", "belady", "least-stale"),
         *("multi-criteria", "eamc", "eamc-blend", "expert-map"),
+        *("all", "previous", "popular", "markov", "gate", "oracle", "oracle1", "stride"),
     }
-    assert {cls.name for cls in dispatch.SERVED if issubclass(cls, Prefetcher)} >= {
-        *("none", "all", "previous", "popular", "markov", "gate", "oracle", "oracle1", "stride"),
-        *("eamc", "eamc-blend", "expert-map"),
-    }
+
+
+class Newest(ScorePolicy):
+    """Keeps what was looked up last, as `lru` does."""
+
+    def observe(self, event: Event) -> None:
+        self.keep[0, event.experts] = event.serial
+
+
+class Stack(RetentionPolicy):
+    """Evicts what came last, of what was hit the least; hears all that a policy may hear of."""
+
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        self.came, self.hits, self.gone, self.events = np.zeros(shape.total), np.zeros(shape.total), list[int](), 0
+
+    def observe(self, event: Event) -> None:
+        self.events += len(event.token_ids) + event.layer
+
+    def on_hit(self, expert: int, serial: int) -> None:
+        self.hits[expert] = serial
+
+    def on_insert(self, expert: int, serial: int, start: int) -> None:
+        self.came[expert] = serial + start + self.events
+
+    def on_evict(self, expert: int) -> None:
+        self.hits[expert] = self.came[expert] = 0
+        self.gone.append(expert)
+
+    def victim(self, evictable: Int) -> int:
+        order = np.lexsort((-self.came[evictable], self.hits[evictable] + len(self.gone) % 3))
+        return int(evictable[order[0]])
+
+
+class Neighbours(Prefetcher):
+    """Fetches of the next layer what was chosen in this one, and of the first one when a step starts."""
+
+    at_start = True
+
+    def observe(self, event: Event) -> None:
+        self.latest = event
+
+    def propose(self, event: Event) -> tuple[Int, NDArray[np.float64]]:
+        shape = self.shape
+        ids = np.unique(event.token_ids % shape.experts if event.layer < 0 else event.experts + shape.experts)
+        ids = ids % shape.total
+        return ids, -ids.astype(np.float64)
+
+
+OWN = [PolicySpec.of(Newest), PolicySpec.of(Stack), PolicySpec.of("lru", Neighbours), PolicySpec.of(Stack, Neighbours)]
+OWN += [PolicySpec.of(Newest, "eamc-blend"), PolicySpec.of("eamc", Neighbours), PolicySpec.of(Stack, scope="layer")]
+
+
+@pytest.mark.parametrize("spec", OWN, ids=lambda spec: spec.text)
+@pytest.mark.parametrize("draw", [draw_run, draw_tiers_run])
+def test_a_users_policy_in_python_decides_alike_on_both(draw: Callable[[Draw], Drawn], spec: PolicySpec) -> None:
+    reached = 0
+    for seed in range(60):
+        drawn = draw(random.Random(seed).randint)
+        if drawn.link.layer_bytes and spec.scope.cls.per_layer:
+            continue
+        run = drawn._replace(slots=max(drawn.slots, drawn.shape.layers)).run
+        placed = PolicySpec.of(spec.evict, spec.prefetch, spec.scope, run.policy.placement)
+        ours, theirs = (columns(whole(engine.play, run.under(placed))) for engine in (compiled_engine, simpy_engine))
+        for name, column in ours.items():
+            assert column.tobytes() == theirs[name].tobytes(), f"{name} of {draw.__name__} {seed}"
+        reached += len(ours["evictions"]) > 0
+    assert reached >= 10
+
+
+@pytest.mark.parametrize("where", ["victim", "observe", "propose", "on_insert"])
+def test_what_a_users_policy_raises_comes_through_compiled_code(where: str) -> None:
+    def broken(self: object, *given: object) -> None:
+        raise KeyError("deliberate")
+
+    half = type("Broken", (Neighbours if where == "propose" else Stack,), {where: broken})
+    spec = PolicySpec.of("lru", half) if where == "propose" else PolicySpec.of(half)
+    trace = synthetic(requests=2, tokens=10, layers=2, experts=5, top_k=2, seed=3)
+    run = gpu_run([trace.steps(i) for i in range(2)], Shape(2, 5), 4, spec, TIMING, LINK)
+    for play_on in (compiled_engine.simulate, simpy_engine.simulate):
+        with pytest.raises(PolicyError, match=r"test_kernel\.py:.*KeyError: 'deliberate'"):
+            play_on(run)
+    with pytest.raises(PolicyError, match="deliberate") if where != "propose" else nullcontext():
+        count(run.requests, 2, 5, 4, spec)
 
 
 def test_static_popularity_plays_alike_on_both(tmp_path: Path) -> None:
@@ -165,10 +257,11 @@ def test_a_log_of_evictions_that_fills_up_is_read_in_between() -> None:
     trace = synthetic(requests=2, tokens=40, layers=2, experts=5, top_k=2, seed=3)
     run = gpu_run([trace.steps(i) for i in range(2)], Shape(2, 5), 2, parse("lru+all"), TIMING, LINK)
     theirs = simpy_engine.simulate(run)
-    short = compiled_engine.Engine(run, decider_of(run))
-    most = 4 * (10 + 5)
-    short.state = short.state._replace(evictions=np.zeros(most + 3, np.int64))
-    ours = whole(lambda _, ended: short.play(ended), run)
+    short, most = compiled_engine.Engine([run], decider_of(run)), 4 * (10 + 5)
+    cell = short.cells[0]
+    cell.evictions = np.zeros(most + 3, np.int64)
+    short.held[0].hold(cell.state._replace(evictions=cell.evictions))
+    ours = whole(lambda _, ended: short.play([ended]), run)
     assert len(theirs.evictions) > 4 * most
     np.testing.assert_array_equal(ours.evictions, theirs.evictions)
     np.testing.assert_array_equal(ours.step_ns, theirs.step_ns)
@@ -199,56 +292,6 @@ def test_duration_tables_hold_the_timings_own_values_stretch_after_stretch(host:
     assert found.host.size or not host
 
 
-MY_POLICY = """
-from policies.core.policy import ScorePolicy
-class Mine(ScorePolicy):
-    name = "mine"
-    def observe(self, event):
-        self.keep[0, event.experts] = event.serial
-"""
-
-
-@pytest.mark.parametrize(
-    ("policy", "says"),
-    [
-        ("clock", "clock is not one of the built-in"),
-        ("clock@layer", "not one of the built-in"),
-        ("eamc:capacity=5+eamc:capacity=9", "two different eamc"),
-        ("{mine}", "not one of the built-in"),
-    ],
-)
-def test_what_is_not_served_is_one_line_on_compiled_and_plays_on_simpy_under_auto(policy, says, tmp_path) -> None:
-    (tmp_path / "mine.py").write_text(MY_POLICY)
-    spec = parse(policy.format(mine=f"{tmp_path / 'mine.py'}:Mine"))
-    trace = synthetic(requests=2, tokens=10, layers=2, experts=5, top_k=2, seed=3)
-    run = [trace.steps(i) for i in range(2)], Shape(2, 5), 4, spec, TIMING, LINK
-    with pytest.raises(InputError, match=says):
-        engine.simulate("compiled", gpu_run(*run))
-    auto, simpy = engine.simulate("auto", gpu_run(*run)), engine.simulate("simpy", gpu_run(*run))
-    assert auto.step_ns.tolist() == simpy.step_ns.tolist()
-    assert auto.evictions.tolist() == simpy.evictions.tolist()
-
-
-def test_a_cell_is_the_same_on_either_engine_and_a_sweep_on_compiled_refuses_before_it_plays() -> None:
-    cells = {name: TimedRun.of(Experiment(trace=str(demo_trace()), engine=name, requests=2)) for name in ENGINES}
-    for policy in ("lru", "eamc-blend"):
-        logs = [loaded.log(parse(policy), loaded.all_experts // 4) for loaded in cells.values()]
-        assert all(log.step_ns.tolist() == logs[0].step_ns.tolist() for log in logs)
-        assert logs[0].evictions.any()
-    with pytest.raises(InputError, match="clock"):
-        cells["compiled"].require(parse("clock"), 8)
-    cells["auto"].require(parse("clock"), 8)
-    with pytest.raises(InputError, match="engine"):
-        Experiment(trace=str(demo_trace()), engine="compild")
-
-
-def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
-    with patch.object(simpy_engine, "play", side_effect=AssertionError("SimPy was asked")):
-        trace = synthetic(requests=1, tokens=5, layers=2, experts=5, top_k=2, seed=3)
-        log = engine.simulate("auto", gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), TIMING, LINK))
-    assert log.hits.sum() + log.misses.sum() == 5 * 2 * 2
-
-
 @pytest.mark.parametrize(
     ("timing", "link"),
     [
@@ -259,12 +302,10 @@ def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
 def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Link) -> None:
     trace = synthetic(requests=1, tokens=400, layers=2, experts=5, top_k=2, seed=3)
     run = gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), timing, link)
-    with pytest.raises(OverflowError, match="62 bits"):
-        compiled_engine.simulate(run)
     endless = dataclasses.replace(run, timing=dataclasses.replace(timing, dense=2**63))
-    for name, each in itertools.product(ENGINES[:2], (run, endless)):
+    for each in (run, endless):
         with pytest.raises(InputError, match="64 bits counts in ns: check the times, sizes and rates"):
-            engine.simulate(name, each)
+            compiled_engine.simulate(each)
 
 
 SECOND_PROCESS = """
@@ -303,3 +344,55 @@ def test_a_second_process_compiles_nothing_and_two_kernels_serve_all_policies_an
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
     answer = done.stdout.split(maxsplit=2)
     assert answer == ["2", "2", "[]\n"]
+
+
+OWN_KERNEL = """
+from typing import NamedTuple
+import numpy as np
+from policies.core.compiled import compiled
+from policies.core.policy import Compiled, Prefetcher, ScorePolicy
+
+class Seen(NamedTuple):
+    latest: np.ndarray  # [L*E]
+    half: float
+
+def begin(shape, options):
+    return Seen(np.zeros(shape.total, np.int64), 0.5)
+
+@compiled
+def observe(seen, keep, event):
+    for expert in event.experts:
+        seen.latest[expert] = event.serial
+        keep[1, expert] = seen.half * event.serial
+
+@compiled
+def on_lookup(keep, expert, serial):
+    keep[0, expert] += 1
+
+@compiled
+def propose(seen, event, ids, priorities):
+    n = 0
+    for expert in event.experts:
+        ids[n], priorities[n] = (expert + 1) % len(ids), seen.half
+        n += 1
+    return n
+
+class Often(ScorePolicy):
+    compiled = Compiled(begin, observe, on_lookup=on_lookup)
+
+class Next(Prefetcher):
+    compiled = Compiled(begin, propose=propose)
+"""
+
+
+def test_a_kernel_in_a_users_own_file_runs_as_a_built_in_ones_does(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_KERNEL)
+    spec = parse(f"{tmp_path / 'own.py'}:Often+{tmp_path / 'own.py'}:Next")
+    assert spec.compiled
+    trace = synthetic(requests=3, tokens=30, layers=3, experts=8, top_k=2, seed=3)
+    run = gpu_run([trace.steps(i) for i in range(3)], Shape(3, 8), 9, spec, TIMING, LINK)
+    with patch.object(AskedRunner, "__init__", side_effect=AssertionError("Python was asked")):
+        ours = columns(compiled_engine.simulate(run))
+    theirs = columns(simpy_engine.simulate(run))
+    assert ours["prefetch_used"].sum() > 0 < len(ours["evictions"])
+    assert all(column.tobytes() == theirs[name].tobytes() for name, column in ours.items())

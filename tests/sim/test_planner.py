@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import planner as benchmark
 from sim.backtest import Model, file, score
-from sim.experiment import SIMPY
 from sim.planner import Plan, errors, quick
 from sim.planner.placements import MMAP, TOKENS, Layout, cached, missed_bytes, today
 from sim.planner.plan import PRECISIONS, _limit_s, plan
@@ -326,7 +325,7 @@ def test_the_errors_are_those_of_the_shipped_rows_of_the_back_test():
 @pytest.mark.slow
 def test_the_errors_are_what_the_back_test_gives():
     rows = file.unique([row for path in file.shipped() for row in file.read(path)])
-    assert benchmark.errors_text(score.backtest(rows, SIMPY).results) == errors.FILE.read_text("utf-8")
+    assert benchmark.errors_text(score.backtest(rows).results) == errors.FILE.read_text("utf-8")
 
 
 def test_plans_stand_beside_published_speeds_as_the_docs_say():

@@ -39,7 +39,7 @@ def swept(tmp_path_factory) -> Path:
 
 def _sweep(folder: Path, *options: object):
     asked = ("--policies", "lru,eamc-blend")
-    common = ("--model-profile", "demo-stand-in", "--engine", "simpy", "--workers", 1, "--quiet")
+    common = ("--model-profile", "demo-stand-in", "--workers", 1, "--quiet")
     return moe_sim("sweep", *asked, "--cache-sizes", SIZES, *common, "--out", "sweep", *options, cwd=folder)
 
 
@@ -111,7 +111,7 @@ def test_what_prefills_and_warm_up_requests_load_is_in_no_bound():
     meta = replace(trace.meta, hidden_size=1024, expert_intermediate_size=1024, expert_bytes=6 * 2**20)
     trace = replace(trace, meta=meta)
     for warmup, as_decode in ((0, False), (1, False), (2, True)):
-        setup = Experiment("x", warmup_requests=warmup, as_decode=as_decode, predictor_us=0.0, engine="simpy")
+        setup = Experiment("x", warmup_requests=warmup, as_decode=as_decode, predictor_us=0.0)
         counts = load(Experiment("x", warmup_requests=warmup, as_decode=as_decode, untimed=True), trace)
         loaded = load(setup, trace)
         for slots in (4, 8, 16):
@@ -121,7 +121,8 @@ def test_what_prefills_and_warm_up_requests_load_is_in_no_bound():
             exact = summarise(counts.log(parse("belady"), slots), counts.cell(parse("belady"), slots), trace.requests)[
                 0
             ]["hit_rate"]
-            assert bounds.belady(loaded, [row])[0]["hit_rate"] == pytest.approx(exact)
+            bound = bounds.belady(loaded, [row])[0]["hit_rate"]
+            assert bound == pytest.approx(exact) if slots >= 8 else bound >= exact, "a prefill uses all 8 of a layer"
 
 
 def test_what_decoded_tokens_do_not_compute_is_not_in_the_floor():
@@ -143,7 +144,7 @@ def test_what_the_host_computes_takes_no_slot_in_the_floor():
     chosen = np.stack([np.zeros((100, 3), int), rng.integers(1, 8, (100, 3))], axis=2)
     trace = Trace.from_arrays([chosen], 8)
     meta = replace(trace.meta, hidden_size=4096, expert_intermediate_size=4096, expert_bytes=6 * 4096**2)
-    loaded = TimedRun.of(Experiment("x", predictor_us=0.0, engine="simpy"), replace(trace, meta=meta))
+    loaded = TimedRun.of(Experiment("x", predictor_us=0.0), replace(trace, meta=meta))
     instant: dict[str, Any] = {
         "memory_bandwidth_gb_per_s": 1e5,
         "compute_tflop_per_s": 1e5,

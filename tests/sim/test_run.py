@@ -51,12 +51,12 @@ def test_a_trace_without_tokens_is_refused():
         load(Experiment(trace="t", untimed=True), synthetic(2, 0, 2, 4, 2, seed=0))
 
 
-def test_the_row_is_the_cells_on_either_engine_and_with_a_timeline(moe_sim_run, home, tmp_path):
+def test_the_row_is_the_cells_with_a_timeline_as_well(moe_sim_run, home, tmp_path):
     loaded = TimedRun.of(Experiment(trace=str(home / "tiny"), warmup_requests=1))
     log = loaded.log(parse("lru+popular"), 24)
     expected, _ = summarise(log, loaded.cell(parse("lru+popular"), 24), loaded.trace.requests)
     cell = (str(home / "tiny"), "--policy", "lru+popular", "--cache-size", "50%", "--warmup-requests", "1", "--json")
-    for more in ((), ("--engine", "simpy"), ("--timeline", "out.json")):
+    for more in ((), ("--timeline", "out.json")):
         status, out, err = moe_sim_run(*cell, *more)
         assert status == 0, err
         row = json.loads(out)
@@ -149,8 +149,6 @@ SHOW = ("--timeline", "out.json")
     ("arguments", "complaint"),
     [
         (("--warmup-requests", "4"), "4 warm-up requests leave none of 4 to count: use a smaller --warmup-requests"),
-        (("--policy", "clock", "--engine", "compiled"), "--engine compiled does not run clock"),
-        ((*SHOW, "--engine", "compiled"), "--timeline is run on the SimPy engine"),
         ((*SHOW, "--tokens", "5:3"), "--tokens '5:3': give one window FROM:TO"),
         ((*SHOW, "--tokens", "9999:"), "--tokens begins at 9999: the run has"),
         ((*SHOW, "--window-requests", "4:5"), "--window-requests begins at 4: the run has 4 requests"),

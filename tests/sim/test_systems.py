@@ -11,7 +11,7 @@ import pytest
 
 from policies.core import Shape, parse
 from sim.commands.systems import _title
-from sim.engines import engine
+from sim.engines import compiled_engine, simpy_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop import gpu_run
@@ -61,18 +61,18 @@ def moe_sim_systems(home):
     return partial(moe_sim, "systems", cwd=home)
 
 
-def setting_of(home, name="tiny", size="25%", played_on="simpy", **more):
-    return Setting(TimedRun.of(Experiment(trace=str(home / name), engine=played_on)), size, **more)
+def setting_of(home, name="tiny", size="25%", **more):
+    return Setting(TimedRun.of(Experiment(trace=str(home / name))), size, **more)
 
 
 def played(requests, shape, slots, policy, timing, link):
-    return engine.simulate("simpy", gpu_run(requests, shape, slots, parse(policy), timing, link))
+    return compiled_engine.simulate(gpu_run(requests, shape, slots, parse(policy), timing, link))
 
 
 @pytest.mark.parametrize("name", [name for name in systems() if name not in REFUSED])
 def test_each_system_plays_alike_on_both_engines(home, name):
     run = SystemRun.of(systems()[name], setting_of(home, size="50%")).run
-    assert_logs_equal(engine.simulate("simpy", run), engine.simulate("auto", run), name)
+    assert_logs_equal(simpy_engine.simulate(run), compiled_engine.simulate(run), name)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -234,7 +234,7 @@ def test_the_papers_headline_follows_from_its_rows():
 
 
 def test_table_1_is_printed_beside_the_predictions_of_its_model(moe_sim_systems, home):
-    code, out, _ = moe_sim_systems(home / "deepseek", "--table1", "--engine", "simpy", "--json")
+    code, out, _ = moe_sim_systems(home / "deepseek", "--table1", "--json")
     shown = json.loads(out)
     assert code == 0
     assert [row["system"] for row in shown["table1"]] == list(table1.printed())
@@ -248,7 +248,7 @@ def test_the_streaming_rows_of_the_docs_are_what_the_command_prints(moe_sim_syst
     """They depend on no routing, so that any trace of the model gives them."""
     text = (Path(__file__).parents[2] / "docs/systems.md").read_text("utf-8")
     names = ["vllm", "vllm-uva", "deepspeed", "ollama", "llama-cpp", "accelerate", "ktransformers", "resident-q4"]
-    _, out, _ = moe_sim_systems(home / "deepseek", "--systems", ",".join(names), "--engine", "simpy", "--json")
+    _, out, _ = moe_sim_systems(home / "deepseek", "--systems", ",".join(names), "--json")
     for row in json.loads(out)["systems"]:
         found = re.search(rf"^\| {row['system']} \| ([\d.,]+) \|", text, re.MULTILINE)
         assert found, row["system"]
@@ -256,7 +256,7 @@ def test_the_streaming_rows_of_the_docs_are_what_the_command_prints(moe_sim_syst
 
 
 def test_a_system_that_sees_the_future_is_marked_and_one_that_streams_layers_is_not(moe_sim_systems, home):
-    asked = (home / "tiny", "--systems", "pre-gated,deepspeed", "--cache-size", "50%", "--engine", "simpy")
+    asked = (home / "tiny", "--systems", "pre-gated,deepspeed", "--cache-size", "50%")
     _, out, err = moe_sim_systems(*asked)
     assert re.findall(r"(pre-gated|deepspeed)(?: \(oracle\))?  ", out) == ["pre-gated", "deepspeed"], err
     assert out.count("(oracle)") == out.count("pre-gated (oracle)") == 1
@@ -265,7 +265,7 @@ def test_a_system_that_sees_the_future_is_marked_and_one_that_streams_layers_is_
 
 
 def test_the_shipped_trace_works(moe_sim_systems):
-    code, out, told = moe_sim_systems("--requests", 1, "--systems", "vllm,ktransformers", "--engine", "simpy")
+    code, out, told = moe_sim_systems("--requests", 1, "--systems", "vllm,ktransformers")
     assert code == 0
     assert "all experts fit" in out
     assert "taking the shipped trace" in told
@@ -273,9 +273,7 @@ def test_the_shipped_trace_works(moe_sim_systems):
 
 def test_a_system_that_cannot_run_is_named_with_the_reason(moe_sim_systems, home):
     wanted = "resident,promoe,vllm"
-    code, out, _ = moe_sim_systems(
-        home / "tiny", "--systems", wanted, "--cache-size", "25%", "--engine", "simpy", "--json"
-    )
+    code, out, _ = moe_sim_systems(home / "tiny", "--systems", wanted, "--cache-size", "25%", "--json")
     resident, promoe, vllm = json.loads(out)["systems"]
     assert code == 0
     assert "room for" in resident["reason"]
@@ -294,7 +292,7 @@ def test_a_system_that_cannot_run_is_named_with_the_reason(moe_sim_systems, home
 )
 def test_options_that_cannot_be_used_are_refused(moe_sim_systems, home, monkeypatch, arguments, reason):
     monkeypatch.chdir(home)
-    code, _, error = moe_sim_systems(*arguments, "--engine", "simpy")
+    code, _, error = moe_sim_systems(*arguments)
     assert code == 2
     assert reason in error
 

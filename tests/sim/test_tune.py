@@ -17,7 +17,7 @@ from policies.core import Shape, parse
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.sweeps import config
-from sim.sweeps.grid import run_cell
+from sim.sweeps.grid import run_cells
 from sim.tuning import NAME, Halves, Journal, Search, save, space_of
 from sim.tuning.tune import tune
 from tests.support.command import moe_sim
@@ -109,7 +109,7 @@ def found_by(search, folder):
 
 
 def metrics(setup, policy):
-    row, _ = run_cell(load(setup), parse(policy), SLOTS, lambda played: None)
+    [(row, _)] = run_cells(load(setup), parse(policy), [SLOTS], lambda played: None)
     return row["tpot_mean_ms"]
 
 
@@ -206,9 +206,9 @@ def test_the_same_options_are_played_once(home, tmp_path, monkeypatch):
 
     def counted(loaded, policy, slots, advance):
         played.append((loaded.experiment, policy.text))
-        return run_cell(loaded, policy, slots, advance)
+        return run_cells(loaded, policy, slots, advance)
 
-    monkeypatch.setattr("sim.sweeps.grid.run_cell", counted)
+    monkeypatch.setattr("sim.sweeps.grid.run_cells", counted)
     found = found_by(search_of(home, "eamc", "cosine=flat|rows", 12, workers=3), tmp_path / "a")
     assert len(played) == len(set(played)) <= 5
     assert {trial.policy for trial in found.trials} == {"eamc:cosine=flat", "eamc:cosine=rows"}
@@ -220,7 +220,7 @@ def test_untimed_misses_count(home, tmp_path):
     found = found_by(search_of(home, "lrfu", "decay=0.0001..1", 12, untimed=True), tmp_path / "b")
     setup = load(Experiment(str(home / "tiny"), requests=2, untimed=True))
     for trial in found.trials:
-        row, _ = run_cell(setup, parse(trial.policy), SLOTS, lambda played: None)
+        [(row, _)] = run_cells(setup, parse(trial.policy), [SLOTS], lambda played: None)
         assert trial.value == row["misses"]
     assert found.typed.second > 0
 

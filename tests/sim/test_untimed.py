@@ -1,12 +1,16 @@
-"""Untimed counts against simulators that this project did not write."""
+"""Counts without a clock: against simulators that this project did not write, and against a machine without time."""
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import parse
+from policies.core import Shape, parse
 from sim.engines import count
+from sim.engines.simpy_engine import simulate
+from sim.loop import gpu_run
+from sim.profiles.timing import FixedTiming, Link
+from tests.support.strategies import traces
 from tests.support.untimed_oracle import EXPECTED, SHARED, accesses, oracle_misses
 from traces import DECODE, RequestSteps
 from traces.importers import import_dump
@@ -32,7 +36,7 @@ def test_lru_hits_grow_with_the_cache(ids, slots):
 
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=12), st.integers(1, 6))
-def test_the_experts_of_an_event_are_looked_up_one_at_a_time_in_ascending_id(events, slots):
+def test_one_at_a_time_the_experts_of_an_event_are_looked_up_in_ascending_id(events, slots):
     flat = np.array([e for event in events for e in sorted(event)], np.int64)
     request = RequestSteps(
         request=0,
@@ -44,11 +48,10 @@ def test_the_experts_of_an_event_are_looked_up_one_at_a_time_in_ascending_id(eve
         counts=np.ones(len(flat), np.int64),
     )
     for policy in ("lru", "lfu", "fifo", "belady", "eamc"):
-        together = count([request], 1, 6, slots, parse(policy))
+        together = count([request], 1, 6, slots, parse(policy), one_at_a_time=True)
         assert together.misses.sum() + together.hits.sum() == len(flat)
-        if policy != "eamc":  # whose iEAM lasts for a step, so it is not the same one access at a time
-            apart = count(accesses(flat, 6), 1, 6, slots, parse(policy))
-            assert together.evictions.tolist() == apart.evictions.tolist()
+        apart = count(accesses(flat, 6), 1, 6, slots, parse(policy))
+        assert together.evictions.tolist() == apart.evictions.tolist()
 
 
 @pytest.mark.slow  # two requests of each are in tests.sim.test_untimed_classic
@@ -62,6 +65,20 @@ def test_misses_of_real_traces_equal_those_of_two_independent_simulators(name, s
         played = played if played.phases == "decode" else played.as_decode()
         requests = [played.steps(i) for i in range(case["requests"])]
         for policy in ("lru", "lfu", "belady"):
-            log = count(requests, trace.layers, trace.num_experts, case["capacity"], parse(policy))
+            log = count(requests, trace.layers, trace.num_experts, case["capacity"], parse(policy), one_at_a_time=True)
             assert log.misses.sum() == case[policy], (policy, case["capacity"])
             assert log.misses.sum() + log.hits.sum() == case["accesses"]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "belady", "clock", "eamc", "eamc-blend", "lru@layer"])
+@given(traces(), st.integers(1, 20), st.booleans())
+@settings(max_examples=25)
+def test_counts_are_those_of_a_machine_that_takes_no_time(policy, trace, slots, cold):
+    shape = Shape(trace.layers, trace.num_experts)
+    slots = max(slots, trace.layers) if "@" in policy else slots
+    requests = [trace.steps(i) for i in range(len(trace.requests))]
+    log = count(requests, trace.layers, trace.num_experts, slots, parse(policy), cold)
+    machine = FixedTiming(0, 0, 0, 0, 0), Link(0, 0, 1, 1), cold
+    timed = simulate(gpu_run(requests, shape, slots, parse(policy).without_prefetch(), *machine))
+    for column in ("hits", "misses", "demand_transfers", "evictions"):
+        assert getattr(log, column).tolist() == getattr(timed, column).tolist(), column

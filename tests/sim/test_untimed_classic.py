@@ -70,7 +70,7 @@ def test_misses_of_real_traces_equal_libcachesims(dump, part):
     ids, total = np.concatenate([request.experts for request in requests]), trace.layers * trace.num_experts
     slots = total // part
     for policy, theirs in THEIRS.items():
-        log = count(requests, trace.layers, trace.num_experts, slots, parse(policy))
+        log = count(requests, trace.layers, trace.num_experts, slots, parse(policy), one_at_a_time=True)
         assert log.misses.sum() == oracle_misses(theirs, ids, slots), policy
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from policies.core import PolicySpec, ScorePolicy, parse
-from policies.retention import LRU
 from sim.experiment import Experiment
-from sim.loaded import TimedRun, load
+from sim.loaded import TimedRun
 from sim.results import REQUESTS_FILE, RESULTS_FILE
 from sim.sweeps import Cluster, Grid, Local, Store, Table, Task, outcome, run_grid, save, sweep
 from tests.support.tiny import SIZES
@@ -45,11 +44,9 @@ def alone(loaded, tmp_path_factory):
     return files(loaded, tmp_path_factory.mktemp("alone"), Local(1))
 
 
-@pytest.mark.parametrize("engine", ["auto", "simpy"])
-def test_two_workers_write_the_bytes_that_one_writes_and_tell_of_every_request(loaded, alone, tmp_path, engine):
+def test_two_workers_write_the_bytes_that_one_writes_and_tell_of_every_request(loaded, alone, tmp_path):
     told = list[int]()
-    setup = replace(loaded.experiment, engine=engine)
-    assert files(load(setup), tmp_path, Local(2), told.append) == alone
+    assert files(loaded, tmp_path, Local(2), told.append) == alone
     assert sum(told) == REQUESTS * len(GRID.cells())
 
 
@@ -57,7 +54,7 @@ def test_two_workers_write_the_bytes_that_one_writes_and_tell_of_every_request(l
 def test_compiled_cells_and_what_only_this_process_knows_run_in_it_and_other_python_in_others(loaded):
     """Which have the machine of their task, also one made on the spot, and leave Ctrl-C to their parent."""
     policies = [*map(parse, PLACES), here_alone()]
-    tasks = [Task(loaded, process_of_cell, (policy,), loaded.compiled(policy)) for policy in policies]
+    tasks = [Task(loaded, process_of_cell, (policy,), policy.compiled) for policy in policies]
     assert not tasks[-1].compiled
     other = replace(loaded, hardware=replace(loaded.hardware, link_bandwidth_gb_per_s=1.5))
     links = [Task(one, link_of, (), compiled) for one in (loaded, other) for compiled in (True, False)]
@@ -225,7 +222,8 @@ def here_alone() -> PolicySpec:
     """A policy that no other process can import, as one in a notebook: it runs as LRU does."""
 
     class Here(ScorePolicy):
-        compiled = LRU.compiled
+        def observe(self, event):
+            self.keep[0, event.experts] = event.serial
 
     return parse(Here)
 

@@ -1,4 +1,4 @@
-"""Random runs of any policy that the compiled engine serves: of one tier, and with rules 13, 17, 18 and 19."""
+"""Random runs of any built-in policy: of one tier, and with rules 13, 17, 18 and 19."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from policies.core import Int, Listener, PolicyResidency, Prefetcher, RetentionPolicy, Shape, dispatch, parse, runner
-from policies.core.registry import is_pair
+from policies.core import Int, Listener, PolicyResidency, Prefetcher, RetentionPolicy, Shape, parse, runner
+from policies.core.registry import built_in, is_pair
 from policies.prefetch import Predictor
 from sim.loop import Ended, Run, RunLog, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -27,8 +27,8 @@ def playable(cls: type[Listener]) -> bool:
     return True
 
 
-PLAIN = [cls for cls in dispatch.SERVED if playable(cls)]
-"""Every built-in that is served, as soon as it is one."""
+PLAIN = [cls for cls in built_in() if playable(cls)]
+"""Every built-in, as soon as it is one."""
 
 KEEPERS = (
     *("lfu-aged:half_life=7", "lrfu:decay=0.1", "multi-criteria:recency=0:distance=1", "eamc:capacity=2:decay=next"),
@@ -140,8 +140,6 @@ def draw_run(integer: Draw) -> Drawn:
     keep, fetch = choice(KEEPERS), choice(FETCHERS)
     if is_pair(keep.partition(":")[0]) and integer(0, 1):
         fetch = keep
-    elif keep.partition(":")[0] == fetch.partition(":")[0]:
-        fetch = "none"
     if fetch.startswith("stride"):
         fetch = f"{fetch}:model={stride_model(L, shape.experts)}" if L > 1 else "none"
     scope = "@layer" if integer(0, 4) == 0 else ""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from policies.core import Event, RequestEvents, ScorePolicy, Shape, parse
+from policies.core import Event, Events, ScorePolicy, Shape, parse
 from policies.eamc import EamcOptions
 from traces import RequestSteps
 
@@ -163,20 +163,19 @@ def policy_of(options: EamcOptions) -> str:
     return "eamc:" + ":".join(part for part in written if part != "collection=")
 
 
-def events(requests: list[RequestSteps], L: int, per_access: bool = False, first: int = 0):
-    """(request, its events) of each; with `per_access` as the untimed mode has them: one for each access."""
+def events(requests: list[RequestSteps], L: int, first: int = 0):
+    """(request, its events) of each."""
     for ordinal, request in enumerate(requests, first):
-        made = RequestEvents(request, L, per_access=per_access)
-        places = [(step, layer) for step in range(len(request.phase)) for layer in range(L)]
-        yield ordinal, [event for at in places for event in (made.accesses(*at) if per_access else [made.event(*at)])]
+        made = Events.of(request, L)
+        yield ordinal, [made.event(step, layer) for step in range(len(request.phase)) for layer in range(L)]
 
 
-def compare(shape: Shape, options: EamcOptions, requests: list[RequestSteps], per_access: bool = False) -> int:
+def compare(shape: Shape, options: EamcOptions, requests: list[RequestSteps]) -> int:
     """Hold `eamc` to its words, event by event; how many experts were proposed."""
     keeper, prefetcher = parse(policy_of(options)).build(shape)
     assert isinstance(keeper, ScorePolicy)
     slow, proposed = SlowEamc(shape, options), 0
-    for _, heard in events(requests, shape.layers, per_access):
+    for _, heard in events(requests, shape.layers):
         for event in heard:
             keeper.observe(event)
             slow.observe(event)

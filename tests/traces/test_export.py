@@ -101,7 +101,7 @@ def test_libcachesim_counts_the_misses_of_untimed_mode(phase: Phases, tmp_path: 
     requests = [trace.steps(i) for i in range(len(trace.requests))]
     for slots in (9, 64, 200):
         for ours, theirs in (("lru", "LRU"), ("fifo", "FIFO"), ("belady", "Belady")):
-            log = count(requests, trace.layers, trace.num_experts, slots, parse(ours))
+            log = count(requests, trace.layers, trace.num_experts, slots, parse(ours), one_at_a_time=True)
             reader = oracle.TraceReader(str(out), oracle.TraceType.ORACLE_GENERAL_TRACE)
             ratio, _ = getattr(oracle, theirs)(slots).process_trace(reader)
             assert round(ratio * total) == log.misses.sum(), (ours, slots)

@@ -1,5 +1,6 @@
 """A synthetic trace behaves as the trace that it was fitted to, and has the shape that it was asked for."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import lru_misses
+from policies.core import Int, lru_misses
 from sim.analysis import Accesses, belady_misses
 from tests.support.same import assert_same
 from tests.support.strategies import traces
@@ -51,7 +52,7 @@ def hit_rates(trace: Trace) -> dict[str, np.ndarray]:
     trace = trace if trace.phases == "decode" else trace.as_decode()
     accesses = Accesses.of(map(trace.steps, range(len(trace.requests))), trace.layers, trace.num_experts)
     slots = np.array([accesses.total // 4, accesses.total // 2])
-    found = {"lru": lru_misses, "belady": belady_misses}
+    found: dict[str, Callable[..., Int]] = {"lru": lru_misses, "belady": belady_misses}
     N = len(accesses.experts)
     return {name: 1 - misses(accesses.experts, accesses.total)[slots] / N for name, misses in found.items()}
 
