@@ -127,15 +127,30 @@ def _function(cls: type[Listener], declared: Compiled, name: str, kind: str) -> 
     given = _GIVES.get(name, _TAKES[kind])
     if kind == "observe" and not issubclass(cls, RetentionPolicy):
         given = "state, event"
-    space = {"__name__": __name__ if ours else cls.__module__, "function": getattr(declared, name)}
+    space = {"__name__": __name__ if ours else cls.__module__, "function": getattr(declared, name), "known": known}
     if kind != "hook":
         given = given.replace("state", "state_of(state)").replace("event", "event_of(event)")
         space |= {"state_of": got(_state(declared.start, cls)), "event_of": event_of}
-    body = f"    return function({given})" if kind == "propose" else f"    function({given})\n    return 0"
+    answer = f"function({given})"
+    if kind == "propose":
+        body = f"    return {answer if ours else f'known(ids, {answer})'}"
+    else:
+        body = f"    {answer}\n    return 0"
     exec(compile(f"def {called}({_TAKES[kind]}):\n{body}\n", __file__, "exec"), space)
     made = space[called]
     assert isinstance(made, FunctionType)
     return compiled(made)
+
+
+@compiled
+def known(ids: Int, n: int) -> int:
+    """Return how many experts a user's own function proposes. Raise ValueError for ids that no expert has (rule 4)."""
+    if n < 0 or n > len(ids):
+        raise ValueError("a compiled policy proposes more experts than there are")
+    for i in range(n):
+        if ids[i] < 0 or ids[i] >= len(ids):
+            raise ValueError("a compiled policy proposes ids that no expert has")
+    return n
 
 
 def _state(start: Callable[[Shape, Any], Any] | None, cls: type[Listener]) -> Any:

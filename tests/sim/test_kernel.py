@@ -385,6 +385,15 @@ class Next(Prefetcher):
 """
 
 
+def test_ids_that_no_expert_has_are_refused_of_a_users_own_kernel(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(OWN_KERNEL.replace("(expert + 1) % len(ids)", "expert + 1"))
+    trace = synthetic(requests=3, tokens=30, layers=3, experts=8, top_k=2, seed=3)
+    spec = parse(f"lru+{tmp_path / 'wrong.py'}:Next")
+    run = gpu_run([trace.steps(i) for i in range(3)], Shape(3, 8), 9, spec, TIMING, LINK)
+    with pytest.raises(ValueError, match="proposes ids that no expert has"):
+        compiled_engine.simulate(run)
+
+
 def test_a_kernel_in_a_users_own_file_runs_as_a_built_in_ones_does(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_KERNEL)
     spec = parse(f"{tmp_path / 'own.py'}:Often+{tmp_path / 'own.py'}:Next")
