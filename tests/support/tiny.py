@@ -1,5 +1,6 @@
 """Sizes that make any model's profile small, a small profile, and what a trace says of a small model."""
 
+from dataclasses import fields
 from typing import Any
 
 from tests.support.profiles import HALF, plain
@@ -9,7 +10,7 @@ L, E, K = 3, 8, 2
 PROFILE = plain("olmoe-1b-7b", f"{L} moe", experts=E, top_k=K, heads=2, vocabulary=64, **HALF)
 
 TINY: dict[str, Any] = {
-    key: value for key, value in vars(PROFILE).items() if key not in ("name", "hub_ids", "order", "places")
+    each.name: getattr(PROFILE, each.name) for each in fields(PROFILE) if each.name not in ("name", "hub_ids")
 }
 
 SIZE = PROFILE.expert_bytes
