@@ -62,6 +62,20 @@ def assert_sum_of_layers(requests, L, E, slots, policy):
     assert misses(requests, L, E, slots, f"{policy}@layer") == expected, (policy, slots)
 
 
+def one_at_a_time(request: RequestSteps, L: int) -> RequestSteps:
+    """As many steps for each as a layer has experts in it at most, of which each takes one of every layer."""
+    events = np.split(request.experts, request.offsets[1:-1])
+    ids, sizes = list[int](), list[int]()
+    for step in range(len(request.phase)):
+        layers = [event.tolist() for event in events[step * L : (step + 1) * L]]
+        for turn in range(max(map(len, layers))):
+            ids += [layer[turn] for layer in layers if turn < len(layer)]
+            sizes += [turn < len(layer) for layer in layers]
+    steps, chosen = len(sizes) // L, np.array(ids, np.int64)
+    phase, ones, offsets = np.ones(steps, np.uint8), np.ones(steps, np.int64), np.cumsum([0, *sizes])
+    return RequestSteps(request.request, phase, ones, np.arange(steps) + 1, offsets, chosen, np.ones_like(chosen))
+
+
 def routing(kind: str, tokens: int, L: int, E: int) -> np.ndarray:
     rng = np.random.default_rng(11)
     uniform = rng.integers(0, E, (tokens, L, 1))
@@ -91,7 +105,8 @@ def test_misses_per_layer_of_real_traces_are_the_sum_of_libcachesims(dump, part)
     trace, _ = import_dump(SHARED / f"{dump}.npz", SHARED / f"{dump}.json")
     short = trace.select(np.array([2, 3]))
     played = short if short.phases == "decode" else short.as_decode()
-    requests, L, E = [played.steps(i) for i in range(2)], trace.layers, trace.num_experts
+    L, E = trace.layers, trace.num_experts
+    requests = [one_at_a_time(played.steps(i), L) for i in range(2)]
     for policy in THEIRS:
         assert_sum_of_layers(requests, L, E, L * E // part + 5, policy)
 
