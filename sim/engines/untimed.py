@@ -74,7 +74,8 @@ def count_steps(
     sized = one[core.SIZED]
     while step < S and not one[core.FAILED]:
         first, last = routing.offsets[step * L], routing.offsets[step * L + L]
-        if evicted + (len(m[0]) if sized else last - first) > len(evictions):
+        # Each lookup may push out one expert; where sizes differ, all that are there and all that came since.
+        if evicted + last - first + (len(m[0]) if sized else 0) > len(evictions):
             break
         for layer in range(L):
             first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]

@@ -6,14 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.core import Shape, parse
-from sim.engines import count
+from sim.engines import count, untimed
 from sim.engines.simpy_engine import simulate
-from sim.loop import gpu_run
+from sim.engines.untimed import play
+from sim.loop import RunLog, gpu_run, joined
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.strategies import traces
 from tests.support.untimed_oracle import EXPECTED, SHARED, accesses, oracle_misses
 from traces import DECODE, RequestSteps
 from traces.importers import import_dump
+from traces.synthetic import synthetic
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("lru", "LRU"), ("fifo", "FIFO"), ("lfu", "LFU"), ("belady", "Belady")])
@@ -68,6 +70,23 @@ def test_misses_of_real_traces_equal_those_of_two_independent_simulators(name, s
             log = count(requests, trace.layers, trace.num_experts, case["capacity"], parse(policy), one_at_a_time=True)
             assert log.misses.sum() == case[policy], (policy, case["capacity"])
             assert log.misses.sum() + log.hits.sum() == case["accesses"]
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 9, 3)])
+def test_a_log_of_evictions_that_fills_up_is_read_in_between(sizes, monkeypatch):
+    trace = synthetic(requests=2, tokens=200, layers=3, experts=6, top_k=3, seed=3)
+    requests = [trace.steps(i) for i in range(2)]
+    each = None if sizes is None else np.repeat(np.array(sizes), 6)
+
+    def evicted():
+        parts: list[RunLog] = []
+        play(requests, 3, 6, 7 if sizes is None else 30, parse("lru"), parts.append, sizes=each)
+        return joined(parts).evictions.tolist()
+
+    whole = evicted()
+    monkeypatch.setattr(untimed, "MOST_EVICTIONS", 1)
+    assert evicted() == whole
+    assert len(whole) > 4 * 18 * 4, "several times the log of 18 experts and 3 layers"
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "belady", "clock", "eamc", "eamc-blend", "lru@layer"])
