@@ -60,9 +60,9 @@ class Limited(NamedTuple):
     experts: int  # of a layer
 
 
-NOBODY = Limited(0, 0, Limiter(Limits(), Shape(1, 1), None).bounds, NO_INTS.copy(), 1)
+EXAMPLE = Limited(0, 0, Limiter(Limits(), Shape(1, 1), None).bounds, NO_INTS.copy(), 1)
 
-limited_of = got(NOBODY)
+limited_of = got(EXAMPLE)
 
 
 @compiled
@@ -144,7 +144,7 @@ def _function(cls: type[Listener], declared: Compiled, name: str, kind: str) -> 
 
 @compiled
 def known(ids: Int, n: int) -> int:
-    """Return how many experts a user's own function proposes. Raise ValueError for ids that no expert has (rule 4)."""
+    """Return `n`, how many experts a user's own function proposes. Raise ValueError for ids of no expert (rule 4)."""
     if n < 0 or n > len(ids):
         raise ValueError("a compiled policy proposes more experts than there are")
     for i in range(n):

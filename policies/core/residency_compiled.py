@@ -3,7 +3,7 @@
 All integers of a residency live in one array, so that a call from Python unboxes one array and costs well under a
 microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats are the policy's keep scores,
 `keep`, float64[2 or more, L*E], and the priorities of queued prefetches, `priority`, float64[L*E].
-`policies/core/residency.py` gives these functions a class and tells the theory.
+`policies/core/residency.py` has their class, and the theory of operation.
 
 The slots are divided into partitions, contiguous ranges of them, each for a contiguous range of experts (one for all,
 or one for each layer): a free slot, and a victim, are of the expert's partition. Room is counted in slots, of which

@@ -112,7 +112,7 @@ class AskedRunner:
         self.address, self.check = self._asked.address, self._asked.check
 
     def _answer(self, question: int, number: int) -> int:
-        """Tell of an event, or fill in a proposal; how many experts it names."""
+        """Have the policies hear of an event, or propose; return how many experts are proposed."""
         assert self.events
         if question == OBSERVE:
             self._event = self.events.event(*divmod(number, self._layers))

@@ -1,6 +1,6 @@
 """Misses of Belady at every cache size, in one pass, and how far apart the uses of an expert are.
 
-Belady's is a stack algorithm, as is LRU: `policies.core.stack_distances` tells what that is, and from which size on it
+Belady's is a stack algorithm, as is LRU: `policies.core.stack_distances` explains it, and from which size on it
 holds of events. The counts are those of the counted mode: layers share the cache, requests leave it warm.
 """
 

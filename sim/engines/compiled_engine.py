@@ -131,7 +131,7 @@ class Cell:
         self.n[streams.EVICTED] = 0
         return taken
 
-    def nobody_active(self, cold: bool) -> None:
+    def end_requests(self, cold: bool) -> None:
         """Rule 10: no request remains active; `cold` discards what is under way."""
         n = self.n
         if cold:
@@ -251,7 +251,7 @@ class Engine:
                 self.runner.end_request(each.batch_slot)
             for cell, now, rows, gone, heard in zip(cells, began, totals, evictions, ended, strict=True):
                 if left and not admission.active:
-                    cell.nobody_active(run.cold and admission.more)
+                    cell.end_requests(run.cold and admission.more)
                 heard(cell.log(parts, first, now, rows, gone))
 
     def _play(self, parts: list[Active], admission: Admission) -> tuple[Int, list[Int]]:

@@ -670,9 +670,9 @@ def run_steps(
 ) -> int:
     """Run the steps from `step` on, until their end or until a log of evictions might not hold a step's more.
 
-    cells: [K] addresses of the `Streams` of runs that differ in their caches alone, of the type of `some`: each event
-    is told once. rows: [K, S, COLUMNS], filled for the steps that ran; admit_at: the first step that ends then is the
-    last one. Returns the step to continue with.
+    cells: [K] addresses of the `Streams` of runs that differ in their caches alone, of the type of `some`: policies
+    hear of each event once. rows: [K, S, COLUMNS], filled for the steps that ran; admit_at: the first step that ends
+    then is the last one. Returns the step to continue with.
     """
     S, L = durations.dense.shape
     K, one = len(cells), like(cells[0], some)
