@@ -163,9 +163,9 @@ def weighed(own: Blend, layer: int, model: int, kinds: int, out: Float) -> None:
     for e in range(E):
         out[e] = w[CONSTANT]
     for kind in range(kinds):
-        row = own.known.rows[kind, layer * E : (layer + 1) * E]
+        row, weight = own.known.rows[kind, layer * E : (layer + 1) * E], w[kind]
         for e in range(E):
-            out[e] += w[kind] * row[e]
+            out[e] += weight * row[e]
 
 
 @compiled
@@ -266,10 +266,14 @@ def _score(own: Blend, batch_slot: int, r: int, layer: int) -> None:
     layer_times = own.predicted[TIMES, layer * E : (layer + 1) * E]
     for e in range(E):
         odds[e] += even
+    for e in range(E):
         times[e] = max(LEAST_TIME, times[e])
     if r == 0:
         for e in range(E):
-            layer_odds[e], layer_times[e] = odds[e], times[e]
+            layer_odds[e] = odds[e]
+        for e in range(E):
+            layer_times[e] = times[e]
+        for e in range(E):
             keep[e] = -times[e] * near_chance(-odds[e]) - distant
     else:
         for e in range(E):
@@ -356,12 +360,14 @@ def _predict_step(
     weighed(own, upcoming, model, KINDS if sighted else BLIND, odds)
     if follows:
         weigh_ahead(known, p, batch_slot, layer, ahead)
+        of_ahead = w[AHEAD]
         for e in range(len(odds)):
-            odds[e] += w[AHEAD] * ahead[e]
+            odds[e] += of_ahead * ahead[e]
     if sighted:
         weigh_here(known, p, batch_slot, upcoming, top_k, here, again)
+        of_here, of_again = w[HERE], w[AGAIN_HERE]
         for e in range(len(odds)):
-            odds[e] += w[HERE] * here[e] + w[AGAIN_HERE] * again[e]
+            odds[e] += of_here * here[e] + of_again * again[e]
     for e in range(len(odds)):
         odds[e] += even
     its_turn = asks and upcoming == own.numbers[STEPS] % known.after.shape[1]

@@ -93,12 +93,17 @@ def _fade(row: Chances, rate: float) -> None:
 
 
 @compiled
-def open_pass(known: Evidence, p: Float, batch_slot: int, layer: int, passes: float, learns: bool) -> None:
-    """A pass of `layer` begins, or `passes` of them: averages decay, and what was used is now what was used before."""
+def open_pass(
+    known: Evidence, p: Float, batch_slot: int, layer: int, passes: float, left: tuple[float, float], learns: bool
+) -> None:
+    """A pass of `layer` begins, or `passes` of them, and what was used is now what was used before.
+
+    left: what is left of each of the averages.
+    """
     E = known.after.shape[3]
     known.rows[PASSES, layer] += passes
     for r in range(2):
-        kept, average = (1.0 - p[r]) ** passes, known.rows[AVERAGES + r, layer * E : (layer + 1) * E]
+        kept, average = left[r], known.rows[AVERAGES + r, layer * E : (layer + 1) * E]
         for e in range(E):
             average[e] *= kept
     second, before, now = (
@@ -123,13 +128,21 @@ def open_pass(known: Evidence, p: Float, batch_slot: int, layer: int, passes: fl
 
 @compiled
 def use(
-    known: Evidence, p: Float, batch_slot: int, layer: int, e: int, share: float, passes: float, decode: bool
+    known: Evidence,
+    p: Float,
+    batch_slot: int,
+    layer: int,
+    e: int,
+    share: float,
+    passes: float,
+    left: tuple[float, float],
+    decode: bool,
 ) -> None:
     """Expert number `e` of the layer was used by the share `share` of the tokens of the pass that is open."""
     E = known.after.shape[3]
     expert = layer * E + e
     for r in range(2):
-        known.rows[AVERAGES + r, expert] += (1.0 - (1.0 - p[r]) ** passes) * share
+        known.rows[AVERAGES + r, expert] += (1.0 - left[r]) * share
     known.tokens[batch_slot, expert] += share * passes
     known.rows[RUN_TOKENS, expert] += share * passes
     known.rows[LAST, expert] = known.rows[PASSES, layer]
@@ -276,9 +289,13 @@ def weigh(known: Evidence, p: Float, batch_slot: int, layer: int, top_k: int, be
     for e in range(E):
         run += seen[e]
     prior, even = p[PRIOR_TOKENS] * max(used[E], 1) / E, E / (run + 0.01 * E)
+    for e in range(E):  # few arrays a loop: then several numbers are worked on at once
+        fast[e], slow[e] = average[e], slower[e]
     for e in range(E):
-        fast[e], slow[e], since[e] = average[e], slower[e], passes - latest[e]
+        since[e] = passes - latest[e]
+    for e in range(E):
         popular[e] = (seen[e] + 0.01) * even
+    for e in range(E):
         request[e] = own[e] + prior * popular[e]
     _sum_after(known.after[PASS, layer], used, used[E], popular, followers)
     _sum_after(known.after[TWO, layer], before, before[E], popular, second)
@@ -327,7 +344,8 @@ def learn(
         total += counts[i]
         most = max(most, counts[i])
     passes = 1.0 if decode else max(1.0, most, total / top_k if top_k else 0.0)
-    open_pass(known, p, batch_slot, layer, passes, decode)
+    left = (1.0 - p[0]) ** passes, (1.0 - p[1]) ** passes
+    open_pass(known, p, batch_slot, layer, passes, left, decode)
     for i in range(len(experts)):
         share = 1.0 if decode else min(1.0, counts[i] / passes)
-        use(known, p, batch_slot, layer, experts[i] - layer * E, share, passes, decode)
+        use(known, p, batch_slot, layer, experts[i] - layer * E, share, passes, left, decode)
