@@ -54,31 +54,39 @@ def predict(bucket: Bucket, says: "Prediction", event: Event) -> None:
 
     Without a match all ratios are 0 and there are no candidates.
     """
-    ratios, ids, starts, threshold = says.ratios, says.ids, says.starts, says.threshold
+    sums, starts = says.sums, says.starts
     starts[:] = 0
-    ratios[:] = 0.0
+    sums[:] = 0
     found = False
     for batch_slot in event.batch_slots:
         for entry in bucket.matched[batch_slot]:
             if entry != NO_MATCH:
                 found = True
-                for expert in range(len(ratios)):
-                    ratios[expert] += bucket.eams[entry, expert]
+                eam = bucket.eams[entry]
+                for expert in range(len(eam)):
+                    sums[expert] += eam[expert]
     if not found:
+        says.ratios[:] = 0.0
         return
     L = len(starts) - 1
-    E, n = len(ratios) // L, 0
+    E, n = len(sums) // L, 0
     for row in range(L):
-        total = 0.0
-        for expert in range(row * E, (row + 1) * E):
-            total += ratios[expert]
-        if total > 0.0:
-            for expert in range(row * E, (row + 1) * E):
-                ratios[expert] /= total
-        for expert in range(row * E, (row + 1) * E):  # without a branch, which would often be guessed wrong
-            ids[n] = expert
-            n += ratios[expert] > threshold
+        n = _predict_row(says, sums[row * E : (row + 1) * E], row * E, n)
         starts[row + 1] = n
+
+
+@compiled
+def _predict_row(says: "Prediction", sums: Int, first: int, n: int) -> int:
+    """The same for the experts of one row, from `first` on, behind n candidates of the rows before; how many then."""
+    ratios, total = says.ratios[first : first + len(sums)], 0
+    for e in range(len(sums)):
+        total += sums[e]
+    for e in range(len(sums)):
+        ratios[e] = np.true_divide(sums[e], max(total, 1))
+    for e in range(len(sums)):  # without a branch, which would often be guessed wrong
+        says.ids[n], says.worth[n] = first + e, ratios[e] + says.eps
+        n += ratios[e] > says.threshold
+    return n
 
 
 NONE = -1  # in place of a step, a phase or a batch slot
@@ -88,7 +96,9 @@ class Prediction(NamedTuple):
     """What the latest match says; one for both halves."""
 
     ratios: Float  # [L*E]
+    sums: Int  # [L*E] the tokens that they are the shares of
     ids: Int  # [L*E] candidates, ids[starts[l]:starts[l + 1]] those of layer l, ascending
+    worth: Float  # [L*E] of each of these its ratio + eps
     starts: Int  # [L+1]
     decay: Float  # [L, L] of the keep score, by current layer and by layer of the expert
     shown: Int  # [2] the phase and the batch slot whose match the ratios are of
@@ -141,8 +151,9 @@ def score(says: Prediction, keep: Float, changed: bool, layer: int) -> None:
     E = len(says.ratios) // L
     if says.by_ratio and (changed or says.follows_layer):
         for row in range(L):
-            for expert in range(row * E, (row + 1) * E):
-                keep[0, expert] = (says.ratios[expert] + says.eps) * says.decay[layer, row]
+            ratios, scores, decay = says.ratios[row * E :], keep[0, row * E :], says.decay[layer, row]
+            for e in range(E):
+                scores[e] = (ratios[e] + says.eps) * decay
     elif says.spares_candidates:
         keep[0, :] = 0.0
         for i in range(says.starts[layer + 1], says.starts[min(layer + 1 + says.depth, L)]):
@@ -155,10 +166,12 @@ def fetch(known: Matched, event: Event, ids: Int, priorities: Float) -> int:
     says, layer, n = known.says, event.layer, 0
     L = len(says.decay)
     for row in range(layer + 1, min(layer + 1 + says.depth, L)):
-        nearness = 1.0 - (row - layer) / L
-        for i in range(says.starts[row], says.starts[row + 1]):
-            ids[n], priorities[n] = says.ids[i], (says.ratios[says.ids[i]] + says.eps) * nearness
-            n += 1
+        nearness, first = 1.0 - (row - layer) / L, says.starts[row]
+        length = says.starts[row + 1] - first
+        theirs, worth, ids_here, here = says.ids[first:], says.worth[first:], ids[n:], priorities[n:]
+        for i in range(length):
+            ids_here[i], here[i] = theirs[i], worth[i] * nearness
+        n += length
     return n
 
 
@@ -178,7 +191,9 @@ class Predictor:
         self.collections = tuple(Collection(shape, options) for _ in range(1 + options.split))
         self.says = Prediction(
             ratios=np.zeros(shape.total),
+            sums=np.zeros(shape.total, np.int64),
             ids=np.empty(shape.total, np.int64),
+            worth=np.empty(shape.total),
             starts=np.zeros(shape.layers + 1, np.int64),
             decay=_decay(options.decay, shape.layers),
             shown=np.full(2, NONE),
@@ -208,7 +223,8 @@ class Predictor:
     @property
     def memory_bytes(self) -> int:
         """Of collections, what is matched with them, and predictions."""
-        own = self.says.ratios.nbytes + self.says.ids.nbytes + self.says.starts.nbytes
+        says = self.says
+        own = sum(array.nbytes for array in (says.ratios, says.sums, says.ids, says.worth, says.starts))
         return own + sum(collection.memory_bytes for collection in self.collections)
 
     def saved(self, trace: str) -> SavedEamc:

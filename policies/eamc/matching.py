@@ -104,8 +104,13 @@ def _grow(bucket: Bucket, size: int, q: int, event: Event, r: int) -> None:
     for i in range(event.offsets[r], event.offsets[r + 1]):
         expert, count = event.own_experts[i], event.own_counts[i]
         squares[layer] += count * (2 * eam[expert] + count)
-        for c in range(size):
-            dots[c] += count * columns[expert, c]
+        column = columns[expert]
+        if count == 1:  # a decoded token's: added in vectors, as products are not
+            for c in range(size):
+                dots[c] += column[c]
+        else:
+            for c in range(size):
+                dots[c] += count * column[c]
         if q == ITERATION:
             eam[expert] += count
 
