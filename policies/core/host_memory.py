@@ -60,30 +60,32 @@ def release(h: Int, expert: int) -> None:
 
 
 @compiled
-def evictable(h: Int, m: Int, expert: int, demanded: bool) -> bool:
+def evictable(h: Int, m: Int, proposals: Float, expert: int, demanded: bool) -> bool:
     """Whether `expert` may leave for a read that is demanded, or for that of a prefetch."""
     if not m[core.BELOW, expert] or h[DEMANDED, expert] or m[core.STATE, expert] == core.LOADING:
         return False
-    free: bool = demanded or m[core.STATE, expert] != core.QUEUED
+    free: bool = demanded or not core.queued(m, proposals, expert)
     return free
 
 
 @compiled
-def make_room(h: Int, m: Int, total: int, expert: int, demanded: bool) -> bool:
+def make_room(h: Int, m: Int, proposals: Float, total: int, expert: int, demanded: bool) -> bool:
     """Have the least recent leave until there is room for `expert`; False, and none leaves, if that cannot be."""
     one, size = h[ONE], m[core.SIZE, expert]
     if one[FREE] >= size:
         return True
     room = one[FREE]
     for other in range(total):
-        if evictable(h, m, other, demanded):
+        if evictable(h, m, proposals, other, demanded):
             room += m[core.SIZE, other]
     if room < size:
         return False
     while one[FREE] < size:
         victim = NO_EXPERT
         for other in range(total):
-            if (victim == NO_EXPERT or h[RECENCY, other] < h[RECENCY, victim]) and evictable(h, m, other, demanded):
+            if (victim == NO_EXPERT or h[RECENCY, other] < h[RECENCY, victim]) and evictable(
+                h, m, proposals, other, demanded
+            ):
                 victim = other
         m[core.BELOW, victim] = h[HELD, victim] = 0
         one[FREE] += m[core.SIZE, victim]
@@ -93,23 +95,22 @@ def make_room(h: Int, m: Int, total: int, expert: int, demanded: bool) -> bool:
 
 
 @compiled
-def best_prefetch(h: Int, m: Int, priority: Float) -> int:
+def best_prefetch(h: Int, m: Int, proposals: Float) -> int:
     """Return the first queued prefetch that is ABSENT here and that this attempt has not tried, or NO_EXPERT."""
     best: int = NO_EXPERT
-    for place in range(m[core.ONE, core.QUEUE_LENGTH]):
-        expert = m[core.QUEUE, place]
-        if m[core.STATE, expert] != core.QUEUED or m[core.BELOW, expert] or h[READING, expert]:
+    priority = proposals[m[core.ONE, core.PROPOSAL] & 1]
+    for expert in range(m[core.ONE, core.LOWEST], m[core.ONE, core.HIGHEST]):
+        if best != NO_EXPERT and priority[expert] <= priority[best]:
             continue
-        if h[TRIED, expert] == h[ONE, ATTEMPT]:
+        if m[core.BELOW, expert] or h[READING, expert] or h[TRIED, expert] == h[ONE, ATTEMPT]:
             continue
-        ahead = best == NO_EXPERT or priority[expert] > priority[best]
-        if ahead or (priority[expert] == priority[best] and expert < best):
+        if core.queued(m, proposals, expert):
             best = expert
     return best
 
 
 @compiled
-def next_read(h: Int, m: Int, priority: Float, total: int) -> int:
+def next_read(h: Int, m: Int, proposals: Float, total: int) -> int:
     """Return what the free disk reads; NO_EXPERT where nothing is to be read, BLOCKED where there is no room."""
     one = h[ONE]
     while one[NEXT_READ] < one[LAST_READ]:
@@ -117,7 +118,7 @@ def next_read(h: Int, m: Int, priority: Float, total: int) -> int:
         if h[READING, expert] or m[core.BELOW, expert] or not h[DEMANDED, expert]:  # its prefetch read it
             one[NEXT_READ] += 1
             continue
-        if not make_room(h, m, total, expert, True):
+        if not make_room(h, m, proposals, total, expert, True):
             return BLOCKED
         one[NEXT_READ] += 1
         one[N_DEMAND] += 1
@@ -125,10 +126,10 @@ def next_read(h: Int, m: Int, priority: Float, total: int) -> int:
         return expert
     one[ATTEMPT] += 1
     while True:
-        best = best_prefetch(h, m, priority)
+        best = best_prefetch(h, m, proposals)
         if best == NO_EXPERT:
             return NO_EXPERT
-        if make_room(h, m, total, best, False):
+        if make_room(h, m, proposals, total, best, False):
             one[N_PREFETCH] += 1
             start(h, m, best)
             return best
@@ -167,9 +168,9 @@ class HostMemory:
     room: slots, or bytes where experts differ in size.
     """
 
-    def __init__(self, m: Int, priority: Float, total: int, room: int) -> None:
+    def __init__(self, m: Int, proposals: Float, total: int, room: int) -> None:
         self.h = new(m, total, room)
-        self._m, self._priority, self._total = m, priority, total
+        self._m, self._proposals, self._total = m, proposals, total
 
     def ready(self, expert: int) -> bool:
         return bool(self._m[core.BELOW, expert])
@@ -184,7 +185,7 @@ class HostMemory:
 
     def next_read(self) -> int:
         """Return what the free disk reads; below 0: nothing, or there is no room."""
-        return int(next_read(self.h, self._m, self._priority, self._total))
+        return int(next_read(self.h, self._m, self._proposals, self._total))
 
     def read_ended(self, expert: int) -> None:
         """The read of `expert` has ended: it is READY here."""

@@ -31,7 +31,7 @@ Requests = Sequence[RequestSteps]
 
 NO_INTS: Int = np.empty(0, np.int64)
 
-ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
+ABSENT, DEMANDED, LOADING, READY = range(4)
 """States of an expert."""
 
 START = -1

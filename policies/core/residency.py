@@ -6,10 +6,11 @@ Whatever decides about slots belongs here; whatever takes time belongs to an eng
 knows no clock, no bytes and no device: an engine reports what happened and gets the answer what to do. The loop
 (`sim.loop`) drives it through the interface `Residency`, the compiled engine through the same compiled functions.
 
-Theory of operation. An expert is ABSENT, QUEUED (a proposed prefetch), DEMANDED (a queued miss), LOADING or READY:
+Theory of operation. An expert is ABSENT, DEMANDED (a queued miss), LOADING or READY; one that is ABSENT may be queued
+as a prefetch, which is no state of its own, but follows from the proposal in force (`queued`):
 
-    ABSENT --propose--> QUEUED --start--> LOADING --arrived--> READY --evicted--> ABSENT
-       '------route----> DEMANDED --start----^
+    ABSENT ------------- start --> LOADING --arrived--> READY --evicted--> ABSENT
+       '--route--> DEMANDED --start----^
 
 One transfer is on the link at a time, and on a device another behind the last bytes of the first. `Residency` lists
 the calls of an engine and when it makes them. Evicting moves no bytes (rule 7). An event larger than the cache needs
@@ -166,7 +167,7 @@ class PolicyResidency:
         self.one_scale = one_scale and scored
         self._total = shape.total
         self.keep = keep = policy.keep[:] if isinstance(policy, ScorePolicy) else np.zeros((KEEP_ROWS, shape.total))
-        self.priorities = np.zeros(shape.total)
+        self.proposals = np.full((2, shape.total), core.NOT_PROPOSED)
         declared = vars(type(policy)).get("compiled")  # a class that inherits it may write scores of its own
         in_order = scored and bool(declared and declared.in_order) and not policy.observes
         self.m = m = core.new(shape.total, partitions, in_order, sizes)
@@ -175,17 +176,17 @@ class PolicyResidency:
         self._one = memoryview(m[core.ONE])
         if scored:
             m[core.ONE, core.HOOKS] = dispatch.hooks_of(policy)
-        self.propose: Callable[[Int, Float], None] = partial(core.propose, m, self.priorities)
+        self.propose: Callable[[Int, Float], None] = partial(core.propose, m, self.proposals)
         self.slot: Callable[[int], int] = memoryview(m[core.SLOT]).__getitem__
         self.land: Callable[[], None] = partial(core.land, m)
-        self.interrupt: Callable[[], tuple[int, int]] = partial(core.interrupt, m, keep)
+        self.interrupt: Callable[[], tuple[int, int]] = partial(core.interrupt, m, keep, self.proposals)
         self._asked: Asked | None = None
         if not scored:
             self._asked = Asked(self._answer, self.failed, self._instead)
             m[core.ONE, core.ASKED] = self._asked.address
             for place, method in HEARS.items():
                 m[core.ONE, place] = getattr(type(policy), method) is not getattr(RetentionPolicy, method)
-            self._offered = partial(entry_point(core.offered, m, 0), m)
+            self._offered = partial(entry_point(core.offered, m, self.proposals, 0), m, self.proposals)
             self.interrupt = self._checked(self.interrupt)
 
     # What only a loop in Python calls is compiled when it asks for it
@@ -198,7 +199,7 @@ class PolicyResidency:
     @cached_property
     def next_transfer(self) -> Callable[[], tuple[int, int, bool]]:
         """`Residency.next_transfer`."""
-        given = self.m, self.keep, self.priorities, self.one_scale
+        given = self.m, self.keep, self.proposals, self.one_scale
         return self._checked(partial(entry_point(core.next_transfer, *given), *given))
 
     @cached_property
@@ -242,7 +243,7 @@ class PolicyResidency:
 
     def host_memory(self, room: int) -> HostMemory:
         """Return a host memory of so much room below this one, over a disk (rule 17). Once, at the start."""
-        return HostMemory(self.m, self.priorities, self._total, room)
+        return HostMemory(self.m, self.proposals, self._total, room)
 
     def end_request(self, cold: bool) -> None:
         """No request remains active: drop queued prefetches; `cold` empties the cache and frees the link (rule 10)."""
@@ -279,16 +280,20 @@ class PolicyResidency:
         held = self.m[core.HELD, : self.slots]
         return np.sort(held[held != NO_EXPERT])
 
+    def queued(self, expert: int) -> bool:
+        """Return whether a prefetch of `expert` is queued."""
+        return core.queued(self.m, self.proposals, expert)
+
     def priority(self, expert: int) -> float:
         """Return the priority of the latest proposal that queued `expert`."""
-        return float(self.priorities[expert])
+        return float(self.proposals[self.m[core.ONE, core.PROPOSAL] & 1, expert])
 
     def waiting(self) -> tuple[int, int, int]:
         """Return how many demands and prefetches are queued, and how many transfers are under way or paused."""
         one = self.m[core.ONE]
         under_way = one[[core.LANDING, core.ACTIVE, core.PAUSED]] != NO_EXPERT
         demands = int(one[core.LAST_DEMAND] - one[core.NEXT_DEMAND])
-        return demands, int((self.states == core.QUEUED).sum()), int(under_way.sum())
+        return demands, sum(map(self.queued, range(self._total))), int(under_way.sum())
 
     def check(self) -> None:
         """Raise what a policy that names its victims has raised."""

@@ -2,8 +2,10 @@
 
 All integers of a residency live in one array, so that a call from Python unboxes one array and costs well under a
 microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats are the policy's keep scores,
-`keep`, float64[2 or more, L*E], and the priorities of queued prefetches, `priority`, float64[L*E].
-`policies/core/residency.py` has their class, and the theory of operation.
+`keep`, float64[2 or more, L*E], and its proposals, `proposals`, float64[2, L*E]: the priority of every expert in the
+latest proposal of an even and of an odd number, NOT_PROPOSED of the others. Caches that are run together share these:
+of their own they have the number of the proposal in force, so that a proposal of hundreds of experts costs each of them
+no more than the few that it fetches. `policies/core/residency.py` has their class, and the theory of operation.
 
 The slots are divided into partitions, contiguous ranges of them, each for a contiguous range of experts (one for all,
 or one for each layer): a free slot, and a victim, are of the expert's partition. Room is counted in slots, of which
@@ -19,47 +21,53 @@ from policies.core.compiled import allocating, apart, compiled, inlined
 from policies.core.policy import ABSENT as ABSENT
 from policies.core.policy import DEMANDED as DEMANDED
 from policies.core.policy import LOADING as LOADING
-from policies.core.policy import QUEUED as QUEUED
 from policies.core.policy import READY as READY
 from policies.core.policy import Float, Int
 
 # Rows of m. By expert:
-STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION, KIND, SIZE, BELOW, BEFORE, AFTER = range(11)
+STATE, SLOT, WANTED, UNUSED, LEFT, PARTITION, KIND, SIZE, BELOW, BEFORE, AFTER = range(11)
 # by partition (its slots are FIRST to END - 1; FREE: room that no partition holds);
 FIRST, END, FREE = range(11, 14)
 # by kind (experts of one partition and size; SHUT: the attempt that found no slot for them);
 SHUT = 14
 # by slot (the expert that holds it, or -1); by place in a queue; and single numbers:
-HELD, DEMANDS, QUEUE, HITS, VICTIMS, ONE = range(15, 21)
-ROWS = 21
+HELD, DEMANDS, HITS, VICTIMS, ONE = range(15, 20)
+ROWS = 20
 
 # States of an expert. WANTED marks one that the current event looked up and has not computed yet (ON_GPU or ON_HOST
 # says where it will be), so a pin is READY and WANTED; UNUSED one that was prefetched and not looked up since;
-# PROPOSED the last proposal that named it; BELOW one that the tier below can give.
+# LEFT the proposal in force when it last left the cache; BELOW one that the tier below can give.
 ON_GPU, ON_HOST = 1, 2
 
 # Single numbers, m[ONE, ...]
 # (LISTS: the column at which the first partition's list begins and ends, or 0 where residents are not listed)
-SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED, LANDING = (
-    range(12)
-)
+SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, LOWEST, ACTIVE, PAUSED, LANDING = range(12)
+# (PROPOSAL: the number of the one in force; its experts that may be queued have ids from LOWEST to HIGHEST - 1)
 # (SIZED: whether a cache is given in bytes, else every SIZE is 1; EVICTED: how many victims of the latest
 # transfer m[VICTIMS] then holds; PARTIAL: whether the tier below may lack experts, else the row BELOW is not looked at;
 # ASKED: the address of a policy that names its victims in Python (`policies.core.asking`), and whether it also HEARS of
 # hits, insertions or evictions; FAILED: whether a policy in Python has raised an error)
 # (the last four: the addresses of a score policy's hooks, `policies.core.dispatch.HOOKS`)
-SIZED, EVICTED, PARTIAL, ASKED, HEARS_HIT, HEARS_INSERT, HEARS_EVICT, FAILED = range(12, 20)
-ON_LOOKUP, ON_HOST_LOOKUP, ON_INSERT, ON_EVICT = range(20, 24)
+SIZED, EVICTED, PARTIAL, ASKED, HEARS_HIT, HEARS_INSERT, HEARS_EVICT, FAILED, HIGHEST = range(12, 21)
+ON_LOOKUP, ON_HOST_LOOKUP, ON_INSERT, ON_EVICT = range(21, 25)
 HOOKS = slice(ON_LOOKUP, ON_EVICT + 1)
 # and the counters of the run:
 # (the last three in slots, or in bytes where experts differ in size)
-N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(24, 32)
-DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(32, 35)
+N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(25, 33)
+DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(33, 36)
 COUNTERS = slice(N_HITS, WASTED_ROOM + 1)
-WIDTH = 35  # columns that row ONE needs
+WIDTH = 36  # columns that row ONE needs
 
 NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is there for it
+
+NOT_PROPOSED = -np.inf  # in place of a priority
+
+MOST = np.iinfo(np.int64).max
+LEAST = -MOST - 1
+RANK_NOT_PROPOSED = int(np.array(NOT_PROPOSED).view(np.int64)) ^ MOST  # its `rank`
+
+BLOCK = 64  # experts whose priorities are looked at together
 
 
 def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None = None) -> Int:
@@ -164,7 +172,7 @@ def unlink(m: Int, expert: int) -> None:
 
 
 @compiled
-def first_in_order(m: Int, partition: int, among_protected: bool) -> int:
+def first_in_order(m: Int, proposals: Float, partition: int, among_protected: bool) -> int:
     """`least` where residents are listed: of the list, in the order of (score, id), the first that may go.
 
     That is a step or two: what is pinned, loading or protected was used, or started, of late and stands near the end.
@@ -174,7 +182,7 @@ def first_in_order(m: Int, partition: int, among_protected: bool) -> int:
     end = m[ONE, LISTS] + partition
     expert: int = m[AFTER, end]
     while expert != end:
-        if m[STATE, expert] == READY and not m[WANTED, expert] and protected(m, expert) == among_protected:
+        if m[STATE, expert] == READY and not m[WANTED, expert] and protected(m, proposals, expert) == among_protected:
             return expert
         expert = m[AFTER, expert]
     return NO_EXPERT
@@ -188,71 +196,95 @@ def computed_hits(m: Int, first: int, last: int) -> None:
 
 
 @compiled
+def write_proposal(proposals: Float, number: int, experts: Int, priorities: Float) -> tuple[int, int]:
+    """Rule 4: write down the proposal of this number, for all caches of a run; its ids are from, and to."""
+    row, lowest, highest = proposals[number & 1], len(proposals[0]), NO_EXPERT
+    row[:] = NOT_PROPOSED
+    for i in range(len(experts)):
+        row[experts[i]] = priorities[i] + 0.0  # of zeros, which are equal, the positive one
+    for i in range(len(experts)):
+        lowest, highest = min(lowest, experts[i]), max(highest, experts[i])
+    return lowest, highest + 1
+
+
+@compiled
+def take_proposal(m: Int, lowest: int, highest: int) -> None:
+    """Rule 4: the next proposal replaces the queued prefetches; what is READY, LOADING or demanded is left out."""
+    m[ONE, PROPOSAL] += 1
+    m[ONE, LOWEST], m[ONE, HIGHEST] = lowest, highest
+
+
+@inlined
 def clear_queue(m: Int) -> None:
     """Forget the queued prefetches that have not started."""
-    for i in range(m[ONE, QUEUE_LENGTH]):
-        if m[STATE, m[QUEUE, i]] == QUEUED:
-            m[STATE, m[QUEUE, i]] = ABSENT
-    m[ONE, QUEUE_LENGTH] = 0
+    m[ONE, HIGHEST] = 0
 
 
 @compiled
-def propose(m: Int, priority: Float, experts: Int, priorities: Float) -> None:
-    """Rule 4: replace the queued prefetches by these; what is READY, LOADING or demanded is left out."""
-    clear_queue(m)
-    m[ONE, PROPOSAL] += 1
-    queue, state, proposed = m[QUEUE], m[STATE], m[PROPOSED]
-    n = 0
-    for i in range(len(experts)):
-        expert = experts[i]
-        proposed[expert] = m[ONE, PROPOSAL]
-        if state[expert] == ABSENT:
-            state[expert] = QUEUED
-            priority[expert] = priorities[i]
-            queue[n] = expert
-            n += 1
-    m[ONE, QUEUE_LENGTH] = n
+def propose(m: Int, proposals: Float, experts: Int, priorities: Float) -> None:
+    """Rule 4, for a cache by itself."""
+    lowest, highest = write_proposal(proposals, m[ONE, PROPOSAL] + 1, experts, priorities)
+    take_proposal(m, lowest, highest)
+
+
+@inlined
+def queued(m: Int, proposals: Float, expert: int) -> bool:
+    """Whether a prefetch of `expert` is queued: it was absent when it was proposed, and nothing has come of that."""
+    one = m[ONE]
+    absent: bool = m[STATE, expert] == ABSENT and m[LEFT, expert] != one[PROPOSAL]
+    return absent and proposals[one[PROPOSAL] & 1, expert] != NOT_PROPOSED and expert < one[HIGHEST]
+
+
+@inlined
+def rank(bits: int) -> int:
+    """A whole number for the bits of a priority: these compare as priorities do, and in vectors."""
+    return bits ^ ((bits >> 63) & MOST)
+
+
+@inlined
+def greatest_queued(state: Int, left: Int, number: int, bits: Int) -> int:
+    """The greatest rank among experts that are queued, several of which are compared at once."""
+    greatest = LEAST
+    for i in range(len(bits)):
+        greatest = max(greatest, rank(bits[i]) if (state[i] == ABSENT) & (left[i] != number) else LEAST)
+    return greatest
 
 
 @compiled
-def best_queued(m: Int, priority: Float) -> int:
+def best_queued(m: Int, proposals: Float) -> int:
     """The queued prefetch that is next, by priority descending, then id ascending; NO_EXPERT without one.
 
     Passed over are those that the tier below cannot give, and the kinds that this attempt has found no slot for.
-    A scan, which also drops what a demand or a start has taken: a proposal is long, but few of it ever start.
     """
-    queue, state = m[QUEUE], m[STATE]
-    kind, shut, attempt, below, partial = m[KIND], m[SHUT], m[ONE, ATTEMPT], m[BELOW], m[ONE, PARTIAL]
-    best, n = NO_EXPERT, 0
-    for i in range(m[ONE, QUEUE_LENGTH]):
-        expert = queue[i]
-        if state[expert] != QUEUED:
+    one = m[ONE]
+    state, left, number, bits = m[STATE], m[LEFT], one[PROPOSAL], proposals[one[PROPOSAL] & 1].view(np.int64)
+    kind, shut, attempt, below, partial = m[KIND], m[SHUT], one[ATTEMPT], m[BELOW], one[PARTIAL]
+    best, highest = NO_EXPERT, RANK_NOT_PROPOSED
+    for first in range(one[LOWEST], one[HIGHEST], BLOCK):
+        last = min(first + BLOCK, one[HIGHEST])
+        if greatest_queued(state[first:last], left[first:last], number, bits[first:last]) <= highest:
             continue
-        queue[n] = expert
-        n += 1
-        if (
-            (
-                best == NO_EXPERT
-                or priority[expert] > priority[best]
-                or (priority[expert] == priority[best] and expert < best)
-            )
-            and shut[kind[expert]] != attempt
-            and (below[expert] or not partial)
-        ):
-            best = expert
-    m[ONE, QUEUE_LENGTH] = n
+        for expert in range(first, last):
+            if (
+                rank(bits[expert]) > highest
+                and state[expert] == ABSENT
+                and left[expert] != number
+                and shut[kind[expert]] != attempt
+                and (below[expert] or not partial)
+            ):
+                best, highest = expert, rank(bits[expert])
     return best
 
 
 @compiled
-def protected(m: Int, expert: int) -> bool:
+def protected(m: Int, proposals: Float, expert: int) -> bool:
     """Rule 6: prefetched, not looked up since, and in the latest proposal."""
     unused: bool = m[UNUSED, expert] == 1
-    return unused and m[PROPOSED, expert] == m[ONE, PROPOSAL]
+    return unused and proposals[m[ONE, PROPOSAL] & 1, expert] != NOT_PROPOSED
 
 
 @allocating
-def evictable(m: Int, partition: int, among_protected: bool) -> Int:
+def evictable(m: Int, proposals: Float, partition: int, among_protected: bool) -> Int:
     """Ascending ids of a partition's READY experts that nothing pins: the protected ones, or the others.
 
     int64[n].
@@ -262,20 +294,20 @@ def evictable(m: Int, partition: int, among_protected: bool) -> Int:
     for expert in range(len(state)):
         if state[expert] != READY or wanted[expert] or m[PARTITION, expert] != partition:
             continue
-        if protected(m, expert) == among_protected:
+        if protected(m, proposals, expert) == among_protected:
             found[n] = expert
             n += 1
     return found[:n]
 
 
 @compiled
-def least(m: Int, keep: Float, partition: int, among_protected: bool) -> int:
-    """Of `evictable(m, partition, among_protected)` the one with the least (primary, secondary, id), or NO_EXPERT.
+def least(m: Int, keep: Float, proposals: Float, partition: int, among_protected: bool) -> int:
+    """Of `evictable` the one with the least (primary, secondary, id), or NO_EXPERT.
 
     Scores go first: they pass over almost every slot. (`expert < 0` tells the compiler that no index is negative.)
     """
     if m[ONE, LISTS]:
-        return first_in_order(m, partition, among_protected)
+        return first_in_order(m, proposals, partition, among_protected)
     held, state, wanted, primary, secondary = m[HELD], m[STATE], m[WANTED], keep[0], keep[1]
     best, lowest = NO_EXPERT, np.inf
     for expert in held[m[FIRST, partition] : m[END, partition]]:
@@ -287,63 +319,63 @@ def least(m: Int, keep: Float, partition: int, among_protected: bool) -> int:
             and (secondary[expert] > secondary[best] or (secondary[expert] == secondary[best] and expert > best))
         ):
             continue
-        if protected(m, expert) == among_protected:
+        if protected(m, proposals, expert) == among_protected:
             best, lowest = expert, primary[expert]
     return best
 
 
 @compiled
-def first_to_go(m: Int, keep: Float, partition: int, demand: bool) -> int:
+def first_to_go(m: Int, keep: Float, proposals: Float, partition: int, demand: bool) -> int:
     """Rule 6: of what is not protected the least; for a demand, where there is none, of what is. NO_EXPERT: none."""
-    victim = least(m, keep, partition, False)
+    victim = least(m, keep, proposals, partition, False)
     if demand and victim == NO_EXPERT:
-        victim = least(m, keep, partition, True)
+        victim = least(m, keep, proposals, partition, True)
     return victim
 
 
 @allocating
-def offered(m: Int, partition: int) -> Int:
+def offered(m: Int, proposals: Float, partition: int) -> Int:
     """Rule 6 for a policy that names its victims: what is not protected; where there is none, what is. int64[n]."""
-    free_to_go = evictable(m, partition, False)
-    return free_to_go if len(free_to_go) else evictable(m, partition, True)
+    free_to_go = evictable(m, proposals, partition, False)
+    return free_to_go if len(free_to_go) else evictable(m, proposals, partition, True)
 
 
 @compiled
-def find_victim(m: Int, keep: Float, priority: Float, expert: int, demand: bool, one_scale: bool) -> int:
+def find_victim(m: Int, keep: Float, proposals: Float, expert: int, demand: bool, one_scale: bool) -> int:
     """Rules 5 and 6: the victim whose slot `expert` takes, or NO_EXPERT where one is free.
 
     In their place: BLOCKED where there is none.
     """
     partition = m[PARTITION, expert]
     if m[ONE, SIZED]:
-        return evict_until_it_fits(m, keep, priority, expert, demand, one_scale)
+        return evict_until_it_fits(m, keep, proposals, expert, demand, one_scale)
     if m[FREE, partition]:
         return NO_EXPERT
-    victim = first_to_go(m, keep, partition, demand)
-    if victim == NO_EXPERT or (one_scale and not demand and keep[0, victim] >= priority[expert]):
+    victim = first_to_go(m, keep, proposals, partition, demand)
+    if victim == NO_EXPERT or (one_scale and not demand and keep[0, victim] >= proposals[m[ONE, PROPOSAL] & 1, expert]):
         return BLOCKED
     return ask(m[ONE, ASKED], VICTIM, expert) if m[ONE, ASKED] else victim
 
 
 @apart
 @compiled
-def evict_until_it_fits(m: Int, keep: Float, priority: Float, expert: int, demand: bool, one_scale: bool) -> int:
+def evict_until_it_fits(m: Int, keep: Float, proposals: Float, expert: int, demand: bool, one_scale: bool) -> int:
     """Rule 19: the same where sizes differ; several leave one after another, and m[VICTIMS] holds them, or none."""
     one, partition, size = m[ONE], m[PARTITION, expert], m[SIZE, expert]
-    room = m[FREE, partition]
+    priority, room = proposals[one[PROPOSAL] & 1, expert], m[FREE, partition]
     if room >= size:
         return NO_EXPERT
     for slot in range(m[FIRST, partition], m[END, partition]):
         other = m[HELD, slot]
         if other < 0 or m[STATE, other] != READY or m[WANTED, other]:
             continue
-        if demand or (not protected(m, other) and not (one_scale and keep[0, other] >= priority[expert])):
+        if demand or (not protected(m, proposals, other) and not (one_scale and keep[0, other] >= priority)):
             room += m[SIZE, other]
     if room < size:
         return BLOCKED
     victim = NO_EXPERT
     while m[FREE, partition] < size:
-        victim = first_to_go(m, keep, partition, demand)
+        victim = first_to_go(m, keep, proposals, partition, demand)
         if one[ASKED]:
             victim = ask(one[ASKED], VICTIM, expert)
         m[VICTIMS, one[EVICTED]] = victim
@@ -395,7 +427,7 @@ def leave(m: Int, keep: Float, expert: int) -> None:
         m[UNUSED, expert] = 0
         m[ONE, N_WASTED] += 1
         m[ONE, WASTED_ROOM] += m[SIZE, expert]
-    m[STATE, expert] = ABSENT
+    m[STATE, expert], m[LEFT, expert] = ABSENT, m[ONE, PROPOSAL]
     m[HELD, m[SLOT, expert]] = NO_EXPERT
     m[SLOT, expert] = NO_EXPERT
     call(m[ONE, ON_EVICT], keep, expert, 0, 0)
@@ -430,12 +462,12 @@ def put_first(m: Int, expert: int) -> None:
 
 
 @compiled
-def start_demand(m: Int, keep: Float) -> tuple[int, int]:
+def start_demand(m: Int, keep: Float, proposals: Float) -> tuple[int, int]:
     """Start the first queued demand: (expert, victim), or BLOCKED or NO_EXPERT in place of an expert."""
     expert = next_demand(m)
     if expert == NO_EXPERT:
         return NO_EXPERT, NO_EXPERT
-    victim = find_victim(m, keep, keep[0], expert, True, False)
+    victim = find_victim(m, keep, proposals, expert, True, False)
     if victim == BLOCKED:
         return BLOCKED, NO_EXPERT
     if m[DEMANDS, m[ONE, NEXT_DEMAND]] != expert:
@@ -445,7 +477,7 @@ def start_demand(m: Int, keep: Float) -> tuple[int, int]:
 
 
 @compiled
-def start_prefetch(m: Int, keep: Float, priority: Float, one_scale: bool) -> tuple[int, int]:
+def start_prefetch(m: Int, keep: Float, proposals: Float, one_scale: bool) -> tuple[int, int]:
     """Start the best queued prefetch that can have a slot: (expert, victim).
 
     In place of an expert: BLOCKED where no queued one can, NO_EXPERT where none is queued. With one kind of experts it
@@ -454,10 +486,10 @@ def start_prefetch(m: Int, keep: Float, priority: Float, one_scale: bool) -> tup
     m[ONE, ATTEMPT] += 1
     answer = NO_EXPERT
     while True:
-        expert = best_queued(m, priority)
+        expert = best_queued(m, proposals)
         if expert == NO_EXPERT:
             return answer, NO_EXPERT
-        victim = find_victim(m, keep, priority, expert, False, one_scale)
+        victim = find_victim(m, keep, proposals, expert, False, one_scale)
         if victim == BLOCKED:
             m[SHUT, m[KIND, expert]] = m[ONE, ATTEMPT]
             answer = BLOCKED
@@ -476,19 +508,19 @@ def resume(m: Int) -> int:
 
 
 @inlined
-def next_transfer(m: Int, keep: Float, priority: Float, one_scale: bool) -> tuple[int, int, bool]:
+def next_transfer(m: Int, keep: Float, proposals: Float, one_scale: bool) -> tuple[int, int, bool]:
     """Rule 5, the link being free: (expert now on the link, its victim or NO_EXPERT, whether it is a prefetch).
 
     In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is there for it.
     """
-    expert, victim = start_demand(m, keep)
+    expert, victim = start_demand(m, keep, proposals)
     if expert >= 0:
         return expert, victim, False
     if m[ONE, PAUSED] != NO_EXPERT:
         return resume(m), NO_EXPERT, True
     if expert == BLOCKED:
         return BLOCKED, NO_EXPERT, False
-    expert, victim = start_prefetch(m, keep, priority, one_scale)
+    expert, victim = start_prefetch(m, keep, proposals, one_scale)
     return expert, victim, True
 
 
@@ -511,15 +543,15 @@ def arrived(m: Int) -> bool:
 
 
 @inlined
-def arrived_and_next(m: Int, keep: Float, priority: Float, one_scale: bool) -> tuple[bool, int, int, bool]:
+def arrived_and_next(m: Int, keep: Float, proposals: Float, one_scale: bool) -> tuple[bool, int, int, bool]:
     """`arrived` and at once `next_transfer`: (awaited, expert, victim, is a prefetch)."""
     awaited = arrived(m)
-    expert, victim, prefetch = next_transfer(m, keep, priority, one_scale)
+    expert, victim, prefetch = next_transfer(m, keep, proposals, one_scale)
     return awaited, expert, victim, prefetch
 
 
 @inlined
-def interrupt(m: Int, keep: Float) -> tuple[int, int]:
+def interrupt(m: Int, keep: Float, proposals: Float) -> tuple[int, int]:
     """Rule 5 at a chunk boundary: a demand that can take a slot at once pauses the prefetch on the link.
 
     (expert, victim) of the demand; expert < 0 where the transfer continues, as does one that is awaited.
@@ -527,7 +559,7 @@ def interrupt(m: Int, keep: Float) -> tuple[int, int]:
     running = m[ONE, ACTIVE]
     if m[WANTED, running] == ON_GPU:
         return NO_EXPERT, NO_EXPERT
-    expert, victim = start_demand(m, keep)
+    expert, victim = start_demand(m, keep, proposals)
     if expert >= 0:
         m[ONE, PAUSED] = running
     return expert, victim
@@ -536,8 +568,8 @@ def interrupt(m: Int, keep: Float) -> tuple[int, int]:
 @allocating
 def empty_cache(m: Int, keep: Float) -> Int:
     """Rule 10, `--cold`: every expert becomes ABSENT, queued and started transfers are discarded; ids that left."""
-    clear_queue(m)
     one = m[ONE]
+    clear_queue(m)
     one[ACTIVE] = one[PAUSED] = one[LANDING] = NO_EXPERT
     left = np.sort(m[HELD, : one[SLOTS]].copy())
     left = left[np.searchsorted(left, 0) :]

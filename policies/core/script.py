@@ -169,7 +169,7 @@ class ScriptedResidency(PolicyResidency):
         prefetch = act is Act.PREFETCH
         self._next += 1
         self._coming[expert].popleft()
-        self.m[core.STATE, expert] = core.QUEUED if prefetch else core.DEMANDED
+        self.m[core.STATE, expert] = core.ABSENT if prefetch else core.DEMANDED
         core.start(self.m, self.keep, expert, victim)
         if prefetch and self.awaited(expert):
             self.m[core.UNUSED, expert] = 0

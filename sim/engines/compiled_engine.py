@@ -17,7 +17,7 @@ from policies.core.calling import Held
 from policies.core.dispatch import EVENT, Native
 from policies.core.events import Events, Routing, routing_of, routing_of_batch
 from policies.core.limits import limiter
-from policies.core.policy import NO_INTS, Int, Shape
+from policies.core.policy import NO_INTS, Float, Int, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.runner import AskedRunner, PolicyRunner
 from policies.core.spec import PolicySpec
@@ -85,7 +85,7 @@ def prepare(versions: Iterable[bool] = (False,)) -> None:
 class Cell:
     """One of the runs of an engine: its cache, its streams, and what its requests leave behind."""
 
-    def __init__(self, run: Run, residency: PolicyResidency) -> None:
+    def __init__(self, run: Run, residency: PolicyResidency, proposals: Float) -> None:
         _check_transfers(run)
         shape, link = run.shape, run.gpu.link
         L, E = shape.layers, shape.experts
@@ -107,7 +107,7 @@ class Cell:
         self.state = streams.Streams(
             m=residency.m,
             keep=residency.keep,
-            priority=residency.priorities,
+            proposals=proposals,
             one_scale=residency.one_scale,
             n=self.n,
             ends=np.zeros(E, np.int64),
@@ -199,7 +199,8 @@ class Engine:
         self.run = run
         self.runner = runner
         sizes = run.gpu.link.sizes(run.shape.experts)
-        self.cells = [Cell(each, runner.residency(each.gpu.slots, sizes)) for each in runs]
+        caches = [runner.residency(each.gpu.slots, sizes) for each in runs]
+        self.cells = [Cell(each, cache, caches[0].proposals) for each, cache in zip(runs, caches, strict=True)]
         self.asked = None if run.policy.compiled or runner.silent else AskedRunner(runner, self.cells[0].residency)
         self.halves = [Native(half, asked=self.asked is not None) for half in (runner.retention, runner.prefetcher)]
         self.event = Held(EVENT)  # the one at hand
@@ -226,6 +227,7 @@ class Engine:
             at_start=prefetcher.proposes and prefetcher.at_start,
             ids=asked.ids if asked else np.empty(shape.total, np.int64),
             priorities=asked.priorities if asked else np.empty(shape.total),
+            span=np.zeros(2, np.int64),
         )
 
     def play(self, ended: Sequence[Ended]) -> None:

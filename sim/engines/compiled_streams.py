@@ -106,7 +106,7 @@ class Streams(NamedTuple):
 
     m: Int
     keep: Float
-    priority: Float
+    proposals: Float
     one_scale: bool
     n: Int  # [NUMBERS]
     ends: Int  # [E] of the event's hits
@@ -135,6 +135,7 @@ class Plan(NamedTuple):
     at_start: bool  # the prefetcher is asked when a step starts as well
     ids: Int  # [L*E] of the proposal
     priorities: Float  # [L*E]
+    span: Int  # [2] from which id to which, exclusive
 
 
 @inlined
@@ -169,7 +170,7 @@ def act_below(run: Streams) -> None:
     """Disk, then host: what is free starts what comes next."""
     m, n, h = run.m, run.n, run.h
     if n[DISK_THERE] and n[READ_END] == NEVER:
-        expert = memory.next_read(h, m, run.priority, n[ALL_EXPERTS])
+        expert = memory.next_read(h, m, run.proposals, n[ALL_EXPERTS])
         one = h[memory.ONE]
         for i in range(one[memory.EVICTED]):
             run.evictions[n[EVICTED]] = ~h[memory.VICTIMS, i]
@@ -190,7 +191,7 @@ def act_below(run: Streams) -> None:
 @inlined
 def take(run: Streams) -> None:
     """The free link takes what comes next."""
-    expert, victim, prefetch = core.next_transfer(run.m, run.keep, run.priority, run.one_scale)
+    expert, victim, prefetch = core.next_transfer(run.m, run.keep, run.proposals, run.one_scale)
     turn_to(run, expert, victim, prefetch)
 
 
@@ -323,7 +324,7 @@ def link_event(run: Streams) -> None:
     if n[WHOLE]:
         arrival = n[EXPERT]
         n[MOVED] = 0
-        awaited, expert, victim, prefetch = core.arrived_and_next(run.m, run.keep, run.priority, run.one_scale)
+        awaited, expert, victim, prefetch = core.arrived_and_next(run.m, run.keep, run.proposals, run.one_scale)
         if awaited:
             run.arrivals[n[ARRIVED]] = arrival
             n[ARRIVED] += 1
@@ -332,7 +333,7 @@ def link_event(run: Streams) -> None:
         if len(run.tiers) and n[DISK_THERE] and run.m[core.WANTED, arrival] != core.ON_HOST:
             memory.release(run.h, arrival)
     else:
-        expert, victim = core.interrupt(run.m, run.keep)
+        expert, victim = core.interrupt(run.m, run.keep, run.proposals)
         if expert >= 0:
             n[PAUSED] = n[MOVED]
             start(run, expert, victim, False)
@@ -558,9 +559,11 @@ def act_at_once(run: Streams) -> None:
 
 @apart
 @compiled
-def take_proposal(run: Streams, plan: Plan, n_proposed: int) -> None:
-    """Rule 4: the proposal has arrived."""
-    core.propose(run.m, run.priority, plan.ids[:n_proposed], plan.priorities[:n_proposed])
+def write_proposal(run: Streams, plan: Plan, n_proposed: int) -> None:
+    """Rule 4: write down what has been proposed, for all cells of `run`'s engine, which take it when it arrives."""
+    number = run.m[core.ONE, core.PROPOSAL] + 1
+    ids, priorities = plan.ids[:n_proposed], plan.priorities[:n_proposed]
+    plan.span[0], plan.span[1] = core.write_proposal(run.proposals, number, ids, priorities)
 
 
 @inlined
@@ -595,14 +598,12 @@ def compute_arrivals(run: Streams, routing: Routing, expert_ns: Int, first: int,
 
 
 @inlined
-def compute_layer(
-    run: Streams, plan: Plan, routing: Routing, durations: Durations, step: int, layer: int, n_proposed: int
-) -> None:
+def compute_layer(run: Streams, plan: Plan, routing: Routing, durations: Durations, step: int, layer: int) -> None:
     """Rules 4, 5 and 11: the proposal arrives, the streams start what they can, all is computed and combined."""
     n, expert_ns, fetches = run.n, durations.expert[layer], plan.fetches != 0
     first, hits, others = routing.offsets[step * durations.dense.shape[1] + layer], n[EVENT_HITS], n[EVENT_OTHERS]
     if fetches:
-        take_proposal(run, plan, n_proposed)
+        core.take_proposal(run.m, plan.span[0], plan.span[1])
     if hits:
         compute_hits(run, routing, expert_ns, first, hits)
     if others or fetches or len(run.tiers):
@@ -678,9 +679,9 @@ def run_steps(
     K, one = len(cells), like(cells[0], some)
     while step < S and goes_on(cells, some, L, admit_at):
         if plan.at_start:
-            n_proposed = decide_at_start(one, plan, routing, step)
+            write_proposal(one, plan, decide_at_start(one, plan, routing, step))
             for c in range(K):
-                take_proposal(like(cells[c], some), plan, n_proposed)
+                core.take_proposal(like(cells[c], some).m, plan.span[0], plan.span[1])
                 act_at_once(like(cells[c], some))
         for layer in range(L):
             for c in range(K):
@@ -691,12 +692,14 @@ def run_steps(
                     act_at_once(like(cells[c], some))
             if plan.asks and plan.fetches:
                 n_proposed = ask(plan.asks, PROPOSE, step * L + layer)
+            if plan.fetches:
+                write_proposal(one, plan, n_proposed)
             for c in range(K):
                 run = like(cells[c], some)
                 if predictor_ns:
                     advance(run, run.n[NOW] + predictor_ns, COMPUTE)
                     run.stall[PREDICTOR] += predictor_ns
-                compute_layer(run, plan, routing, durations, step, layer, n_proposed)
+                compute_layer(run, plan, routing, durations, step, layer)
         for c in range(K):
             run = like(cells[c], some)
             advance(run, run.n[NOW] + durations.head[step], COMPUTE)

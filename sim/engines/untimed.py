@@ -59,6 +59,7 @@ def queued(m: Int, hits: int, place: int) -> int:
 def count_steps(
     m: Int,
     keep: Float,
+    proposals: Float,
     who: Heard,
     routing: Routing,
     L: int,
@@ -84,7 +85,7 @@ def count_steps(
                 hear(m, keep, who, routing, step, layer, L)
             computed = 0
             while one[core.NEXT_DEMAND] < one[core.LAST_DEMAND]:
-                expert, victim = core.start_demand(m, keep)
+                expert, victim = core.start_demand(m, keep, proposals)
                 if expert == core.BLOCKED:
                     m[core.WANTED, queued(m, hits, computed)] = 0
                     computed += 1
@@ -153,6 +154,7 @@ def play(
     who = Heard(asked.address if asked else 0, native.observe, native.state, event.address)
     room = np.zeros(max(MOST_EVICTIONS, layers * experts * (layers + 1)), np.int64)
     before: Any = np.zeros(COUNTED - FIRST_COUNTER, np.int64)
+    cache = residency.m, residency.keep, residency.proposals
     last, done = len(requests) - 1, 0
     for ordinal in range(last + 1):
         request = requests[ordinal]
@@ -164,7 +166,7 @@ def play(
         done += len(request.phase) * layers
         totals, step, evictions = np.zeros((len(request.phase), len(before)), np.int64), 0, [np.zeros(0, np.int64)]
         while step < len(request.phase):
-            step, evicted = count_steps(residency.m, residency.keep, who, routing, layers, step, totals, room)
+            step, evicted = count_steps(*cache, who, routing, layers, step, totals, room)
             evictions.append(room[:evicted].copy())
             residency.check()
             if asked:

@@ -22,7 +22,7 @@ from policies.core import (
     parse,
 )
 from policies.core.limits import Limiter
-from policies.core.residency_compiled import ABSENT, LOADING, QUEUED, READY
+from policies.core.residency_compiled import ABSENT, DEMANDED, LOADING, READY
 from policies.prefetch.layer_stream import AllOptions
 from policies.prefetch.markov import MarkovOptions
 from sim.engines.simpy_engine import simulate
@@ -109,7 +109,7 @@ def test_an_expert_that_is_ready_takes_nothing_of_the_budget():
     assert left(Limits(budget=1), Shape(3, 2), proposal, states=states) == proposal
     states[3] = LOADING
     assert left(Limits(budget=1), Shape(3, 2), proposal, states=states) == proposal, "one a layer"
-    states[2] = QUEUED
+    states[2] = DEMANDED
     assert left(Limits(budget=1), Shape(3, 2), proposal, states=states) == [(2, 3.0), (4, 1.0)]
 
 
@@ -119,7 +119,7 @@ def proposals(draw):
     ids = draw(st.permutations(range(shape.total)))[: draw(st.integers(0, shape.total))]
     proposal = [(expert, draw(st.sampled_from([-2.0, 0.0, 0.25, 0.5, 1.0]))) for expert in ids]
     states = draw(
-        st.lists(st.sampled_from([ABSENT, QUEUED, LOADING, READY]), min_size=shape.total, max_size=shape.total)
+        st.lists(st.sampled_from([ABSENT, DEMANDED, LOADING, READY]), min_size=shape.total, max_size=shape.total)
     )
     return shape, proposal, draw(st.integers(0, shape.layers - 1)), states
 

@@ -261,7 +261,7 @@ def _victim_by_definition(machine: PolicyResidency) -> int | None:
     partition = m[core.PARTITION, m[core.DEMANDS, m[core.ONE, core.NEXT_DEMAND]]]
     if m[core.FREE, partition]:
         return NO_EXPERT
-    offered = core.evictable(m, partition, False)
+    offered = core.evictable(m, machine.proposals, partition, False)
     return machine.policy.victim(offered) if len(offered) else None
 
 
