@@ -13,7 +13,8 @@ import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from tracer import demo
-from tracer.models import LoadedModel, Loading, load_model
+from tracer.loading import Loading
+from tracer.models import LoadedModel, load_model
 from tracer.prompts import Prompt
 from tracer.record import FORCED, Options, record
 

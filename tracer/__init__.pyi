@@ -1,11 +1,11 @@
 from .answers import Runner as Runner
-from .answers import Sampling as Sampling
 from .commands.convert import load as load
 from .hook import ExpertsHook as ExpertsHook
-from .hook import Pass as Pass
+from .loading import Loading as Loading
 from .models import LoadedModel as LoadedModel
-from .models import Loading as Loading
 from .models import load_model as load_model
+from .observed import Pass as Pass
+from .observed import Sampling as Sampling
 from .prompts import Columns as Columns
 from .prompts import Prompt as Prompt
 from .prompts import read_prompts as read_prompts

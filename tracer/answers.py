@@ -8,7 +8,7 @@ routes each token as decoding it would. An encoder's tokens come first; its deco
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from importlib.metadata import version
 from inspect import signature
 from typing import Any
 
@@ -17,41 +17,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from tracer.hook import ExpertsHook, Pass
+from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel, blaming
-from traces.errors import InputError, refuse
+from tracer.observed import Answer, Pass, Sampling, Tokens
+from traces.errors import InputError
+from traces.schema import TraceMeta
 
-Tokens = list[int]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How new tokens are chosen: greedily at temperature 0, else drawn."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Raise InputError for what cannot be drawn with: logits divided by less are infinite."""
-        warm = self.temperature == 0 or 0.0001 <= self.temperature <= 100
-        refuse(
-            (not warm, f"temperature {self.temperature}: use 0 (greedy), or a number from 0.0001 to 100"),
-            (not 0 <= self.top_p <= 1, f"top_p {self.top_p}: use a number from 0 to 1"),
-        )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-        return drawn if self.temperature else {"do_sample": False}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One request that was answered: its tokens, and where the routing of each lies."""
-
-    prompt: Tokens  # with an encoder: the encoder's tokens, then the decoder's first
-    output: Tokens  # the last one was not fed back
-    routed: list[tuple[Pass, slice]]  # prompt + output - 1 rows, in order
+SAMPLE = 256
+"""Numbers of each weight by which a resumed recording knows its model again, beside the whole routers."""
 
 
 class Runner:
@@ -69,6 +42,57 @@ class Runner:
         self.hook = hook
         self._on_step = on_step
         self._on_tokens = on_tokens
+
+    @property
+    def alone(self) -> bool:
+        return self.hook.alone
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.loaded.notes, *self.hook.notes]
+
+    def meta(self) -> TraceMeta:
+        """Return the metadata of a trace recorded from this model; the hook has probed it."""
+        hook, own = self.hook, self.loaded.model.config
+        config = own.get_text_config()
+        hidden = getattr(config, "hidden_size", None) or config.d_model
+        shapes = [site.shape(hidden) for site in hook.sites]
+        width = hook.sites[0].weights[0].element_size()
+        sizes = [shape.parameters * width for shape in shapes]
+        shape = max(shapes, key=lambda shape: shape.parameters)
+        if len(set(sizes)) > 1:
+            hook.notes.append(f"experts have {min(sizes)} to {max(sizes)} bytes; the trace has the size of the largest")
+        weights = hook.sites[0].weights
+        return TraceMeta(
+            model=self.loaded.name,
+            layers=len(hook.names),
+            experts=hook.experts,
+            top_k=hook.top_k,
+            layer_names=tuple(hook.names),
+            expert_bytes=max(sizes) or None,
+            dtype=str(weights[0].dtype).removeprefix("torch.") if weights else None,
+            revision=getattr(own, "_commit_hash", None),
+            hidden_size=hidden,
+            expert_intermediate_size=shape.inner,
+            expert_hidden_size=None if shape.width == hidden else shape.width,
+            expert_matrices=shape.matrices,
+            tools={name: version(name) for name in ("moe-expert-cache", "torch", "transformers")},
+        )
+
+    def compute(self) -> dict[str, Any]:
+        """Return fingerprints of routers and weights, the dtype and the device."""
+        loaded = self.loaded
+        # which weights are offloaded may differ from run to run, so a sample of the others would, too
+        here = all(weight.device.type != "meta" for weight in loaded.model.parameters())
+        return {
+            "routers_sha256": loaded.fingerprint(site.router for site in self.hook.sites),
+            "weights_sha256": loaded.fingerprint([loaded.model], sample=SAMPLE) if here else None,
+            "compute_dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "device": loaded.device.type,
+        }
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
 
     def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Sampling) -> list[Answer]:
         """Let the model answer until its end of sequence or for `limit` tokens; raises InputError."""

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,26 +20,12 @@ from torch import Tensor, nn
 from tracer.gates import Gate, find_gate, read_gates
 from tracer.lookahead import Lookahead
 from tracer.nllb import mended
+from tracer.observed import Pass
 from traces.errors import InputError
 from traces.models.sites import Site, find_sites
 
 PROBE_TOKENS = 24
 """Enough for tokens to choose different experts, so that a wrong reading of a router shows itself."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """The routing of one forward pass of one stack over T tokens (rows x columns, flattened by rows).
-
-    L counts the layers of all stacks, k is the most experts of any; ids are -1 where nothing is routed: layers of
-    the other stack, dropped tokens, experts that compute nothing. Weights and probabilities are 0 there.
-    """
-
-    stack: int  # 0: the only stack, or the encoder; 1: the decoder
-    ids: NDArray[np.int32]  # [T, L, k], best expert first
-    weights: NDArray[np.float16] | None = None  # [T, L, k]
-    gate_probs: NDArray[np.float16] | None = None  # [T, L, E]
-    lookahead: NDArray[np.int32] | None = None  # [T, L, k], -1 also in the first layer of a stack
 
 
 class _Choice(NamedTuple):

@@ -9,13 +9,13 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from traceback import walk_tb
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import huggingface_hub
 import numpy as np
@@ -33,19 +33,16 @@ from transformers import (
     AutoTokenizer,
 )
 
-from traces.errors import InputError, unknown
-from traces.typed import Option
+from tracer.loading import Loading
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from tracer.answers import Runner
 
 SMALL = 50_000_000
 """Parameters below which operations are too small to share among threads, which would wait for each other."""
 
-PANEL = "Running the model"
-
-OFFLOADS = ("cpu", "disk")
-
 SLICED = (torch.float32, torch.bfloat16, torch.float16)
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 ANSWERING = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
@@ -157,6 +154,19 @@ class LoadedModel:
         embedding: NDArray[np.float16] = rows[0].float().mean(0).half().cpu().numpy()
         return embedding
 
+    @contextmanager
+    def observed(
+        self, weights: bool, gate_probs: bool, lookahead: bool, on_step: Callable[[int], None]
+    ) -> "Iterator[Runner]":
+        """Hook and probe the model, and yield what lets it answer. See `tracer.observed`."""
+        from tracer.answers import Runner  # which imports this module
+        from tracer.hook import ExpertsHook
+
+        with ExpertsHook(self.model, weights, gate_probs, lookahead) as hook:
+            with blaming(f"{self.name} cannot be run"):
+                hook.probe()
+            yield Runner(self, hook, on_step)
+
 
 @contextmanager
 def _loaded(module: torch.nn.Module) -> Iterator[None]:
@@ -168,28 +178,6 @@ def _loaded(module: torch.nn.Module) -> Iterator[None]:
 
                 held.enter_context(align_module_device(part))
         yield
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How to load a model."""
-
-    dtype: Annotated[str, Option("auto (the checkpoint's), float32, bfloat16 or float16.", PANEL)] = "auto"
-    device: Annotated[str, Option("auto, cpu, cuda, cuda:1, ...", PANEL)] = "auto"
-    offload: Annotated[str | None, Option("cpu or disk: where weights go that the device cannot hold.", PANEL)] = None
-    max_memory: Annotated[str | None, Option("Of the device for weights, such as 8GiB, with --offload.", PANEL)] = None
-    offload_folder: Annotated[Path | None, Option("For weights on disk.", PANEL, "a temporary one")] = None
-    trust_remote_code: Annotated[bool, Option("Run code that comes with the model.", PANEL)] = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise unknown("dtype", self.dtype, DTYPES)
-        if self.offload not in (None, *OFFLOADS):
-            raise unknown("place to offload to", self.offload, OFFLOADS)
-        if self.offload is None and (self.max_memory or self.offload_folder):
-            raise InputError(
-                "`max_memory` and `offload_folder` belong to `offload`: say where the rest goes, cpu or disk"
-            )
 
 
 def load_model(source: str, options: Loading) -> LoadedModel:

@@ -10,19 +10,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from tracer.answers import Answer, Runner, Sampling, Tokens
-from tracer.hook import ExpertsHook
-from tracer.models import PANEL as RUN
-from tracer.models import LoadedModel, blaming
+from tracer.loading import PANEL as RUN
+from tracer.observed import Answer, Loaded, ObservedModel, Sampling, Tokens
 from tracer.prompts import PANEL as PROMPTS
 from tracer.prompts import Prompt
 from traces.check import first_fault
@@ -37,10 +33,6 @@ MODES = (GENERATE, FORCED)
 
 NEW_TOKENS = 32
 """Tokens that are generated for a request if no limit is given."""
-
-SAMPLE = 256
-"""Numbers of each weight by which a resumed recording knows its model again, beside the whole routers."""
-
 
 KEEP = "What to record"
 
@@ -91,7 +83,7 @@ class Options:
 
 
 def record(
-    loaded: LoadedModel,
+    loaded: Loaded,
     prompts: Sequence[Prompt],
     out: Path,
     options: Options,
@@ -107,10 +99,8 @@ def record(
     the user should know. Whole batches stay readable in `out` when it ends early, and `resume` continues after
     them. Raise InputError.
     """
-    with ExpertsHook(loaded.model, options.weights, options.gate_probs, options.lookahead) as hook:
-        with blaming(f"{loaded.name} cannot be run"):
-            hook.probe()
-        recording = Recording(loaded, hook, prompts, options, on_step, on_note)
+    with loaded.observed(options.weights, options.gate_probs, options.lookahead, on_step) as model:
+        recording = Recording(model, prompts, options, on_note)
         with TraceWriter(out, recording.meta, overwrite, resume) as writer:
             on_done(writer.written)
             for requests, trace in recording.traces(writer.written, writer.next_step):
@@ -119,37 +109,35 @@ def record(
 
 
 class Recording:
-    """What a model answers to prompts, as traces; `hook` has probed it and is entered. Raise InputError."""
+    """What a model answers to prompts, as traces. Raise InputError."""
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        hook: ExpertsHook,
+        model: ObservedModel,
         prompts: Sequence[Prompt],
         options: Options,
-        on_step: Callable[[int], None] = lambda rows: None,
         on_note: Callable[[str], None] = lambda text: None,
-        on_tokens: Callable[[Tokens], None] = lambda tokens: None,
         on_turn: Callable[[], None] = lambda: None,
     ):
-        """`on_tokens` gets the newest token of each row as it comes; `on_turn` is called as a turn is answered."""
+        """`on_turn` is called as a turn is answered."""
         _require_turns(prompts, options)
-        if hook.alone and options.batch_size > 1:
+        loaded = model.loaded
+        if model.alone and options.batch_size > 1:
             on_note(f"{loaded.name} routes a prompt otherwise beside others: prompts run one at a time")
             options = replace(options, batch_size=1)
-        if hook.alone and options.mode == FORCED:
+        if model.alone and options.mode == FORCED:
             on_note(f"{loaded.name} routes a token by others of its pass too: forced, it may differ from decoding")
         size, (number, of) = options.batch_size, options.part
         batches = list(enumerate(prompts[first : first + size] for first in range(0, len(prompts), size)))
         self._batches = batches[len(batches) * (number - 1) // of : len(batches) * number // of]
         if not self._batches:
             raise InputError(f"--shard {options.shard} is empty: there are fewer batches of prompts")
-        settings = _settings(loaded, hook, prompts, options)
+        settings = _settings(model, prompts, options)
         settings["requests"] = sum(len(prompt.turns) for _, batch in self._batches for prompt in batch)
-        self.meta = replace(describe(loaded, hook), mode=options.mode, settings=settings)
-        for note in (*loaded.notes, *hook.notes):
+        self.meta = replace(model.meta(), mode=options.mode, settings=settings)
+        for note in model.notes:
             on_note(note)
-        self._runner = Runner(loaded, hook, on_step, on_tokens)
+        self._model = model
         self._loaded, self._options, self._on_note, self._on_turn = loaded, options, on_note, on_turn
         self._has_warned = False
 
@@ -160,7 +148,7 @@ class Recording:
             if done:
                 done -= requests
                 continue
-            torch.manual_seed(int(np.random.SeedSequence([self._options.seed, number]).generate_state(1)[0]))
+            self._model.seed(int(np.random.SeedSequence([self._options.seed, number]).generate_state(1)[0]))
             trace = self._run(batch, step)
             yield requests, trace
             step = int(trace.step.max()) + 1
@@ -188,10 +176,10 @@ class Recording:
         _require_tokens("prompt", prompts, tokens, loaded)
         self._warn_of_length(max(map(len, tokens)))
         if options.mode == GENERATE:
-            return self._runner.generate(tokens, options.max_new_tokens or NEW_TOKENS, options.sampling)
+            return self._model.generate(tokens, options.max_new_tokens or NEW_TOKENS, options.sampling)
         forced = [loaded.response_tokens(prompt.responses[turn])[: options.max_new_tokens] for prompt in prompts]
         _require_tokens("response of", prompts, forced, loaded)
-        return self._runner.force(tokens, forced)
+        return self._model.force(tokens, forced)
 
     def _warn_of_length(self, longest: int) -> None:
         """Say once that a request is longer than the model's context, of a prompt before it takes its time."""
@@ -262,13 +250,13 @@ def _require_turns(prompts: Sequence[Prompt], options: Options) -> None:
         raise InputError(f"two requests would have the id {name!r}; name another --id-column")
 
 
-def _require_tokens(what: str, prompts: Sequence[Prompt], tokens: Sequence[Tokens], loaded: LoadedModel) -> None:
+def _require_tokens(what: str, prompts: Sequence[Prompt], tokens: Sequence[Tokens], loaded: Loaded) -> None:
     for prompt, each in zip(prompts, tokens, strict=True):
         if not each:
             raise InputError(f"the {what} {prompt.id!r} has no tokens in the vocabulary of {loaded.name}")
 
 
-def _settings(loaded: LoadedModel, hook: ExpertsHook, prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
+def _settings(model: ObservedModel, prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
     """What decides over a recording besides its model, as plain values; of prompts and routers, fingerprints."""
     negated = {"token_ids": not options.no_tokens, "chat_template": not options.no_chat_template}
     elsewhere = {"mode", "no_tokens", "no_chat_template", "shard", "temperature", "top_p"}
@@ -277,40 +265,4 @@ def _settings(loaded: LoadedModel, hook: ExpertsHook, prompts: Sequence[Prompt],
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.dataset, prompt.task, prompt.turns, prompt.responses)).encode())
-    # which weights are offloaded may differ from run to run, so a sample of the others would, too
-    here = all(weight.device.type != "meta" for weight in loaded.model.parameters())
-    compute = {
-        "routers_sha256": loaded.fingerprint(site.router for site in hook.sites),
-        "weights_sha256": loaded.fingerprint([loaded.model], sample=SAMPLE) if here else None,
-        "compute_dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": loaded.device.type,
-    }
-    return {**stated, **compute, "prompts": len(prompts), "prompts_sha256": digest.hexdigest()[:16]}
-
-
-def describe(loaded: LoadedModel, hook: ExpertsHook) -> TraceMeta:
-    """Return the metadata of a trace recorded from this model; `hook` has probed it."""
-    config = loaded.model.config.get_text_config()
-    hidden = getattr(config, "hidden_size", None) or config.d_model
-    shapes = [site.shape(hidden) for site in hook.sites]
-    width = hook.sites[0].weights[0].element_size()
-    sizes = [shape.parameters * width for shape in shapes]
-    shape = max(shapes, key=lambda shape: shape.parameters)
-    if len(set(sizes)) > 1:
-        hook.notes.append(f"experts have {min(sizes)} to {max(sizes)} bytes; the trace has the size of the largest")
-    weights = hook.sites[0].weights
-    return TraceMeta(
-        model=loaded.name,
-        layers=len(hook.names),
-        experts=hook.experts,
-        top_k=hook.top_k,
-        layer_names=tuple(hook.names),
-        expert_bytes=max(sizes) or None,
-        dtype=str(weights[0].dtype).removeprefix("torch.") if weights else None,
-        revision=getattr(loaded.model.config, "_commit_hash", None),
-        hidden_size=hidden,
-        expert_intermediate_size=shape.inner,
-        expert_hidden_size=None if shape.width == hidden else shape.width,
-        expert_matrices=shape.matrices,
-        tools={name: version(name) for name in ("moe-expert-cache", "torch", "transformers")},
-    )
+    return {**stated, **model.compute(), "prompts": len(prompts), "prompts_sha256": digest.hexdigest()[:16]}

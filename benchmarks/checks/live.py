@@ -43,7 +43,8 @@ from sim.profiles.hardware_profile import hardware
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
 from tracer import demo
-from tracer.models import Loading, load_model
+from tracer.loading import Loading
+from tracer.models import load_model
 from tracer.record import Options
 from traces.errors import InputError
 from traces.models import profile as model_profile

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import traces
 from tracer.demo import MODEL, NAME, PROMPTS
-from tracer.models import Loading, load_model
+from tracer.loading import Loading
+from tracer.models import load_model
 from tracer.prompts import Columns, read_prompts
 from tracer.record import Options, record
 

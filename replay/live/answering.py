@@ -12,6 +12,7 @@ from typing import Any
 
 from replay.live.model import LiveModel
 from sim.loop.log import RunLog
+from tracer.answers import Runner
 from tracer.models import LoadedModel
 from tracer.prompts import Columns, Prompt, read_prompts
 from tracer.record import Options, Recording
@@ -77,9 +78,9 @@ def answer(
 
     with live.hook as hook:
         recording = Recording(
-            *(loaded, hook, prompts, options),
+            Runner(loaded, hook, lambda rows: None, lambda tokens: on_token(tokens[0])),
+            *(prompts, options),
             on_note=on_note,
-            on_tokens=lambda tokens: on_token(tokens[0]),
             on_turn=ended,
         )
         with TraceWriter(record, recording.meta, overwrite) if record else nullcontext() as writer:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tracer.answers import Sampling
+from tracer.observed import Sampling
 from traces.errors import InputError
 
 NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from replay.live.answering import TextStream
 from replay.live.model import LiveModel
 from sim.loop.log import COLUMNS, STALLS, StepRow
-from tracer.answers import Runner, Sampling
+from tracer.answers import Runner
 from tracer.models import LoadedModel
+from tracer.observed import Sampling
 from traces.errors import InputError
 from traces.steps import DECODE
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tests.support.architectures import tiny
 from tests.support.same import assert_same
 from tracer import ExpertsHook, LoadedModel, Loading, Options, Pass, Prompt, Runner, Sampling, load_model
-from tracer.answers import Answer
+from tracer.observed import Answer
 from tracer.record import record
 from traces import DECODE, EXTRA, PREFILL, InputError, Source, Trace, join
 

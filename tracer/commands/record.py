@@ -11,7 +11,7 @@ import typer
 
 from tracer import demo
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, report
-from tracer.models import Loading, load_model
+from tracer.loading import Loading
 from tracer.prompts import Columns, read_prompts
 from tracer.record import GENERATE, Options
 from tracer.record import record as record_routing
@@ -95,6 +95,8 @@ def record(
     for option, value, default in (("--model", model, demo.MODEL), ("--prompts", prompts, demo.PROMPTS)):
         if value is None and not quiet:
             console.note(f"no {option} given: taking what ships with the project, {default}")
+    from tracer.models import load_model  # needs torch
+
     loaded = load_model(model or str(demo.MODEL), loading)
     if model is None:
         loaded = replace(loaded, name=demo.NAME)

@@ -1,0 +1,121 @@
+"""What recording needs of a model that runs: its answers, and what each of their tokens was routed to.
+
+An engine fulfils these protocols, as transformers does (`tracer.answers`); nothing here needs one.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traces.errors import refuse
+from traces.schema import TraceMeta
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How new tokens are chosen: greedily at temperature 0, else drawn."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise InputError for what cannot be drawn with: logits divided by less are infinite."""
+        warm = self.temperature == 0 or 0.0001 <= self.temperature <= 100
+        refuse(
+            (not warm, f"temperature {self.temperature}: use 0 (greedy), or a number from 0.0001 to 100"),
+            (not 0 <= self.top_p <= 1, f"top_p {self.top_p}: use a number from 0 to 1"),
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of transformers' `generate`."""
+        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        return drawn if self.temperature else {"do_sample": False}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The routing of one forward pass of one stack over T tokens (rows x columns, flattened by rows).
+
+    L counts the layers of all stacks, k is the most experts of any; ids are -1 where nothing is routed: layers of
+    the other stack, dropped tokens, experts that compute nothing. Weights and probabilities are 0 there.
+    """
+
+    stack: int  # 0: the only stack, or the encoder; 1: the decoder
+    ids: NDArray[np.int32]  # [T, L, k], best expert first
+    weights: NDArray[np.float16] | None = None  # [T, L, k]
+    gate_probs: NDArray[np.float16] | None = None  # [T, L, E]
+    lookahead: NDArray[np.int32] | None = None  # [T, L, k], -1 also in the first layer of a stack
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request that was answered: its tokens, and where the routing of each lies."""
+
+    prompt: Tokens  # with an encoder: the encoder's tokens, then the decoder's first
+    output: Tokens  # the last one was not fed back
+    routed: list[tuple[Pass, slice]]  # prompt + output - 1 rows, in order
+
+
+class ObservedModel(Protocol):
+    """A model that answers while its routing is observed. What cannot be done raises InputError."""
+
+    @property
+    def loaded(self) -> "Loaded":
+        """The model, for its texts and tokens."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether others in a batch would change a request's routing."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines that the user should read."""
+
+    def meta(self) -> TraceMeta:
+        """Return the metadata of a trace recorded from this model."""
+
+    def compute(self) -> dict[str, Any]:
+        """Return what decides over the routing besides the options: fingerprints of weights, types, the device."""
+
+    def seed(self, seed: int) -> None:
+        """Draw tokens by these random numbers from now on."""
+
+    def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Sampling) -> list[Answer]:
+        """Let the model answer until its end of sequence or for `limit` tokens."""
+
+    def force(self, prompts: Sequence[Tokens], responses: Sequence[Tokens]) -> list[Answer]:
+        """Feed each prompt and its response."""
+
+
+class Loaded(Protocol):
+    """A model ready to be observed."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of a request, prompt and answer, that the model is made for, if it says so."""
+
+    def prompt_tokens(self, said: Sequence[str], template: bool) -> Tokens:
+        """Return the tokens of texts of user and model in turn: by the chat template if `template`, else as lines."""
+
+    def response_tokens(self, text: str) -> Tokens:
+        """Return the tokens of an answer, with the end of sequence that the model would have written."""
+
+    def text(self, tokens: Sequence[int]) -> str: ...
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
+        """Return the mean of the input embeddings of tokens, float16 [H]."""
+
+    def observed(
+        self, weights: bool, gate_probs: bool, lookahead: bool, on_step: Callable[[int], None]
+    ) -> AbstractContextManager[ObservedModel]:
+        """Observe the model, and what is wanted besides the ids; `on_step` hears how many tokens a pass gave."""
