@@ -3,7 +3,19 @@
 import importlib
 import sys
 
-ALL = ("engine", "curves", "eamc", "predictors", "read_trace", "record", "memory", "streaming", "sweep", "host")
+ALL = (
+    "engine",
+    "curves",
+    "eamc",
+    "predictors",
+    "read_trace",
+    "record",
+    "record_gguf",
+    "memory",
+    "streaming",
+    "sweep",
+    "host",
+)
 
 for name in [name for name in sys.argv[1:] if not name.startswith("-")] or ALL:
     importlib.import_module(f"benchmarks.{name}").main()

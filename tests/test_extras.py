@@ -5,7 +5,17 @@ import sys
 
 import pytest
 
-ABSENT = ("torch", "transformers", "safetensors", "matplotlib", "accelerate", "optuna", "distributed", "gguf")
+ABSENT = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "matplotlib",
+    "accelerate",
+    "optuna",
+    "distributed",
+    "gguf",
+    "xllamacpp",
+)
 
 WITHOUT = f"""
 import sys

@@ -1,4 +1,4 @@
-"""How to observe the routing of a live transformers model."""
+"""How to observe the routing of a live model, of transformers or of a GGUF file in llama.cpp."""
 
 import lazy_loader
 

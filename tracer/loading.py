@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from traces.errors import InputError, unknown
-from traces.typed import Option
+from traces.typed import Option, Positive
 
 PANEL = "Running the model"
 
@@ -18,8 +18,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class Loading:
     """How to load a model."""
 
-    dtype: Annotated[str, Option("auto (the checkpoint's), float32, bfloat16 or float16.", PANEL)] = "auto"
+    dtype: Annotated[
+        str, Option("auto (the checkpoint's), float32, bfloat16 or float16; of a GGUF file, of its KV cache.", PANEL)
+    ] = "auto"
     device: Annotated[str, Option("auto, cpu, cuda, cuda:1, ...", PANEL)] = "auto"
+    threads: Annotated[Positive | None, Option("Threads of the CPU.", PANEL, "all cores, one for a small model")] = None
     offload: Annotated[str | None, Option("cpu or disk: where weights go that the device cannot hold.", PANEL)] = None
     max_memory: Annotated[str | None, Option("Of the device for weights, such as 8GiB, with --offload.", PANEL)] = None
     offload_folder: Annotated[Path | None, Option("For weights on disk.", PANEL, "a temporary one")] = None

@@ -201,8 +201,8 @@ def load_model(source: str, options: Loading) -> LoadedModel:
         model, loading = loaded
         require_weights(source, loading)
         model = (model if options.offload else model.to(device)).eval()
-    if device.type == "cpu" and model.num_parameters() < SMALL:
-        torch.set_num_threads(1)
+    if options.threads or (device.type == "cpu" and model.num_parameters() < SMALL):
+        torch.set_num_threads(options.threads or 1)
     return LoadedModel(found.name, model, found.tokenizer, notes_of(loading))
 
 

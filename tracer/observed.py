@@ -1,6 +1,7 @@
 """What recording needs of a model that runs: its answers, and what each of their tokens was routed to.
 
-An engine fulfils these protocols, as transformers does (`tracer.answers`); nothing here needs one.
+An engine fulfils these protocols: transformers (`tracer.answers`) or llama.cpp (`tracer.llama`). Nothing here needs
+one of them.
 """
 
 from collections.abc import Callable, Sequence

@@ -58,6 +58,7 @@ EXTRAS = {
     "optuna": "tune",
     "distributed": "cluster",
     "gguf": "gguf",
+    "xllamacpp": "llama",
     "accelerate": "offload",
     "fastapi": "serve",
     "uvicorn": "serve",

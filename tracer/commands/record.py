@@ -12,6 +12,7 @@ import typer
 from tracer import demo
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, report
 from tracer.loading import Loading
+from tracer.observed import Loaded
 from tracer.prompts import Columns, read_prompts
 from tracer.record import GENERATE, Options
 from tracer.record import record as record_routing
@@ -56,6 +57,7 @@ class Meter:
 
 def record(
     model: Annotated[str | None, typer.Option(help="Hub id or folder of a model.", show_default="shipped")] = None,
+    gguf: Annotated[Path | None, typer.Option(help="A model's GGUF file, for llama.cpp, instead of --model.")] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Prompts: a dataset, a table, text (a prompt a line), or a folder.", show_default="shipped"),
@@ -80,26 +82,32 @@ def record(
 
       moe-trace record --model allenai/OLMoE-1B-7B-0924 --prompts gsm8k_test.jsonl --dtype bfloat16 --batch-size 8
 
+      moe-trace record --gguf OLMoE-1B-7B-0924-Q4_K_M.gguf --prompts gsm8k_test.jsonl --weights
+
       moe-trace record --model ./my-model --prompts mmlu/ --mode teacher-forced --offload disk --max-memory 8GiB
     """
     unforced = columns.response_column is not None and options.mode == GENERATE
     refuse(
         (overwrite and resume, "--overwrite starts again and --resume continues: give one of them"),
         (unforced, "--response-column is for --mode teacher-forced: name that mode, or leave the option out"),
+        (gguf and model, "--model is run by transformers and --gguf by llama.cpp: give one of them"),
+        ((model or "").endswith(".gguf"), f"{model} is a GGUF file: give it with --gguf"),
     )
+    if gguf:
+        more = options.gate_probs or options.lookahead or options.embedding
+        refuse(
+            (more, "--gate-probs, --lookahead and --embedding are for --model: of a GGUF file, --weights are recorded"),
+            (options.batch_size > 1, "--batch-size is for --model: llama.cpp is given one prompt at a time"),
+        )
     if prompts is None:
         columns = replace(columns, dataset=columns.dataset or "demo")
     chosen = read_prompts(prompts or demo.PROMPTS, columns)
-    folder = out or RECORDED / _name(model, prompts, options.part)
+    folder = out or RECORDED / _name(gguf.stem if gguf else model, prompts, options.part)
     check_target(folder, overwrite, resume)
-    for option, value, default in (("--model", model, demo.MODEL), ("--prompts", prompts, demo.PROMPTS)):
+    for option, value, default in (("--model", gguf or model, demo.MODEL), ("--prompts", prompts, demo.PROMPTS)):
         if value is None and not quiet:
             console.note(f"no {option} given: taking what ships with the project, {default}")
-    from tracer.models import load_model  # needs torch
-
-    loaded = load_model(model or str(demo.MODEL), loading)
-    if model is None:
-        loaded = replace(loaded, name=demo.NAME)
+    loaded = _loaded(model, gguf, loading)
     requests = sum(len(prompt.turns) for prompt in chosen)
     with console.progress(requests, quiet, "requests recorded") as advance:
         meter = Meter(advance)
@@ -116,6 +124,18 @@ def record(
             kept = kept if meter.done else "nothing was written"
             console.fail("moe-trace", f"interrupted after {meter.done} of {requests} requests: {kept}", 130)
     report(folder, quiet)
+
+
+def _loaded(model: str | None, gguf: Path | None, loading: Loading) -> Loaded:
+    """Load a model with the engine that runs it, and import no other: each needs an extra of its own."""
+    if gguf:
+        from tracer.llama import GgufModel
+
+        return GgufModel(gguf, loading)
+    from tracer.models import load_model
+
+    loaded = load_model(model or str(demo.MODEL), loading)
+    return loaded if model else replace(loaded, name=demo.NAME)
 
 
 def _name(model: str | None, prompts: Path | None, shard: tuple[int, int]) -> str:

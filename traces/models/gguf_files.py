@@ -37,11 +37,9 @@ class GgufFile:
 
 def read(path: str) -> GgufFile:
     """Return what a model's file says, and all of its files if it is split. Raise InputError for what is damaged."""
-    split = SPLIT.fullmatch(path)
-    paths = [path] if split is None else [f"{split[1]}-{i:05d}-of-{split[3]}.gguf" for i in range(1, int(split[3]) + 1)]
     keys: dict[str, Any] = {}
     tensors: dict[str, StoredTensor] = {}
-    for each in paths:
+    for each in parts(path):
         try:
             with fsspec.open(each, "rb").open() as file:
                 own, found = _header(file, fsspec.open(each).fs.size(each) if "://" in each else _size(file))
@@ -54,6 +52,12 @@ def read(path: str) -> GgufFile:
             raise InputError(f"{twice} is in two files of {path}")
         tensors |= {one.name: one for one in found}
     return GgufFile(keys, list(tensors.values()))
+
+
+def parts(path: str) -> list[str]:
+    """Return all files of a model: of a split one, those that stand beside `path`."""
+    split = SPLIT.fullmatch(path)
+    return [path] if split is None else [f"{split[1]}-{i:05d}-of-{split[3]}.gguf" for i in range(1, int(split[3]) + 1)]
 
 
 def _size(file: BinaryIO) -> int:
