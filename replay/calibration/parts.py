@@ -14,8 +14,7 @@ from policies.core.policy import NO_INTS
 from policies.core.residency import BLOCKED, NO_EXPERT
 from replay.calibration.meter import AT_LEAST, Meter, rising
 from replay.calibration.pace import Paced
-from replay.devices.store import spread
-from replay.devices.waiting import Pace
+from replay.devices.waiting import Pace, spread
 from sim.loop.device import Completion, Device, Kind
 from sim.loop.pump import Pump, Transfers
 from sim.loop.run import Run

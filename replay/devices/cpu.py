@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from replay.devices.lanes import parts
-from replay.devices.store import ExpertSource, ExpertStore, anonymous, spread
-from replay.devices.waiting import WATCHDOG_S, Pace, stuck, timed
+from replay.devices.store import ExpertSource, ExpertStore, anonymous
+from replay.devices.waiting import WATCHDOG_S, Pace, spread, stuck, timed
 from replay.model.dense import Weights
 from replay.model.network import Network
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way

@@ -54,14 +54,6 @@ class ExpertStore(ExpertSource, Protocol):
         ...
 
 
-GOLDEN = 0.6180339887498949
-
-
-def spread(turn: int, count: int) -> int:
-    """Return one of `count` things, so that turns go all over them."""
-    return int(turn * GOLDEN % 1.0 * count)
-
-
 class Stamps:
     """Contents of `buffers` random experts of `stride` bytes: bfloat16 numbers, finite as float32 too.
 

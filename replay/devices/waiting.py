@@ -1,4 +1,4 @@
-"""What devices on real hardware share: the time spent in their calls, and the report of a device that is stuck."""
+"""What devices on real hardware share: time in their calls, turns over experts, and the report of one that is stuck."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -14,6 +14,13 @@ D = TypeVar("D", bound=Device)
 
 WATCHDOG_S = 60.0
 """Seconds without any completion after which something is stuck: no expert's copy or compute takes so long."""
+
+GOLDEN = 0.6180339887498949
+
+
+def spread(turn: int, count: int) -> int:
+    """Return one of `count` things, so that turns go all over them."""
+    return int(turn * GOLDEN % 1.0 * count)
 
 
 class Pace(NamedTuple):
