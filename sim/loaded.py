@@ -72,14 +72,15 @@ class Loaded(ABC):
 
     @property
     def expert_bytes(self) -> int | None:
-        """Bytes of one expert; None if nothing states them."""
-        return self.profile.expert_bytes if self.profile else self.trace.meta.expert_bytes
+        """Bytes of one expert, of the largest where layers differ; None if nothing states them."""
+        meta = self.trace.meta
+        return self.profile.expert_bytes if self.profile else max(meta.layer_expert_bytes, default=meta.expert_bytes)
 
     @property
     def sizes(self) -> Int | None:
         """Bytes of every expert, int64[L*E], where layers differ; None where all are alike."""
-        layers = self.profile.differing_bytes if self.profile else ()
-        return np.repeat(np.array(layers, np.int64), self.trace.num_experts) if layers else None
+        layers = (self.profile or self.trace.meta).layer_expert_bytes
+        return np.repeat(np.array(layers, np.int64), self.trace.num_experts) if len(set(layers)) > 1 else None
 
     @property
     def machine(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Loaded(ABC):
 
     def require(self, policy: PolicySpec, slots: int) -> None:
         """Raise InputError for what the policy lacks: slots for its scope, a file; timed, a column."""
-        policy.divide(self.shape, slots)
+        policy.divide(self.shape, slots, self.sizes)
         policy.require(self.shape)
 
     def chosen(self, policy: Policy, cache_size: str) -> tuple[PolicySpec, int]:

@@ -40,7 +40,8 @@ class TraceMeta:
     experts: Size  # E: routed experts of a layer
     top_k: Size  # k: experts that a token may choose in a layer
     layer_names: tuple[str, ...]
-    expert_bytes: Size | None = None
+    expert_bytes: Size | None = None  # of the largest, where layers differ
+    layer_expert_bytes: tuple[Size, ...] = ()  # of an expert of each layer, where the source states them
     dtype: str | None = None
     mode: str = "generate"  # what made it: generate, teacher-forced, import, aggregate, synthetic
     revision: str | None = None
@@ -55,9 +56,11 @@ class TraceMeta:
         most = 1 << 31  # the length of an EAM, which Parquet counts in 31 bits
         possible = 1 <= self.top_k <= self.experts < 65535 and 1 <= self.layers * self.experts < most
         named = len(set(self.layer_names)) == len(self.layer_names) == self.layers
+        sizes = len(self.layer_expert_bytes)
         refuse(
             (not possible, f"no model has {self.layers} MoE layers x {self.experts} experts, top-{self.top_k}"),
             (not named, f"{self.layers} MoE layers need as many different layer_names: {self.layer_names}"),
+            (sizes not in (0, self.layers), f"layer_expert_bytes has {sizes} sizes for {self.layers} MoE layers"),
         )
 
     @property

@@ -13,7 +13,6 @@ from policies.core.policy import START as STEP_STARTS
 from policies.core.policy import Event, Float, Int, Requests, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.spec import PolicySpec
-from traces.errors import InputError
 
 
 class PolicyRunner:
@@ -33,7 +32,7 @@ class PolicyRunner:
     ) -> None:
         self.shape = shape
         self._spec, self._residencies = spec, 0
-        self._divide, self._per_layer = spec.divide, spec.scope.cls.per_layer
+        self._divide = spec.divide
         self.retention, self.prefetcher = spec.build(shape)
         if self.prefetcher.needs_lookahead and requests and requests[0].lookahead is None:
             raise ValueError(f"{self.prefetcher.name} needs the trace's lookahead, and the requests have none")
@@ -48,8 +47,6 @@ class PolicyRunner:
 
     def residency(self, room: int, sizes: Int | None = None) -> PolicyResidency:
         """Return the residency of a cache of `room` slots, or bytes where `sizes` [L*E] are the experts' bytes."""
-        if sizes is not None and self._per_layer:
-            raise InputError("scope layer divides a cache by slots: where experts differ in size, use scope global")
         # rule 6: one scale only where both halves are one policy with the same options
         same = self.prefetcher.options == self.retention.options
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
@@ -57,7 +54,7 @@ class PolicyRunner:
         if self._residencies and any(dispatch.hooks_of(keeper)):
             keeper = self._spec.evict.build(self.shape)  # its scores are of one cache
         self._residencies += 1
-        residency = PolicyResidency(self.shape, self._divide(self.shape, room), keeper, one_scale, sizes)
+        residency = PolicyResidency(self.shape, self._divide(self.shape, room, sizes), keeper, one_scale, sizes)
         self._states = residency.states
         return residency
 

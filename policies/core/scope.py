@@ -5,6 +5,7 @@ layer are even, what is left over one each to the first layers; or, with `profil
 allocation): those that minimise the sum of the misses that the layers have under LRU in a trace. Miss curves need not
 be convex, so this is exact dynamic programming, not greedy; of equal allocations the one that gives the first layer
 most, then the second, and so on. No layer has more slots than experts: what exceeds all experts stays unused.
+Bytes (rule 19) become as many slots for each layer, each as large as that layer's experts.
 """
 
 from abc import ABC, abstractmethod
@@ -33,8 +34,11 @@ class Scope(ABC):
         self.options = options
 
     @abstractmethod
-    def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
-        """Slots of each partition, in the order of their layers. InputError where that is impossible."""
+    def divide(self, shape: Shape, room: int, sizes: Int | None = None) -> tuple[int, ...]:
+        """Slots of each partition, in the order of their layers. InputError where that is impossible.
+
+        sizes: bytes of each expert, int64[L*E], where layers differ; room and partitions are bytes then.
+        """
 
 
 class Global(Scope):
@@ -43,8 +47,8 @@ class Global(Scope):
     name = "global"
     per_layer = False
 
-    def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
-        return (slots,)
+    def divide(self, shape: Shape, room: int, sizes: Int | None = None) -> tuple[int, ...]:
+        return (room,)
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,19 @@ class Layer(Scope):
     Options = LayerOptions
     options: LayerOptions
 
-    def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
+    def divide(self, shape: Shape, room: int, sizes: Int | None = None) -> tuple[int, ...]:
         """Each layer's, at least 1 and at most E."""
-        if slots < shape.layers:
+        profile = self.options.profile
+        if sizes is not None:
+            if profile:
+                raise InputError("a profile divides slots of one size: leave it out where experts differ in size")
+            return even_bytes(sizes[:: shape.experts], shape.experts, room)
+        if room < shape.layers:
             raise InputError(
-                f"a cache of {slots} slots cannot be divided among {shape.layers} layers: scope layer needs "
+                f"a cache of {room} slots cannot be divided among {shape.layers} layers: scope layer needs "
                 f"{shape.layers} or more, scope global makes do with less"
             )
-        slots, profile = min(slots, shape.total), self.options.profile
+        slots = min(room, shape.total)
         return optimal(_curves_of(profile, shape), slots) if profile else even(shape.layers, slots)
 
 
@@ -80,6 +89,21 @@ def even(layers: int, slots: int) -> tuple[int, ...]:
     """`slots` divided by `layers`, what is left over one each to the first."""
     each, more = divmod(slots, layers)
     return (each + 1,) * more + (each,) * (layers - more)
+
+
+def even_bytes(sizes: Int, experts: int, room: int) -> tuple[int, ...]:
+    """Bytes of as many slots for each layer as `room` holds, one more for the first ones where they fit.
+
+    sizes: int64[L], of an expert of each layer. No layer has more than `experts` slots.
+    """
+    each, left = divmod(room, int(sizes.sum()))
+    slots = np.minimum(each + (np.cumsum(sizes) <= left), experts)
+    if not slots.all():
+        raise InputError(
+            f"a cache of {room:,} bytes cannot be divided among {len(sizes)} layers: scope layer needs "
+            f"{int(sizes.sum()):,} or more, scope global makes do with less"
+        )
+    return tuple((slots * sizes).tolist())
 
 
 def optimal(misses: Int, slots: int) -> tuple[int, ...]:

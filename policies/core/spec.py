@@ -17,7 +17,7 @@ from policies.core import dispatch, guard, registry, user_file
 from policies.core.grammar import Expression, Term, file_and_class, read, read_scope, read_term, value_text
 from policies.core.per_layer import PerLayer
 from policies.core.placement import PLACEMENTS, Fetch, Placement
-from policies.core.policy import Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.scope import Global, Scope
 from traces.errors import InputError, unknown
 
@@ -259,10 +259,13 @@ class PolicySpec:
             return self
         return replace(self, scope=part, typed=replace(self.typed, scope=term))
 
-    def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
-        """Return the slots of each partition of a cache of `slots` experts. Raise InputError where that cannot be."""
+    def divide(self, shape: Shape, room: int, sizes: Int | None = None) -> tuple[int, ...]:
+        """Return the slots of each partition of a cache of `room` slots. Raise InputError where that cannot be.
+
+        sizes: bytes of each expert, where layers differ; all are bytes then.
+        """
         scope: Scope = self.scope.cls(self.scope.options)
-        return scope.divide(shape, slots)
+        return scope.divide(shape, room, sizes)
 
     @contextmanager
     def _named(self) -> Iterator[None]:

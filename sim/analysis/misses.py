@@ -118,9 +118,9 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
 
     Untimed nothing is prefetched: of a pair only what it keeps counts. Raise InputError for experts of several sizes.
     """
-    if loaded.profile and loaded.sizes is not None:
+    if loaded.sizes is not None:
         raise InputError(
-            f"{loaded.profile.name} has experts of several sizes, and the curves of LRU and Belady count experts: name "
+            f"{loaded.model} has experts of several sizes, and the curves of LRU and Belady count experts: name "
             "another `model_profile`"
         )
     accesses = Accesses.of(Requests(loaded.trace), loaded.trace.layers, loaded.trace.num_experts)

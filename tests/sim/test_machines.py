@@ -16,9 +16,10 @@ from replay.device_choice import DeviceChoice
 from sim.engines import compiled_engine, simpy_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
-from sim.loop import users
+from sim.loop import RunLog, joined, users
 from sim.sweeps import Grid, report, run_grid
 from tests.support.command import moe_sim
+from tests.support.logs import assert_logs_equal
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import SIZES
 from traces import InputError, Shards, Trace, write_trace
@@ -162,14 +163,13 @@ def test_host_memory_that_does_not_hold_all_experts_is_warned_of(home: Path, tmp
 @pytest.mark.parametrize("capacity", ["30%", "700000B", "12"])
 def test_a_cache_in_bytes_counts_as_a_plain_lru_in_bytes(home: Path, tmp_path: Path, capacity: str) -> None:
     sizes = [40_000, 73_728, 55_555]
-    loaded = replace(load(Experiment(str(home / "tiny"), untimed=True)))
-    assert loaded.profile
-    loaded = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=tuple(sizes)))
+    trace = Trace.read(home / "tiny")
+    trace = replace(trace, meta=replace(trace.meta, layer_expert_bytes=tuple(sizes)))
+    loaded = load(Experiment("stated", untimed=True), trace)
     room = loaded.slots(capacity)
     log = loaded.log(parse("lru"), room)
     held: OrderedDict[int, int] = OrderedDict()
     hits = moved = 0
-    trace = Trace.read(home / "tiny")
     for request in map(trace.steps, range(len(trace.requests))):
         for event in np.split(request.experts, request.offsets[1:-1]):
             missed = [expert for expert in event.tolist() if expert not in held]
@@ -186,6 +186,27 @@ def test_a_cache_in_bytes_counts_as_a_plain_lru_in_bytes(home: Path, tmp_path: P
             for expert in event.tolist():  # of one event, ascending ids are ascending recency
                 held.move_to_end(expert)
     assert (log.hits.sum(), log.demand_bytes.sum()) == (hits, moved)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "lru+popular"])
+def test_bytes_divided_among_layers_are_as_many_slots_of_each(home: Path, policy: str) -> None:
+    sizes, sets = (40_000, 73_728, 55_555), 4
+    trace = Trace.read(home / "tiny")
+    stated = replace(trace, meta=replace(trace.meta, layer_expert_bytes=sizes))
+    alike, sized = (load(Experiment("x", untimed=True), each) for each in (trace, stated))
+    layered = parse(f"{policy}@layer")
+    room = sized.slots(f"{sets * sum(sizes) + sizes[0]}B")  # one slot more for the first layer
+    assert layered.divide(sized.shape, room, sized.sizes) == (5 * sizes[0], 4 * sizes[1], 4 * sizes[2])
+    assert layered.divide(sized.shape, sized.slots("100%"), sized.sizes) == tuple(E * size for size in sizes)
+    one, other = alike.log(layered, sets * L + 1), sized.log(layered, room)
+    for column in ("hits", "misses", "evictions"):
+        assert getattr(one, column).tolist() == getattr(other, column).tolist(), column
+    timed = TimedRun.of(Experiment("x"), stated).run(layered, room)
+    parts: list[RunLog] = []
+    compiled_engine.play(timed, parts.append)
+    assert_logs_equal(joined(parts), simpy_engine.simulate(timed))
+    with pytest.raises(InputError, match="cannot be divided among 3 layers: scope layer needs 169,283 or more"):
+        sized.chosen(layered, "169000B")
 
 
 def test_layers_that_all_state_one_size_run_as_a_model_of_that_size(home: Path, tmp_path: Path) -> None:

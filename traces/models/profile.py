@@ -328,7 +328,10 @@ def known(name: str) -> ModelProfile | None:
 
 
 def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
-    """Return the profile that `text` names, else the trace, else a derived one. Raise InputError if they differ."""
+    """Return the profile that `text` names, else the trace, else a derived one. Raise InputError if they differ.
+
+    Bytes by layer that a trace states are those of the file that was run: only `text` overrides them.
+    """
     profile = model(text) if text else known(meta.model) or derived(meta)
     for what, ours, theirs in (
         ("MoE layers", profile.moe_layers, meta.layers),
@@ -340,7 +343,8 @@ def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
                 f"the model profile {profile.name} has {ours} {what}, the trace of {meta.model} "
                 f"has {theirs}; choose another with `model_profile`"
             )
-    return profile
+    stated = () if text else meta.layer_expert_bytes
+    return replace(profile, layer_expert_bytes=stated or profile.layer_expert_bytes)
 
 
 def derived(meta: TraceMeta) -> ModelProfile:
