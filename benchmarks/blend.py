@@ -155,7 +155,8 @@ def main() -> None:
     traces = [t.as_decode() if chosen.as_decode and t.phases != "decode" else t for t in traces]
     played = [second_half(trace, chosen.requests) for trace in traces]
     texts = chosen.cache_sizes.split(",")
-    sizes = [np.array([parse_cache_size(text, t.layers * t.num_experts, None) for text in texts]) for t in played]
+    shapes = [(trace.layers, trace.layers * trace.num_experts) for trace in played]
+    sizes = [np.array([parse_cache_size(text, all_, None, layers) for text in texts]) for layers, all_ in shapes]
     bounds = [[bound(t, name, n) for name in ("lru", "belady")] for t, n in zip(played, sizes, strict=True)]
     print("second half of", ", ".join(f"{path} at {chosen.cache_sizes}" for path in chosen.traces))
     for variant in VARIANTS:

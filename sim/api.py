@@ -202,7 +202,7 @@ def simulate(
     """Return what one policy does with one cache over a trace, on a simulated machine.
 
     trace: a `Trace`, or the folder or URL of one. policy: a name, a class, or what `make_policy` returns.
-    cache_size: "25%", 0.25, 64 (experts) or "8GiB". options: the fields of `sim.experiment.Experiment`;
+    cache_size: "25%", 0.25, 64 (experts), "12/layer" or "8GiB". options: the fields of `sim.experiment.Experiment`;
     hardware="a5000" is the default machine.
 
     Raises InputError for whatever cannot be run, and for a fault of the policy; TypeError for an unknown option.

@@ -24,7 +24,7 @@ CLOSED, TRACE, POISSON = ARRIVALS = ("closed", "trace", "poisson")
 """When requests arrive, where several run at a time: as soon as one may begin, as recorded, drawn."""
 
 MOST = 2**63 - 1
-SIZES = "a share (25%), experts (64) or bytes (8GiB)"
+SIZES = "a share (25%), experts (64), slots a layer (12/layer) or bytes (8GiB)"
 
 Natural = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
@@ -72,6 +72,7 @@ class Experiment:
     requests: Annotated[Positive | None, Option("Run the first N requests only. Default: all.")] = None
     warmup_requests: Annotated[Natural, Option("Run the first N requests without counting them. Default: 0.")] = 0
     as_decode: Annotated[bool, Option("Run a prefill token by token.")] = False
+    decode_only: Annotated[bool, Option("Leave prompts out: they bypass the cache.")] = False
     cold: Annotated[bool, Option("Empty the cache between requests.")] = False
     untimed: Annotated[bool, Option("Count hits and misses exactly, without times.")] = False
     seed: Annotated[Natural, Option()] = 0  # of arrivals and weights, and in Python of policies that name none
@@ -124,6 +125,10 @@ class Experiment:
             (
                 (self.arrivals == POISSON) != (self.arrival_rate is not None),
                 "`arrivals` poisson and `arrival_rate`, in requests per second, need each other",
+            ),
+            (
+                self.as_decode and self.decode_only,
+                "`as_decode` runs prompts and `decode_only` leaves them out: leave one out",
             ),
             (self.untimed and timed, f"`untimed` counts without a clock: it cannot have {' or '.join(timed)}"),
         )

@@ -96,16 +96,17 @@ class Loaded(ABC):
     def slots(self, cache_size: str) -> int:
         """Return the capacity of a cache of this size: slots, or bytes where experts differ in size. Raise InputError.
 
-        The size is a share, a number of experts (of mean size, where they differ), or bytes.
+        The size is a share, a number of experts (of mean size, where they differ), slots a layer, or bytes.
         """
         if self.sizes is None:
-            return parse_cache_size(cache_size, self.all_experts, self.expert_bytes)
-        return parse_cache_bytes(cache_size, self.sizes)
+            return parse_cache_size(cache_size, self.all_experts, self.expert_bytes, self.trace.layers)
+        return parse_cache_bytes(cache_size, self.sizes, self.trace.layers)
 
     def exceeds(self, cache_size: str) -> bool:
         """Return whether a cache of this size, as stated, is larger than all experts."""
         alike = self.expert_bytes and self.all_experts * self.expert_bytes
-        return exceeds(cache_size, self.all_experts, alike if self.sizes is None else int(self.sizes.sum()))
+        whole = alike if self.sizes is None else int(self.sizes.sum())
+        return exceeds(cache_size, self.all_experts, whole, self.trace.layers)
 
     def experts_in(self, slots: int) -> int:
         """Return how many experts such a cache holds, of mean size where they differ."""
@@ -158,6 +159,7 @@ class Loaded(ABC):
             cache_experts=self.experts_in(slots),
             cache_bytes=slots if self.sizes is not None else slots * self.expert_bytes if self.expert_bytes else None,
             all_experts=self.all_experts,
+            layers=self.trace.layers,
             host_memory=experiment.host_memory,
             max_batch=experiment.max_batch,
             arrivals=experiment.arrivals if experiment.max_batch else None,
@@ -313,6 +315,7 @@ def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | Tim
 def _cut(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
     """Return the part of a trace that an experiment runs, as it runs it."""
     trace = trace if experiment.requests is None else trace.head(experiment.requests)
+    trace = trace.without_prompts() if experiment.decode_only else trace
     return trace.as_decode() if experiment.as_decode else trace
 
 

@@ -1,7 +1,8 @@
 """Quantities as people type and read them, one parser for each kind: cache sizes, bytes.
 
-A cache is a share of all experts (`25%`), a number of experts (`64`) or bytes (`8GiB`). A share rounds to the
-nearest whole expert, halves up, at least 1; bytes hold as many whole experts as fit. More than all experts is all.
+A cache is a share of all experts (`25%`), a number of experts (`64`), slots a layer (`12/layer`: as many for all
+layers together, which a scope of layers divides) or bytes (`8GiB`). A share rounds to the nearest whole expert, halves
+up, at least 1; bytes hold as many whole experts as fit. More than all experts is all.
 """
 
 import math
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from traces.errors import InputError
 
 CacheSize = str | int | float
-"""A share of all experts ("25%", or 0.25), a number of experts (64), or bytes ("8GiB")."""
+"""A share of all experts ("25%", or 0.25), a number of experts (64), slots a layer ("12/layer"), or bytes ("8GiB")."""
 
 UNITS = {
     "": 1,
@@ -34,6 +35,7 @@ SLOWEST_GB_PER_S = 0.001
 _NUMBER = r"(\d{1,19}(?:\.\d{1,19})?)"  # of more digits nothing here is, and Python reads no number of thousands
 _BYTES = re.compile(_NUMBER + r"\s*((?:[kmgt]i?)?)b", re.IGNORECASE)
 _SHARE = re.compile(_NUMBER + r"\s*%")
+_OF_A_LAYER = re.compile(r"(\d{1,9})\s*/\s*layer")
 
 
 def cache_text(size: CacheSize) -> str:
@@ -65,8 +67,8 @@ def parse_gb_per_s(text: str, what: str) -> float:
     return rate
 
 
-def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
-    """Return the slots of a cache size, at most `total` experts. Raise InputError unless it holds one.
+def parse_cache_size(text: str, total: int, expert_bytes: int | None, layers: int) -> int:
+    """Return the slots of a cache size, at most `total` experts of all layers. Raise InputError unless it holds one.
 
     `expert_bytes` may be None where nothing states it; then a size in bytes is refused too.
     """
@@ -76,7 +78,7 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
         if not 0 < percent <= 100:
             raise InputError(f"a cache of {text} is impossible: a share is above 0% and at most 100% of all experts")
         return max(1, math.floor(percent * total / 100 + Fraction(1, 2)))
-    slots = parse_whole(text)
+    slots = _stated_slots(text, layers)
     if (size := stated_bytes(text)) is not None:
         if not expert_bytes:
             raise InputError(f"cache size {text}: nothing states how large an expert is; give a share or a number")
@@ -84,10 +86,16 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
         if not slots:
             raise InputError(f"a cache of {text} does not hold one expert of {show_bytes(expert_bytes)}")
     elif slots is None:
-        raise InputError(f"invalid cache size {text!r}: use 25%, 64 or 8GiB")
+        raise InputError(f"invalid cache size {text!r}: use 25%, 64, 12/layer or 8GiB")
     if not slots:
         raise InputError(f"a cache of {text} is impossible: it holds no expert; use 1 to {total}, 25% or 8GiB")
     return min(slots, total)
+
+
+def _stated_slots(text: str, layers: int) -> int | None:
+    """Return the slots of a cache size that is given as a number, or as one for each layer; None for others."""
+    each = _OF_A_LAYER.fullmatch(text)
+    return int(each[1]) * layers if each else parse_whole(text)
 
 
 def stated_bytes(text: str) -> int | None:
@@ -95,22 +103,22 @@ def stated_bytes(text: str) -> int | None:
     return parse_bytes(text, "cache size") if _BYTES.fullmatch(text.strip()) else None
 
 
-def exceeds(text: str, total: int, all_bytes: int | None) -> bool:
+def exceeds(text: str, total: int, all_bytes: int | None, layers: int) -> bool:
     """Return whether a valid cache size is more than all `total` experts, which have so many bytes."""
     text = text.strip()
-    if (slots := parse_whole(text)) is not None:
+    if (slots := _stated_slots(text, layers)) is not None:
         return slots > total
     return all_bytes is not None and (stated_bytes(text) or 0) > all_bytes
 
 
-def parse_cache_bytes(text: str, sizes: NDArray[np.int64]) -> int:
+def parse_cache_bytes(text: str, sizes: NDArray[np.int64], layers: int) -> int:
     """Return the bytes of a cache size, for a model whose experts have these sizes (rule 19).
 
     A number is of experts of mean size. At most all experts. Raise InputError unless it holds the largest.
     """
     text, whole, largest = text.strip(), int(sizes.sum()), int(sizes.max())
     if (size := stated_bytes(text)) is None:
-        slots = len(sizes) if text == "100%" else parse_cache_size(text, len(sizes), None)
+        slots = len(sizes) if text == "100%" else parse_cache_size(text, len(sizes), None, layers)
         share = _SHARE.fullmatch(text)
         size = round(Fraction(share[1]) * whole / 100) if share else round(Fraction(slots * whole, len(sizes)))
     if size < largest:
@@ -128,6 +136,12 @@ def show_bytes(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1_000
     return f"{size:.0f} TB"
+
+
+def show_mib(size: float) -> str:
+    """Return bytes in MiB, whole from 100 on: `1,024`, `17.3`."""
+    mib = size / 2**20
+    return f"{mib:,.0f}" if mib >= 99.5 else f"{mib:.3g}"
 
 
 def show_share(value: float | None) -> str:

@@ -5,7 +5,6 @@ A file gets its name when it is whole. Of a trace with both phases one may be as
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from numpy.typing import NDArray
 from traces.compiled import loop
 from traces.errors import InputError, refuse
 from traces.output import check_file, make_folder, replacing
-from traces.steps import DECODE, PREFILL
-from traces.trace import PER_ROW, Trace
+from traces.trace import Trace
 
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("obj_id", "<u8"), ("size", "<u4"), ("next_access_vtime", "<i8")])
 """A record of libCacheSim's oracleGeneral, 24 bytes, packed (its traceReader/customizedReader/oracle)."""
@@ -143,13 +141,7 @@ def of_phase(trace: Trace, phase: str) -> Trace:
         (phase != "both" and trace.phases not in (phase, "both"), f"{trace.name} holds no {phase}: leave --phase out"),
         (not len(trace.experts), f"{trace.name} holds no tokens"),
     )
-    if phase in ("both", trace.phases):
-        return trace
-    keep = trace.phase == (PREFILL if phase == "prefill" else DECODE)
-    held = {name: array[keep] for name in PER_ROW if (array := getattr(trace, name)) is not None}
-    offsets = np.concatenate([[0], np.cumsum(keep)])[trace.offsets].astype(np.int64)
-    requests = trace.requests.assign(output_tokens=0) if phase == "prefill" else trace.requests
-    return replace(trace, requests=requests, offsets=offsets, **held)
+    return trace if phase in ("both", trace.phases) else trace.of_phase(PHASES.index(phase))
 
 
 def _facts(trace: Trace) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Shards(AnyTrace):
     prompts: Int
     has_lookahead: bool  # whether the requests' steps hold what gates pick ahead of time
     _span: Int  # [2, R] first and last row in the files
+    _skipped: Int  # [R] first rows that are left out
     _checked: NDArray[np.bool_]  # [R] whether the request's routing was checked
     _rows: Blocks
     _eams: Blocks  # by request
@@ -65,6 +66,7 @@ class Shards(AnyTrace):
             prompts=index.counts[PREFILL],
             has_lookahead=has_lookahead,
             _span=np.stack([index.first, index.last]),
+            _skipped=np.zeros(len(requests), np.int64),
             _checked=np.zeros(len(requests), bool),
             _rows=Blocks(folder.routing, columns, by_request),
             _eams=eams,
@@ -77,11 +79,17 @@ class Shards(AnyTrace):
             offsets=self.offsets[: n + 1],
             prompts=self.prompts[:n],
             _span=self._span[:, :n],
+            _skipped=self._skipped[:n],
             _checked=self._checked[:n],
         )
 
     def _decoded(self, name: str) -> "Shards":
         return replace(self, name=name, prompts=np.zeros_like(self.prompts))
+
+    def _without_prompts(self, name: str) -> "Shards":
+        offsets = self.offsets - np.concatenate([[0], np.cumsum(self.prompts)])
+        none = np.zeros_like(self.prompts)
+        return replace(self, name=name, offsets=offsets, prompts=none, _skipped=self._skipped + self.prompts)
 
     def _rows_of(self, i: int) -> Arrays:
         """Return the rows of request `i`, by column; copies if it spans several blocks, which then need not stay."""
@@ -92,7 +100,8 @@ class Shards(AnyTrace):
             own = slice(*(int(np.searchsorted(block["request"], np.uint32(i), side)) for side in ("left", "right")))
             parts.append({name: array[own] if first == last else array[own].copy() for name, array in block.items()})
         rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts[1:] else parts[0]
-        if len(rows["request"]) != self.offsets[i + 1] - self.offsets[i]:
+        skipped = int(self._skipped[i])
+        if len(rows["request"]) - skipped != self.offsets[i + 1] - self.offsets[i]:
             raise InputError(
                 f"{self.path} was changed while it was read, request {i} has another number of tokens now: run it again"
             )
@@ -101,7 +110,7 @@ class Shards(AnyTrace):
         if not self._checked[i]:
             self._check(i, rows)
             self._checked[i] = True
-        return rows
+        return {name: array[skipped:] for name, array in rows.items()} if skipped else rows
 
     def _check(self, i: int, rows: Arrays) -> None:
         n = int(np.searchsorted(self._eams.starts, i, "right")) - 1

@@ -78,6 +78,12 @@ class AnyTrace(ABC):
             raise InputError(f"{self.name} holds no prefill that could run as decode: leave `as_decode` out")
         return self._decoded(f"{self.name} (prefill as decode)")
 
+    def without_prompts(self) -> Self:
+        """Return the decoded tokens alone. The name says so."""
+        if self.phases == "prefill":
+            raise InputError(f"{self.name} decodes no token: leave `decode_only` out")
+        return self._without_prompts(f"{self.name} (decode only)")
+
     def steps(self, i: int) -> RequestSteps:
         """Return request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one."""
         rows = self._rows_of(i)
@@ -89,6 +95,9 @@ class AnyTrace(ABC):
 
     @abstractmethod
     def _decoded(self, name: str) -> Self: ...
+
+    @abstractmethod
+    def _without_prompts(self, name: str) -> Self: ...
 
     @abstractmethod
     def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
@@ -279,6 +288,17 @@ class Trace(AnyTrace):
 
     def _decoded(self, name: str) -> "Trace":
         return replace(self, name=name, phase=np.full_like(self.phase, DECODE))
+
+    def _without_prompts(self, name: str) -> "Trace":
+        return replace(self.of_phase(DECODE), name=name)
+
+    def of_phase(self, phase: int) -> "Trace":
+        """Return the rows of one phase, PREFILL or DECODE."""
+        keep = self.phase == phase
+        held = {name: array[keep] for name in PER_ROW if (array := getattr(self, name)) is not None}
+        offsets = np.concatenate([[0], np.cumsum(keep)])[self.offsets].astype(np.int64)
+        requests = self.requests.assign(output_tokens=0) if phase == PREFILL else self.requests
+        return replace(self, requests=requests, offsets=offsets, **held)
 
     def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
         rows, names = slice(int(self.offsets[i]), int(self.offsets[i + 1])), ("experts", "position", *HEARD)

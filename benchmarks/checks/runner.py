@@ -317,7 +317,8 @@ class Check:
             if self.gpu:
                 peer, limit = accelerate_offload(profile, self.gpu.device, tokens), {}
             else:
-                budget = parse_cache_size(QUARTER, total, profile.expert_bytes) * profile.expert_bytes
+                slots = parse_cache_size(QUARTER, total, profile.expert_bytes, profile.moe_layers)
+                budget = slots * profile.expert_bytes
                 with TemporaryDirectory(prefix="disk-check-", dir=self.folder) as below:
                     files, limit = Path(below), {"memory_bytes": budget}
                     within = page_cache_of(budget, files)

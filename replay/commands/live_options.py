@@ -15,6 +15,7 @@ from replay.live.model import LiveModel
 from replay.live.opening import open_live
 from sim.commands import options
 from sim.defaults import CACHE_SIZE, POLICY
+from sim.experiment import SIZES
 from tracer import demo
 from traces.commands import console
 from traces.errors import refuse
@@ -25,9 +26,7 @@ class LiveOptions:
     """How a model is opened."""
 
     policy: Annotated[str, typer.Option(help="Policy, as in lru or lru+eamc (eviction policy + prefetcher).")] = POLICY
-    cache_size: Annotated[
-        str, typer.Option(help="Cache size: a share of all experts (25%), experts (64) or bytes (8GiB).")
-    ] = CACHE_SIZE
+    cache_size: Annotated[str, typer.Option(help=f"Cache size: {SIZES}.")] = CACHE_SIZE
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     profile: Annotated[
         Path | None, typer.Option(help="File for what the policy learns: it starts from it the next time.")

@@ -93,7 +93,7 @@ def open_live(
         store = opening.enter_context(expert_store(without, layers, target.store, progress))
         shape = Shape(len(layers), layers[0].experts)
         stride = stride_of(store.expert_bytes) if gpu else store.stride
-        slots = parse_cache_size(cache_size, shape.total, stride)
+        slots = parse_cache_size(cache_size, shape.total, stride, shape.layers)
         spec.divide(shape, slots)
         _require(gpu, slots * stride, f"a cache of {slots} experts")
         run = gpu_run((), shape, slots, spec, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))

@@ -50,6 +50,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
         cache_experts=run.gpu.slots,
         cache_bytes=run.gpu.slots * run.gpu.link.expert_bytes,
         all_experts=run.shape.total,
+        layers=run.shape.layers,
         host_memory=None,
         max_batch=None,
         arrivals=None,

@@ -11,6 +11,7 @@ from sim.analysis.adaptation import INTERRUPTED, MAKER, NAMES, Adaptation, Proto
 from sim.analysis.adaptation import adapt as measure
 from sim.commands import options
 from sim.commands.printed import progress, table, written
+from sim.experiment import SIZES
 from sim.loaded import load
 from sim.results.metrics import Row
 from sim.sweeps import report
@@ -40,9 +41,7 @@ def adapt(
     policies: options.Policies = defaults.POLICIES,
     scope: options.Scope = None,
     by: Annotated[str, typer.Option(help="Label whose values are the groups: dataset or task.")] = "dataset",
-    cache_size: Annotated[str, typer.Option(help="Cache size: a share (25%), experts (64) or bytes (8GiB).")] = (
-        defaults.CACHE_SIZE
-    ),
+    cache_size: Annotated[str, typer.Option(help=f"Cache size: {SIZES}.")] = defaults.CACHE_SIZE,
     warmup: Annotated[int, typer.Option(help="Requests of one group before the shift.")] = 50,
     after: Annotated[int, typer.Option(help="Requests of another group after the shift.")] = 50,
     window: Annotated[int, typer.Option(help="Requests over which the difference is averaged.")] = 5,

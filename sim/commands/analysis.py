@@ -11,8 +11,9 @@ from sim import defaults
 from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentence, to_play
 from sim.commands import options
 from sim.commands.printed import progress, table, written
-from sim.loaded import load
+from sim.loaded import Loaded, load
 from sim.results.compare import Difference, SweptRun, choose, differences, pairs_across, pairs_within, read, split_name
+from sim.results.metrics import engine_words, size_text
 from sim.sweeps import report
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
@@ -27,7 +28,7 @@ def analyze(
     scope: options.Scope = None,
     cache_sizes: options.CacheSizes = defaults.CACHE_SIZES,
     *,
-    stated: Annotated[options.Stated, options.some("model_profile", "requests", "as_decode")],
+    stated: Annotated[options.Stated, options.some("model_profile", "requests", "as_decode", "decode_only")],
     output: options.ResultOptions,
 ) -> None:
     """Show whether misses are due to the policy or to the cache size, untimed.
@@ -54,7 +55,7 @@ def analyze(
             "reuse": found.distances(),
             "locality": [asdict(metrics) for metrics in found.locality],
         },
-        lambda: (answer, _misses(found), _reuse(found), _locality(found), written(files, folder)),
+        lambda: (answer, _misses(found, loaded), _reuse(found), _locality(found), written(files, folder)),
     )
 
 
@@ -117,17 +118,21 @@ def _cell(one: SweptRun) -> dict[str, object]:
     return {"folder": str(one.folder), **said}
 
 
-def _misses(found: Analysis) -> Table:
-    shown = table("cache", "policy", "hit rate", "misses", "compulsory", "capacity", "policy's own", gap=1)
+def _misses(found: Analysis, loaded: Loaded) -> Table:
+    sized = ["MiB"] if loaded.expert_bytes else []
+    headings = ("policy", "hit rate", "misses", "compulsory", "capacity", "policy's own")
+    shown = table("cache", "a layer", *sized, *headings, gap=1)
+    shown.columns[len(sized) + 2].justify = "left"
     for split, following in zip(found.splits, [*found.splits[1:], None], strict=True):
         shares = [
             f"{split[part] / max(split['misses'], 1):.1%}" for part in ("compulsory", "capacity", "policy_misses")
         ]
-        size = f"{split['cache_experts']} ({100 * split['cache_fraction']:.3g}%)"
+        room = split["cache_experts"] * loaded.expert_bytes if loaded.expert_bytes else None
+        size = [size_text(split), *engine_words({**split, "layers": loaded.trace.layers, "cache_bytes": room})]
         last = following is None or following["cache_experts"] != split["cache_experts"]
         hit_rate = f"{1 - split['misses'] / max(split['lookups'], 1):.1%}"
         policy = policy_title(split["policy"], split["oracle"])
-        shown.add_row(size, policy, hit_rate, f"{split['misses']:,}", *shares, end_section=last)
+        shown.add_row(*size, policy, hit_rate, f"{split['misses']:,}", *shares, end_section=last)
     return shown
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MOST_WORKERS = 1024
 
 _POLICY_HELP = "as in lru, lru+eamc (eviction policy + prefetcher) or FILE.py:CLASS."
-_CACHE_SIZES_HELP = "Cache sizes: shares (25%), experts (64) or bytes (8GiB)."
+_CACHE_SIZES_HELP = "Cache sizes: shares (25%), experts (64), slots a layer (12/layer) or bytes (8GiB)."
 
 Trace = Annotated[str | None, typer.Argument(help="Folder or URL of a trace. Default: the shipped trace.")]
 Policies = Annotated[str, typer.Option(help=f"Policies, {_POLICY_HELP}")]

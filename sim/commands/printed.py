@@ -7,7 +7,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from sim.results.metrics import Row, cell_text
+from sim.results.metrics import Row, cell_text, engine_words
 from traces.commands import console
 
 METRICS = {"tpot_mean_ms": "TPOT ms", "ttft_mean_ms": "TTFT ms", "misses": "misses"}
@@ -17,7 +17,9 @@ METRICS = {"tpot_mean_ms": "TPOT ms", "ttft_mean_ms": "TTFT ms", "misses": "miss
 def cell_title(row: Row, machine: str | None) -> str:
     where = f" on {machine}" if machine else ""
     counts = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
-    return f"{row['model']}{where}: {cell_text(row)} of the experts; {counts}"
+    slots, *memory = engine_words(row)
+    size = "".join([f"{slots} a layer", *(f", {mib} MiB" for mib in memory)])
+    return f"{row['model']}{where}: {cell_text(row)} of the experts ({size}); {counts}"
 
 
 def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> Table:

@@ -20,7 +20,7 @@ from sim.loaded import Loaded, TimedRun, load
 from sim.quantities import parse_whole, show_bytes, show_share
 from sim.results import diagnosis
 from sim.results.compare import SweptRun
-from sim.results.metrics import Row, size_text
+from sim.results.metrics import Row, engine_words, size_text
 from sim.sweeps import report
 from sim.sweeps.config import NAME as TOML
 from sim.sweeps.config import Sweep
@@ -259,20 +259,20 @@ def _title(outcome: Outcome) -> str:
 def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
     """A row per cell, those of one size together, which stands there as stated."""
     latencies = _latencies(outcome.rows)
-    sized = ["GiB"] if outcome.rows[0]["cache_bytes"] else []
+    sized = ["MiB"] if outcome.rows[0]["cache_bytes"] else []
     shown = RichTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("cache", "experts", *sized, "policy"):
+    for heading in ("cache", "experts", "a layer", *sized, "policy"):
         shown.add_column(heading, justify="left" if heading in ("cache", "policy") else "right", no_wrap=True)
     moved = ["MB/token"] if outcome.table.loaded.expert_bytes else []
-    for heading in ("hit rate", *latencies, "idle" if latencies else "misses", *moved, ""):
+    hits = {"hit rate": "hit_rate"} | ({"decode": "decode_hit_rate"} if outcome.rows[0]["phase"] == "both" else {})
+    for heading in (*hits, *latencies, "idle" if latencies else "misses", *moved, ""):
         shown.add_column(heading, justify="right", no_wrap=True)
     stated = {slots: text for text, slots in outcome.table.grid.sizes.items()}
     typed = [stated[slots] for _, slots in outcome.table.grid.requested()]
     for size, row, following in zip(typed, outcome.rows, [*typed[1:], None], strict=True):
         mark = marks.get((row["cache_experts"], row["policy"]), "oracle" if row["oracle"] else "")
-        cells = [size, size_text(row)]
-        cells += [f"{row['cache_bytes'] / 2**30:.3g}"] if sized else []
-        cells += [row["policy"], show_share(row["hit_rate"])]
+        cells = [size, size_text(row), *engine_words(row), row["policy"]]
+        cells += [show_share(row[column]) for column in hits.values()]
         cells += [f"{row[column]:,.2f}" for column in latencies.values()]
         cells.append(_idle(row) if latencies else f"{row['misses']:,}")
         if moved:

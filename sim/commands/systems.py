@@ -10,6 +10,7 @@ from policies.core.grammar import policy_title, split_list
 from sim.commands import options
 from sim.commands.printed import progress, table
 from sim.engines import compiling
+from sim.experiment import SIZES
 from sim.loaded import TimedRun
 from sim.quantities import show_bytes
 from sim.results.metrics import size_text
@@ -26,7 +27,7 @@ def systems(
     cache_size: Annotated[
         str | None,
         typer.Option(
-            help="GPU memory for experts, one for all systems: a share (25%), experts (64) or bytes (8GiB). "
+            help=f"GPU memory for experts, one for all systems: {SIZES}. "
             "Default: what the dense part and the KV cache leave."
         ),
     ] = None,

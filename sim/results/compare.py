@@ -69,6 +69,7 @@ class SweptRun:
     cache_experts: int
     cache_bytes: int | None
     all_experts: int
+    layers: int
     expert_bytes: int | None  # of the largest, where they differ in size
     trace: str
     phase: str
@@ -133,7 +134,7 @@ def swept_runs(rows: Sequence[Row], requests: pd.DataFrame, folder: Path = Path(
 
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:
     requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
-    names = ("policy", "oracle", "cache_experts", "all_experts", "trace", "phase", "warmup_requests")
+    names = ("policy", "oracle", "cache_experts", "all_experts", "layers", "trace", "phase", "warmup_requests")
     return SweptRun(
         folder=folder,
         **{name: row[name] for name in names},
@@ -180,7 +181,8 @@ def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -
 
 def _slots(cells: Sequence[SweptRun], size: str) -> int:
     """Return how many experts a cache of this size holds; of a size in bytes, those of the largest cell's that fits."""
-    slots, in_bytes = parse_cache_size(size, cells[0].all_experts, cells[0].expert_bytes), stated_bytes(size)
+    first, in_bytes = cells[0], stated_bytes(size)
+    slots = parse_cache_size(size, first.all_experts, first.expert_bytes, first.layers)
     if in_bytes is None:
         return slots
     return max((cell.cache_experts for cell in cells if cell.fills(in_bytes)), default=slots)

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from policies.core.grammar import policy_title
 from sim.loop.log import STALLS, Int, RunLog
+from sim.quantities import show_mib
 from sim.results.provenance import commit
 from traces import facts
 from traces.errors import InputError
@@ -52,10 +53,11 @@ RESULTS = pa.schema(
         *_required(("phase", "model"), TEXT),
         ("hardware", TEXT),
         *_CELL[3:],
-        *_required(("all_experts",), COUNT),  # of the model, what cache_fraction is a share of
+        *_required(("all_experts", "layers"), COUNT),  # of the model, what cache_fraction is a share of
         *_required(("requests", "tokens", "lookups", *_LOOKED_UP), COUNT),
         *_required(("on_host",), COUNT),  # of the misses, those computed on the host
         ("hit_rate", SHARE),
+        ("decode_hit_rate", SHARE),  # of decode steps alone
         *[(name, COUNT) for name in ("bytes_demand", "bytes_prefetch", "bytes_wasted")],
         *_required(("reads_demand", "reads_prefetch"), COUNT),  # of the disk, in experts
         *[(name, SHARE) for name in ("prefetch_precision", "prefetch_coverage")],
@@ -122,6 +124,7 @@ class Cell:
     cache_experts: int
     cache_bytes: int | None
     all_experts: int
+    layers: int
     host_memory: str | None
     max_batch: int | None
     arrivals: str | None
@@ -144,6 +147,7 @@ class Summary:
         self._labels = requests
         self._expert_bytes = 0
         self._sums = dict.fromkeys((*_COUNTED, *(f"stall_{cause}" for cause in STALLS)), 0)
+        self._decoded = dict.fromkeys(_LOOKED_UP, 0)
         self._elapsed_ns = 0
         self._latency_ns: dict[int, list[Int]] = {PREFILL: [], DECODE: []}
         self._of_request = {name: np.zeros(len(requests), np.int64) for name in (*_OF_REQUEST, *_LOOKED_UP)}
@@ -163,6 +167,8 @@ class Summary:
         self._expert_bytes = log.expert_bytes
         for name in _COUNTED:
             self._sums[name] += int(getattr(log, name)[counted].sum())
+        for name in _LOOKED_UP:
+            self._decoded[name] += int(getattr(log, name)[counted & (log.phase == DECODE)].sum())
         # one after another, requests wait also for what a real host does between two of their steps
         elapsed = log.step_ns if self._cell.max_batch else rows.latency_ns
         self._elapsed_ns += int(elapsed[counted].sum())
@@ -208,6 +214,7 @@ class Summary:
             **{name: sums[name] for name in ("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch")},
             "lookups": lookups,
             "hit_rate": _ratio(sums["hits"], lookups),
+            "decode_hit_rate": _ratio(self._decoded["hits"], sum(self._decoded.values())),
             **{f"bytes_{kind}": sums[f"{kind}_bytes"] if size else None for kind in ("demand", "prefetch", "wasted")},
             "prefetch_precision": _ratio(sums["prefetch_used"], fetched),
             "expert_bytes": size or None,
@@ -303,6 +310,12 @@ def _identity(cell: Cell) -> Row:
 
 def size_text(row: Row | pd.Series) -> str:
     return f"{row['cache_experts']:,} ({100 * row['cache_fraction']:.3g}%)"
+
+
+def engine_words(row: Row) -> list[str]:
+    """Return the size of a cache as engines have it: slots of each layer and, where experts have a size, MiB."""
+    memory = [show_mib(row["cache_bytes"])] if row["cache_bytes"] else []
+    return [f"{row['cache_experts'] / row['layers']:.3g}", *memory]
 
 
 def cell_text(row: Row) -> str:

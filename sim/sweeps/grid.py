@@ -67,7 +67,7 @@ def grid_of(loaded: Loaded, policies: Sequence[PolicySpec], cache_sizes: Sequenc
     Raise InputError for a size or a policy that this trace cannot have.
     """
     if not (cache_sizes and policies):
-        raise InputError("`policies` or `cache_sizes` is empty: use lru,eamc and 10%,25% or 64 or 8GiB")
+        raise InputError("`policies` or `cache_sizes` is empty: use lru,eamc and 10%,25% or 64, 12/layer or 8GiB")
     sizes: dict[str, int] = {}
     for text in cache_sizes:
         slots = loaded.slots(text)

@@ -63,12 +63,18 @@ def _of_machine(loaded: TimedRun, grid: Grid, sizes: Sequence[int]) -> list[str]
 
 
 def sizes_note(loaded: Loaded, grid: Grid, cache_sizes: Iterable[str]) -> Iterator[str]:
-    """Yield a note on each size, as given, that is not run since it holds as many experts as another one."""
+    """Yield notes on sizes: which, as given, hold as many experts as another, and which slots of layers are shared."""
     held = {loaded.experts_in(room): text for text, room in grid.sizes.items()}
     for text in dict.fromkeys(cache_sizes):
         if text not in grid.sizes:
             experts = loaded.experts_in(loaded.slots(text))
             yield f"a cache of {text} holds {experts} experts, as many as one of {held[experts]}, which alone is run"
+    shared = [policy.text for policy in grid.policies if not policy.scope.cls.per_layer]
+    if shared and (by_layer := [text for text in grid.sizes if text.endswith("layer")]):
+        yield (
+            f"{', '.join(by_layer)}: all layers share these slots under {', '.join(shared)}; "
+            "--scope layer gives each layer its own"
+        )
 
 
 def untimed_note(loaded: Loaded, policies: Iterable[PolicySpec]) -> Iterator[str]:

@@ -61,9 +61,10 @@ def test_a_size_larger_than_the_model_is_all_experts_and_the_table_has_sizes_as_
     assert done.returncode == 0, done.stderr
     assert "a cache of 1GiB is larger than all 48 experts: it holds them all (100%)" in done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    gib = 48 * SIZES["expert_bytes"] / 2**30
-    assert ["25%", "12", "(25%)", f"{gib / 4:.3g}", "lru"] in [line[:5] for line in lines]
-    assert ["1GiB", "48", "(100%)", f"{gib:.3g}", "fifo"] in [line[:5] for line in lines]
+    mib = 48 * SIZES["expert_bytes"] / 2**20
+    slots = 12 / 3  # a layer
+    assert ["25%", "12", "(25%)", f"{slots:g}", f"{mib / 4:.3g}", "lru"] in [line[:6] for line in lines]
+    assert ["1GiB", "48", "(100%)", f"{4 * slots:g}", f"{mib:.3g}", "fifo"] in [line[:6] for line in lines]
 
 
 def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
@@ -86,7 +87,7 @@ def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
         done = moe_sim("sweep", "t", *asked, "--workers", "1", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         rows = [line.split() for line in done.stdout.splitlines() if line.startswith(" 75%")]
-        marks[policies] = {row[4]: row[-1] for row in rows}
+        marks[policies] = {row[5]: row[-1] for row in rows}
         assert ("equal: differs from the best mean by no more than the noise" in done.stdout) == ("Same" in policies)
     best, equal = marks.values()
     assert best["lru"] == "best"

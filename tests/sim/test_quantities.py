@@ -27,34 +27,41 @@ from traces import InputError
         ("17301504B", 1),
         ("769", 768),
         ("14GB", 768),
+        ("12/layer", 288),
+        ("33 / layer", 768),
         ("99999TiB", 768),
     ],
 )
-def test_a_cache_size_is_a_share_a_number_or_bytes(text, slots):
-    assert parse_cache_size(text, 768, 17_301_504) == slots
+def test_a_cache_size_is_a_share_a_number_slots_a_layer_or_bytes(text, slots):
+    assert parse_cache_size(text, 768, 17_301_504, 24) == slots
 
 
 def test_a_cache_larger_than_all_experts_is_known_as_such():
     whole = 768 * 17_301_504
-    larger = ["769", "14GB", f"{whole + 1}B"]
-    assert all(exceeds(text, 768, whole) for text in larger)
-    assert not any(exceeds(text, 768, whole) for text in ("768", "100%", "13GB", f"{whole}B"))
-    assert parse_cache_bytes("14GB", np.full(768, 17_301_504)) == whole
+    larger = ["769", "14GB", "33/layer", f"{whole + 1}B"]
+    assert all(exceeds(text, 768, whole, 24) for text in larger)
+    assert not any(exceeds(text, 768, whole, 24) for text in ("768", "100%", "13GB", "32/layer", f"{whole}B"))
+    assert parse_cache_bytes("14GB", np.full(768, 17_301_504), 24) == whole
+
+
+def test_slots_a_layer_are_as_many_experts_of_each_size():
+    sizes = np.repeat([30, 20, 10], 8)
+    assert parse_cache_bytes("5/layer", sizes, 3) == 5 * (30 + 20 + 10)
 
 
 def test_a_share_rounds_halves_up():
-    assert [parse_cache_size(f"{percent}%", 50, None) for percent in (1, 3, 5, 7)] == [1, 2, 3, 4]
+    assert [parse_cache_size(f"{percent}%", 50, None, 5) for percent in (1, 3, 5, 7)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("text", ["0%", "0", "100.1%", "1MB", "-5%", "", "lots", "5 parsecs"])
+@pytest.mark.parametrize("text", ["0%", "0", "100.1%", "1MB", "-5%", "", "lots", "5 parsecs", "0/layer", "1.5/layer"])
 def test_an_impossible_cache_size_is_refused(text):
     with pytest.raises(InputError):
-        parse_cache_size(text, 768, 17_301_504)
+        parse_cache_size(text, 768, 17_301_504, 24)
 
 
 def test_the_syntax_of_cache_sizes_is_in_the_error_for_another():
-    with pytest.raises(InputError, match="invalid cache size 'lots': use 25%, 64 or 8GiB"):
-        parse_cache_size("lots", 768, 17_301_504)
+    with pytest.raises(InputError, match="invalid cache size 'lots': use 25%, 64, 12/layer or 8GiB"):
+        parse_cache_size("lots", 768, 17_301_504, 24)
 
 
 def test_a_whole_number_is_below_two_to_the_63():

@@ -54,6 +54,7 @@ def a_cell(**changed):
         "cache_experts": 16,
         "cache_bytes": 1600,
         "all_experts": 64,
+        "layers": 4,
         "host_memory": None,
         "max_batch": None,
         "arrivals": None,

@@ -1,3 +1,4 @@
+import itertools
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -32,10 +33,11 @@ from sim.sweeps import (
 )
 from sim.sweeps.grid import by_source
 from tests.support.tiny import SIZES
-from traces import MARKER, InputError, Shards, Trace, write_trace
+from traces import DECODE, MARKER, InputError, Shards, Trace, write_trace
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 3
+SCOPES = ("lru", "lru@layer")
 
 
 def written(trace, folder):
@@ -157,6 +159,35 @@ def test_an_encoder_is_not_run_as_decode(untimed):
     with pytest.raises(InputError, match="an encoder-decoder, and encoders decode nothing"):
         load(Experiment("x", hardware="h100", as_decode=True, untimed=untimed), trace)
     TimedRun.of(Experiment("x", hardware="h100"), trace)
+
+
+@pytest.mark.parametrize("untimed", [True, False])
+def test_prompts_count_apart_and_may_bypass_the_cache(folder, untimed):
+    loaded = load(Experiment(folder, untimed=untimed))
+    log, (row,) = loaded.log(parse("lru"), 16), run_grid(loaded, grid("lru", **{"4/layer": 16}))[0].rows
+    decoded = log.phase == DECODE
+    assert 0 < decoded.sum() < len(decoded)
+    assert row["hit_rate"] == log.hits.sum() / row["lookups"]
+    assert row["decode_hit_rate"] == log.hits[decoded].sum() / (log.hits + log.misses)[decoded].sum()
+    trace = Trace.read(folder)
+    apart = Trace.from_arrays(
+        [trace.experts[a:b][trace.phase[a:b] == DECODE] for a, b in itertools.pairwise(trace.offsets)], EXPERTS
+    )
+    bypassing = load(Experiment(folder, untimed=untimed, decode_only=True)).log(parse("lru"), 16)
+    assert bypassing.hits.tolist() == load(Experiment("x", untimed=True), apart).log(parse("lru"), 16).hits.tolist()
+    assert bypassing.hits.sum() < log.hits[decoded].sum(), "without the prompt the cache is cold"
+    with pytest.raises(InputError, match="`as_decode` runs prompts and `decode_only` leaves them out"):
+        Experiment(folder, as_decode=True, decode_only=True)
+
+
+def test_slots_a_layer_are_shared_unless_the_scope_divides_them(folder):
+    loaded = load(Experiment(folder, untimed=True))
+    sizes = ["3/layer", "12"]
+    assert grid_of(loaded, specs(["lru"], None), sizes).sizes == {"3/layer": 12}
+    shared, apart = (list(report.sizes_note(loaded, grid_of(loaded, specs([p], None), sizes), sizes)) for p in SCOPES)
+    assert shared[-1] == ("3/layer: all layers share these slots under lru; --scope layer gives each layer its own")
+    assert len(shared) == len(apart) + 1
+    assert parse("lru@layer").divide(loaded.shape, 12) == (3, 3, 3, 3)
 
 
 def test_a_prefill_is_judged_by_ttft_and_as_decode_by_tpot(prefill):

@@ -94,6 +94,11 @@ def test_a_trace_played_from_shards_is_the_trace_read_whole(trace: Trace, data: 
                     shards.as_decode()
             else:
                 assert_same_shards(whole.as_decode(), shards.as_decode())
+            if whole.phases == "prefill":
+                with pytest.raises(InputError, match="decodes no token"):
+                    shards.without_prompts()
+            else:
+                assert_same_shards(whole.without_prompts(), shards.without_prompts())
 
 
 def test_rows_may_lie_in_any_order_of_requests(tmp_path: Path) -> None:

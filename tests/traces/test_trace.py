@@ -59,6 +59,15 @@ def test_a_trace_without_prefill_cannot_be_played_as_decode() -> None:
         synthetic(2, 5, 3, 8, 2, seed=1).as_decode()
 
 
+def test_without_its_prompts_a_trace_decodes_the_same_tokens_in_the_same_context() -> None:
+    trace = synthetic(2, 5, 3, 8, 2, seed=1, prompt_tokens=4)
+    decoded, steps = trace.without_prompts(), trace.steps(1)
+    assert (decoded.name, decoded.phases) == ("synthetic (decode only)", "decode")
+    alone = decoded.steps(1)
+    assert alone.experts.tolist() == steps.experts[steps.offsets[3] :].tolist()
+    assert alone.context.tolist() == steps.context[1:].tolist() == list(range(5, 10))
+
+
 def test_head_keeps_the_first_requests_and_says_how_many_there_are() -> None:
     trace = synthetic(3, 5, 3, 8, 2, seed=1)
     assert len(trace.head(2).experts) == 10
