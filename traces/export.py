@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from traces.compiled import loop
 from traces.errors import InputError, refuse
+from traces.hot_experts import FORMATS as PROFILES
 from traces.output import check_file, make_folder, replacing
 from traces.trace import Trace
 
@@ -127,8 +128,9 @@ def json_beside(out: Path) -> Path:
 
 def check_target(out: Path, to: str, overwrite: bool) -> None:
     """Raise InputError if `out` cannot be written; make its folder."""
-    if to == "npz" and out.suffix != ".npz":
-        raise InputError(f"{out} must end in .npz, so that it can be imported")
+    suffix = PROFILES[to].suffix if to in PROFILES else ".npz" if to == "npz" else ""
+    if not out.name.endswith(suffix):
+        raise InputError(f"{out} must end in {suffix}, so that it can be read")
     make_folder(out.parent)
     for path in [out, json_beside(out)] if to == "npz" else [out]:
         check_file(path, overwrite)

@@ -26,7 +26,7 @@ app = program.group(
         ),
         "export": (
             "tracer.commands.convert:export",
-            "Write a trace for other programs: libCacheSim, data frames, or plain arrays that `import` takes back.",
+            "Write a trace for other programs: libCacheSim, data frames, engines, or arrays that `import` takes back.",
         ),
         "cat": ("tracer.commands.edit:cat", "Join traces of one model into one."),
         "slice": ("tracer.commands.edit:slice_", "Take the requests out of a trace that fit all that is asked."),

@@ -10,6 +10,8 @@ from traces.commands import console
 from traces.errors import refuse, unknown
 from traces.export import FORMATS, of_phase
 from traces.export import check_target as check_export
+from traces.hot_experts import FORMATS as PROFILES
+from traces.hot_experts import carry_over
 from traces.importers import FORMATS as DUMPS
 from traces.importers import Options, import_dump
 from traces.reader import open_folder
@@ -51,7 +53,10 @@ def import_(
 def export(
     trace: TraceArgument,
     out: Annotated[Path, typer.Option(help="The file to write; npz also writes X.json beside X.npz.")],
-    to: Annotated[str, typer.Option(help="oracleGeneral (for libCacheSim), csv, or npz.")] = "oracleGeneral",
+    to: Annotated[
+        str,
+        typer.Option(help=f"oracleGeneral (libCacheSim), csv, npz, or an engine's profile: {', '.join(PROFILES)}."),
+    ] = "oracleGeneral",
     phase: Annotated[str, typer.Option(help="prefill, decode or both.")] = "both",
     expert_bytes: Annotated[
         int | None,
@@ -60,17 +65,23 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is already there.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a trace for other programs: libCacheSim, data frames, or plain arrays that `import` takes back.
+    """Write a trace for other programs: libCacheSim, data frames, engines, or arrays that `import` takes back.
+
+    A profile says which experts are hot. Beside it stands what share of choices a cache of them would serve, also on
+    requests that the profile did not see.
 
     Example: moe-trace export traces/demo --to oracleGeneral --phase decode --out demo.oracleGeneral
     """
-    if to not in FORMATS:
-        raise unknown("format", to, FORMATS)
+    if to not in FORMATS and to not in PROFILES:
+        raise unknown("format", to, [*FORMATS, *PROFILES])
     if phase not in ("prefill", "decode", "both"):
         raise unknown("phase", phase, ("prefill", "decode", "both"))
     odd = expert_bytes is not None and to != "oracleGeneral"
     refuse((odd, f"--expert-bytes belongs to oracleGeneral, not to {to}: leave it out"))
     check_export(out, to, overwrite)
+    if to in PROFILES:
+        _export_profile(Trace.read(trace), out, to, phase, overwrite, quiet)
+        return
     columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id")}[to]
     held = of_phase(Trace.read(trace, columns), phase)
     folder = open_folder(trace)
@@ -82,6 +93,20 @@ def export(
     if not quiet:
         what = {"oracleGeneral": "accesses", "csv": "rows", "npz": "tokens"}[to]
         console.say(f"{out}: {written} {what}")
+
+
+def _export_profile(trace: Trace, out: Path, to: str, phase: str, overwrite: bool, quiet: bool) -> None:
+    counted = trace.aggregate is not None and phase == "both" and to != "llama-moe-trace"
+    held = trace if counted else of_phase(trace, phase)
+    choices = PROFILES[to].write(held, out, overwrite=overwrite)
+    if quiet:
+        return
+    console.say(f"{out}: {choices:,} choices of experts, for {PROFILES[to].about}")
+    slots = sorted({max(1, round(held.num_experts * share)) for share in (1 / 8, 1 / 4, 1 / 2)})
+    console.say("share of choices that the hottest experts of each layer serve:")
+    console.say(f"{'slots a layer':<20}" + "".join(f"{f'{n} ({n / held.num_experts:.3g})':>14}" for n in slots))
+    for name, shares in carry_over(held, slots).items():
+        console.say(f"{name:<20}" + "".join(f"{share:>14.1%}" for share in shares))
 
 
 def load(path: Path) -> Any:
