@@ -1,9 +1,11 @@
 """Hot-expert profiles: what engines read from them, and what share of choices they serve, against plain counting."""
 
 import json
+import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -39,6 +41,17 @@ def test_sglang_gets_a_row_for_each_layer_of_the_model(trace: Trace, tmp_path: P
     assert counts.shape == (6, 8)
     assert not counts[[0, 3, 4]].any()
     np.testing.assert_array_equal(counts[[1, 2, 5]], (trace.eams(PREFILL) + trace.eams(DECODE)).sum(axis=0))
+
+
+def test_ktransformers_gets_the_same_as_a_file_of_torch(trace: Trace, tmp_path: Path, monkeypatch: Any) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    FORMATS["sglang"].write(trace, tmp_path / "hot.json")
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "ktransformers.md").read_text(encoding="utf-8")
+    (line,) = [each for each in page.splitlines() if each.startswith("python -c")]
+    exec(shlex.split(line)[2])
+    counts = torch.load("hot.pt", weights_only=True)["logical_count"]
+    assert counts.tolist() == json.loads((tmp_path / "hot.json").read_text())["logical_count"]
 
 
 def test_llama_cpp_gets_routing_whose_decoded_lines_are_the_decoded_tokens(trace: Trace, tmp_path: Path) -> None:
