@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -81,6 +81,15 @@ class Loaded(ABC):
         """Bytes of every expert, int64[L*E], where layers differ; None where all are alike."""
         layers = (self.profile or self.trace.meta).layer_expert_bytes
         return np.repeat(np.array(layers, np.int64), self.trace.num_experts) if len(set(layers)) > 1 else None
+
+    def alike(self) -> Self:
+        """Return the same with experts of one size, their mean; itself where they are."""
+        if self.sizes is None:
+            return self
+        sizes = (round(float(self.sizes.mean())),) * self.trace.layers
+        if self.profile:
+            return replace(self, profile=replace(self.profile, layer_expert_bytes=sizes))
+        return replace(self, trace=replace(self.trace, meta=replace(self.trace.meta, layer_expert_bytes=sizes)))
 
     @property
     def machine(self) -> dict[str, Any]:

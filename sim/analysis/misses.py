@@ -25,7 +25,6 @@ from sim.loop.requests import Requests
 from sim.results import files, plot
 from sim.results.metrics import COUNT, SHARE, TEXT, Row
 from sim.sweeps.grid import BELADY, Grid
-from traces.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,13 +115,9 @@ class Analysis:
 def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = None) -> Analysis:
     """Analyse an untimed setup; `advance` gets the number of requests run, `to_play(grid)` cells of each.
 
-    Untimed nothing is prefetched: of a pair only what it keeps counts. Raise InputError for experts of several sizes.
+    Untimed nothing is prefetched: of a pair only what it keeps counts. Experts are of one size (`Loaded.alike`), as the
+    curves of LRU and Belady count them.
     """
-    if loaded.sizes is not None:
-        raise InputError(
-            f"{loaded.model} has experts of several sizes, and the curves of LRU and Belady count experts: name "
-            "another `model_profile`"
-        )
     accesses = Accesses.of(Requests(loaded.trace), loaded.trace.layers, loaded.trace.num_experts)
     known = {"lru": lru_misses(accesses.experts, accesses.total, accesses.ends)}
     known["belady"] = belady = belady_misses(accesses.experts, accesses.total, ends=accesses.ends)

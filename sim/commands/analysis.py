@@ -38,8 +38,10 @@ def analyze(
 
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
     """
-    loaded = load(options.experiment(stated, trace, untimed=True))
-    sizes = split_list(cache_sizes)
+    stated_sizes = load(options.experiment(stated, trace, untimed=True))
+    loaded, sizes = stated_sizes.alike(), split_list(cache_sizes)
+    if loaded is not stated_sizes:
+        output.note("experts differ in size: the curves count experts, here of their mean size")
     grid = grid_of(loaded, specs(split_list(policies), scope), sizes)
     output.note(*report.sizes_note(loaded, grid, sizes), *report.untimed_note(loaded, grid.policies))
     folder = output.folder(loaded.experiment.trace, "/analysis")

@@ -233,6 +233,8 @@ COLUMNS: dict[str, Callable[[Row], Shown]] = {
     "policy": lambda row: (policy_title(row["policy"], row["oracle"]), None),
     "cache": lambda row: (size_text(row), row["cache_fraction"]),
     "experts": lambda row: _figure(row["cache_experts"]),
+    "a layer": lambda row: _figure(row["cache_experts"] / row["layers"]),
+    "MiB": lambda row: _figure(row["cache_bytes"] / 2**20 if row["cache_bytes"] else None),
     "hit rate": lambda row: _figure(row["hit_rate"], show_share),
     "TPOT mean, ms": lambda row: _figure(row["tpot_mean_ms"]),
     "p50": lambda row: _figure(row["tpot_p50_ms"]),

@@ -15,8 +15,7 @@ from sim.loaded import load
 from sim.results.metrics import Row
 from sim.sweeps import Grid
 from tests.support.command import moe_sim
-from traces import MARKER, InputError, write_trace
-from traces.models.profile import model
+from traces import MARKER, Trace, write_trace
 from traces.synthetic import synthetic
 
 
@@ -64,11 +63,17 @@ def test_with_room_for_all_only_first_uses_miss(loaded):
             assert (one["capacity"], one["policy_misses"]) == (0, 0)
 
 
-def test_experts_of_several_sizes_are_refused_as_curves_count_experts(home):
-    profile = replace(model("mixtral-8x7b").cut(3), experts=16, layer_expert_bytes=(10, 20, 30))
-    sized = replace(load(Experiment(trace=home / "both", untimed=True)), profile=profile)
-    with pytest.raises(InputError, match=r"mixtral-8x7b has experts of several sizes.* another `model_profile`"):
-        analyse(sized, Grid((parse("lru"),), {"50%": sized.slots("50%")}))
+def test_experts_of_several_sizes_are_counted_as_of_their_mean_size(home, tmp_path):
+    trace = Trace.read(home / "both")
+    for name, sizes in (("sized", (10, 20, 30)), ("mean", (20, 20, 20))):
+        write_trace(replace(trace, meta=replace(trace.meta, model="?", layer_expert_bytes=sizes)), tmp_path / name)
+    found = [
+        moe_sim("analyze", name, "--policies", "lru,lfu", "--cache-sizes", "300B,50%", "--json", cwd=tmp_path)
+        for name in ("sized", "mean")
+    ]
+    assert found[0].stdout == found[1].stdout != ""
+    assert "experts differ in size: the curves count experts, here of their mean size" in found[0].stderr
+    assert "differ in size" not in found[1].stderr
 
 
 def test_only_what_no_curve_gives_is_played(loaded):

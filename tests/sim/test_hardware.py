@@ -145,7 +145,9 @@ def test_a_profile_that_disagrees_with_the_trace_is_refused():
     with pytest.raises(InputError):
         of_trace(meta("x", 16, 8, 2), "olmoe-1b-7b")
     with pytest.raises(InputError):
-        of_trace(meta("x", 16, 64, 2), "olmoe-1b-7b")
+        of_trace(meta("x", 16, 64, 9), "olmoe-1b-7b")
+    lowered = of_trace(meta("x", 16, 64, 6), "olmoe-1b-7b")
+    assert lowered == replace(model("olmoe-1b-7b"), top_k=6), "as an engine was told to"
 
 
 def test_an_unknown_model_is_derived_from_the_sizes_in_its_trace():

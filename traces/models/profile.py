@@ -330,9 +330,11 @@ def known(name: str) -> ModelProfile | None:
 def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
     """Return the profile that `text` names, else the trace, else a derived one. Raise InputError if they differ.
 
-    Bytes by layer that a trace states are those of the file that was run: only `text` overrides them.
+    What an engine ran counts: bytes by layer that a trace states are those of its file, and only `text` overrides
+    them; and it may have been told to use fewer experts a token than the model has.
     """
     profile = model(text) if text else known(meta.model) or derived(meta)
+    profile = replace(profile, top_k=min(profile.top_k, meta.top_k))
     for what, ours, theirs in (
         ("MoE layers", profile.moe_layers, meta.layers),
         ("experts a layer", profile.experts, meta.experts),
