@@ -108,6 +108,7 @@ class LinkTracks(LoopObserver):
         self.arrived_at: dict[int, int] = {}
         """By expert: when its latest piece ended."""
         self._victims: list[int] = []  # of the transfer whose first piece comes next
+        self._priorities: dict[int, float] = {}  # by expert: of its latest transfer, when that started
         self._running = NO_EXPERT  # the transfer chosen last
         self._pause: tuple[int, int] | None = None  # the paused expert, and since when
 
@@ -117,6 +118,8 @@ class LinkTracks(LoopObserver):
         if self._pause and self._pause[0] == expert:
             self._show_pause()
             self._pause = None
+        else:
+            self._priorities[expert] = self._scene.residency.priority(expert)
         self._start(expert, victim)
 
     def interrupted(self, expert: int, victim: int) -> None:
@@ -162,7 +165,7 @@ class LinkTracks(LoopObserver):
             "bytes_so_far": upto,
             "bytes_of_expert": transfer.size,
             "victim": ", ".join(map(scene.name, victims)) or None,
-            "priority": None if transfer.demand else scene.residency.priority(expert),
+            "priority": None if transfer.demand else self._priorities[expert],
             "unfinished": unfinished,
         }
         scene.timeline.slice(self._track, f"{kind} {scene.name(expert)}", max(since, self._ended), scene.now(), args)
