@@ -156,9 +156,20 @@ def _facts(trace: Trace) -> dict[str, Any]:
             strict=True,
         )
     ]
-    names = ("model", "moe_layers", "experts", "top_k", "layer_names", "expert_bytes", "dtype", "revision", *_SIZES)
+    names = (
+        "model",
+        "moe_layers",
+        "experts",
+        "top_k",
+        "layer_names",
+        "expert_bytes",
+        "layer_expert_bytes",
+        "dtype",
+        "revision",
+        *_SIZES,
+    )
     facts = vars(meta) | {"moe_layers": meta.layers}
-    return {name: facts[name] for name in names if facts[name] is not None} | {"requests": requests}
+    return {name: facts[name] for name in names if facts[name] not in (None, ())} | {"requests": requests}
 
 
 _SIZES = ("hidden_size", "expert_intermediate_size")

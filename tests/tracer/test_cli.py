@@ -102,11 +102,11 @@ def test_info_prints_the_facts_as_table_and_as_json(moe_trace: Run) -> None:
 def test_validate_accepts_a_whole_trace_and_names_the_fault_of_a_broken_one(
     tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]
 ) -> None:
-    assert "is a valid trace: 64 requests" in moe_trace("validate", demo_trace()).stdout
+    assert "is sound: 64 requests" in moe_trace("check", demo_trace()).stdout
     shutil.copytree(demo_trace(), tmp_path / "t")
     part = tmp_path / "t/routing/part-00000.parquet"
     part.write_bytes(part.read_bytes()[:1000])
-    refuses("validate", tmp_path / "t", reason=f"{part} is truncated")
+    refuses("check", tmp_path / "t", reason=f"{part} is truncated")
 
 
 def test_import_takes_the_json_beside_the_arrays(tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]) -> None:
@@ -196,7 +196,7 @@ def test_an_interrupted_recording_is_resumed_by_the_same_command(
         interrupted.setattr(Meter, "finished", interrupt_after_two)
         assert moe_trace(*command, "--out", tmp_path / "t").returncode == 130
     refuses(*command, "--out", tmp_path / "t", reason="`record --resume` continues")
-    for look in (("info",), ("validate",), ("slice", "--out", tmp_path / "s"), ("cat", "--out", tmp_path / "c")):
+    for look in (("info",), ("check",), ("slice", "--out", tmp_path / "s"), ("cat", "--out", tmp_path / "c")):
         told = moe_trace(*look, tmp_path / "t").stderr
         assert f"{tmp_path / 't'} holds 2 of 6 requests: its recording was interrupted" in told
     refuses(*command, "--seed", 1, "--resume", "--out", tmp_path / "t", reason="seed was 0, now 1")
@@ -236,7 +236,7 @@ def test_eams_alone_can_be_looked_at_and_not_played(tmp_path: Path, moe_trace: R
     assert made.returncode == 0, made.stderr
     assert "EAMs of 1 requests" in made.stdout
     assert "EAMs only" in moe_trace("info", tmp_path / "t").stdout
-    assert moe_trace("validate", tmp_path / "t").returncode == 0
+    assert moe_trace("check", tmp_path / "t").returncode == 0
 
 
 def test_code_that_comes_with_a_model_runs_only_if_trusted(

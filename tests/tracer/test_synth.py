@@ -16,7 +16,7 @@ def test_a_synthetic_trace_has_the_shape_of_the_model_and_says_what_it_is(moe_tr
     assert ended.returncode == 0, ended.stderr
     assert "real" in ended.stdout
     assert "synthetic" in ended.stdout
-    assert moe_trace("validate", tmp_path / "a").returncode == 0
+    assert moe_trace("check", tmp_path / "a").returncode == 0
     meta = Trace.read(tmp_path / "a").meta
     assert (meta.layers, meta.experts, meta.top_k, meta.mode) == (32, 8, 2, "synthetic")
     assert meta.model == "mistralai/Mixtral-8x7B-v0.1"

@@ -16,13 +16,13 @@ app = program.group(
             "tracer.commands.inspect:info",
             "Show a trace's model, size, sparsity, reuse between adjacent tokens, and EAM similarity.",
         ),
-        "validate": (
-            "tracer.commands.inspect:validate",
-            "Check a trace whole: files, schema, ids, repeats, order, numbers, EAMs; status 2 and the first fault.",
+        "check": (
+            "tracer.commands.inspect:check",
+            "Check a trace or a dump, its files and ids, and for what recorders get wrong; status 1 for a finding.",
         ),
         "import": (
             "tracer.commands.convert:import_",
-            "Turn routing that another tool dumped into a trace: vLLM, SGLang, llama.cpp, or plain arrays.",
+            "Turn routing that another tool dumped into a trace: any engine's rows, nested records, arrays or counts.",
         ),
         "export": (
             "tracer.commands.convert:export",

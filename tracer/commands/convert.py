@@ -12,16 +12,20 @@ from traces.export import FORMATS, of_phase
 from traces.export import check_target as check_export
 from traces.hot_experts import FORMATS as PROFILES
 from traces.hot_experts import carry_over
-from traces.importers import FORMATS as DUMPS
-from traces.importers import Options, import_dump
+from traces.importers import Options, Source, read_dump
 from traces.reader import open_folder
 from traces.trace import Trace
 from traces.writer import check_target, write_trace
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="A dump: .npz, .npy, .json, .jsonl, .pt, .csv, or a folder of them.")],
-    format: Annotated[str, typer.Option(help=f"{', '.join(DUMPS)}, or auto: by name and content.")] = "auto",
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A dump: JSON, JSON lines, CSV, Parquet, .npz, .npy, .pt, K3 route trace or imatrix, packed with gzip "
+            "or not; or a folder of such files."
+        ),
+    ],
     meta: Annotated[
         Path | None,
         typer.Option(help="JSON with model, experts, phase, requests, ...", show_default="X.json if there"),
@@ -32,22 +36,37 @@ def import_(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
-    """Turn routing that another tool dumped into a trace: vLLM, SGLang, llama.cpp, or plain arrays.
+    """Turn routing that another tool dumped into a trace: any engine's rows, nested records, arrays or counts.
+
+    Columns and keys are found by their names, or named by --columns. What was found, and what is wrong with the
+    recording, is printed before anything is written.
 
     Example: moe-trace import answers.jsonl --experts 128 --out traces/recorded/qwen3
     """
+    source = source_of(file, meta, options, quiet)
+    folder = out or RECORDED / source.stem
+    check_target(folder, overwrite)
+    made = read_dump(source)
+    if not quiet:
+        for text in source.found:
+            console.note(f"found: {text}")
+    for text in source.notes:
+        console.warn(text)
+    for finding in source.findings:
+        console.warn(f"fixed: {finding.name}: {finding.what}" if options.fix and finding.fixed else str(finding))
+    write_trace(made, folder, overwrite)
+    report(folder, quiet)
+
+
+def source_of(file: Path, meta: Path | None, options: Options, quiet: bool) -> Source:
+    """Return a dump to read, with the JSON beside it unless another one is named."""
     file = file.resolve() if file.name in ("", "..") else file
     beside = file.with_suffix(".json")
     found = meta is None and beside.is_file() and beside != file
-    folder = out or RECORDED / file.stem
-    check_target(folder, overwrite)
-    made, assumed = import_dump(file, beside if found else meta, options, format, load)
+    source = Source.of(file, beside if found else meta, options, load)
     if found and not quiet:
         console.note(f"no --meta given: taking {beside}")
-    for text in assumed:
-        console.warn(text)
-    write_trace(made, folder, overwrite)
-    report(folder, quiet)
+    return source
 
 
 def export(

@@ -1,14 +1,20 @@
-"""`moe-trace info` and `validate`: look at a trace, check it."""
+"""`moe-trace info` and `check`: look at a trace, check it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from tracer.commands.convert import source_of
 from tracer.commands.shared import TraceArgument, size, warn_if_unfinished
 from traces.commands import console
+from traces.defects import of_trace
+from traces.importers import Options, read_dump
 from traces.reader import EXTRA, open_folder
+from traces.schema import GROWING, REQUESTS, ROUTING
 from traces.stats import summary
 from traces.stream import pieces
 from traces.trace import Trace
@@ -33,15 +39,37 @@ def info(
             console.say(f"next: moe-sim sweep {trace}")
 
 
-def validate(trace: TraceArgument) -> None:
-    """Check a trace whole: files, schema, ids, repeats, order, numbers, EAMs; status 2 and the first fault.
+def check(
+    trace: Annotated[str, typer.Argument(help="A trace, its URL, or a dump that `moe-trace import` reads.")],
+    meta: Annotated[
+        Path | None, typer.Option(help="JSON with facts of a dump, as for import.", show_default="X.json if there")
+    ] = None,
+    *,
+    options: Options,
+) -> None:
+    """Check a trace or a dump, its files and ids, and for what recorders get wrong; status 1 for a finding.
 
-    Example: moe-trace validate traces/recorded/demo
+    What cannot be read or is invalid ends with status 2 and the first fault. --fix belongs to `moe-trace import`.
+
+    Example: moe-trace check traces/recorded/demo
     """
-    tokens = sum(len(piece.step) for piece in pieces(trace, EXTRA))
-    folder = open_folder(trace)
-    warn_if_unfinished(folder)
-    console.say(f"{trace} is a valid trace: {size(folder, tokens)}")
+    file = Path(trace)
+    if file.exists() and not (file.is_dir() and any((file / name).exists() for name in (REQUESTS, GROWING, ROUTING))):
+        source = source_of(file, meta, replace(options, fix=True), quiet=False)
+        made, findings = read_dump(source), source.findings
+        for text in source.found:
+            console.note(f"found: {text}")
+        what = f"{len(made.requests)} requests, {len(made.experts)} tokens"
+    else:
+        findings, tokens = of_trace(pieces(trace, EXTRA))
+        folder = open_folder(trace)
+        warn_if_unfinished(folder)
+        what = size(folder, tokens)
+    for finding in findings:
+        console.say(str(finding))
+    if findings:
+        raise typer.Exit(1)
+    console.say(f"{trace} is sound: {what}")
     console.say(f"next: moe-trace info {trace}")
 
 

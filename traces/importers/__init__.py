@@ -1,88 +1,115 @@
-"""Other tools' dumps as traces: a module for each format, which reads, and one that checks and builds.
+"""Other tools' dumps as traces.
 
-A format is a line of FORMATS; `auto` takes the first that recognises the dump. Importers refuse damaged input, and
-return what they assumed, a line each.
+Four shapes of data are read: rows (`files`), nested records (`tree`), arrays (`plain`), and what servers answer or
+SGLang records (`answers`, `recorder`). Rows and records name their columns by `words` and become one long table
+(`table`). Behind all, `traces.defects` checks and `build` makes the trace. A format of known words needs nothing here;
+one whose words mean something else is an entry of `words.FORMATS`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from traces.errors import InputError, unknown
-from traces.importers import counts, plain, recorder, sglang, vllm
-from traces.importers.answers import answers
+import pandas as pd
+
+from traces.errors import InputError
+from traces.files import unpacked, unpacked_name
+from traces.importers import answers, plain, recorder, tree
 from traces.importers.build import aggregate_of, trace_of
 from traces.importers.dump import Counts, Dump
+from traces.importers.files import files_of, frame_of, records_of
 from traces.importers.source import Options, Source
+from traces.importers.table import routing_of
+from traces.importers.words import Columns, format_of
 from traces.trace import Trace
 
-__all__ = ["AUTO", "FORMATS", "Options", "import_dump"]
-
-AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class Format:
-    """One kind of dump."""
-
-    about: str
-    read: Callable[[Source], Dump | Counts]
-    suffix: str = ""  # of its file, or of one in its folder
-    is_answer: Callable[[dict[str, Any]], bool] | None = None  # of a server, whose answers are .json or .jsonl
-    fits: Callable[[Source], bool] = lambda source: True  # what else must hold of a file with the suffix
-
-    def recognises(self, source: Source) -> bool:
-        """Return whether a dump is of this kind, by name and first content."""
-        path = source.path
-        suffixes = {one.suffix for one in path.iterdir()} if path.is_dir() else {path.suffix}
-        if {".json", ".jsonl"} & suffixes and not {".npy", ".npz"} & suffixes:
-            return self.is_answer is not None and any(self.is_answer(one.body) for one in islice(answers(path), 1))
-        return bool(self.suffix) and self.suffix in suffixes and self.fits(source)
-
-
-FORMATS = {
-    "npz": Format("plain arrays: experts[tokens, layers, k] and offsets", plain.read_npz, ".npz"),
-    "npy": Format("experts[tokens, layers, k], offsets in X.offsets.npy", plain.read_npy, ".npy", fits=plain.fits),
-    "vllm": Format("vLLM: a .npy for each request, or answers, .json or .jsonl", vllm.read, ".npy", vllm.is_answer),
-    "sglang": Format("SGLang: answers, .json or .jsonl", sglang.read, is_answer=sglang.is_answer),
-    "sglang-pt": Format("SGLang: dumps of its recorder, .pt", recorder.read, ".pt"),
-    "csv": Format("llama.cpp: counts as layer,expert[,count]", counts.read_csv, ".csv"),
-}
-"""In the order in which they are tried."""
+__all__ = ["Options", "Source", "import_dump", "read_dump"]
 
 
 def import_dump(
     path: Path,
     meta: Path | None = None,
     options: Options | None = None,
-    format: str = AUTO,
     load_pt: Callable[[Path], Any] | None = None,
 ) -> tuple[Trace, list[str]]:
     """Read a dump as a trace; also return what was assumed, a line each.
 
-    meta: a JSON with `model`, `experts`, `phase`, `requests`, ... (`traces.importers.source.Facts`). format: a key of
-    FORMATS, or "auto". load_pt: reads a torch file as dicts, lists and numpy arrays (this package knows no torch).
-    Dumps without sequences give a trace of EAMs only. Raises InputError.
+    meta: a JSON with `model`, `experts`, `phase`, `requests`, ... (`traces.importers.source.Facts`). load_pt: reads a
+    torch file as dicts, lists and numpy arrays (this package knows no torch). Dumps without sequences give a trace of
+    EAMs only. Raises InputError.
     """
-    if not path.exists():
-        raise InputError(f"no file {path} to import")
     source = Source.of(path, meta, options or Options(), load_pt)
-    kind = _format(source, format)
-    dump = kind.read(source)
-    if not kind.is_answer and any(request.start for request in dump.requests):
-        raise InputError(f"{path} is of no server, and only servers leave leading tokens out: leave `start` out")
-    return trace_of(dump, source) if isinstance(dump, Dump) else aggregate_of(dump, source), source.notes
+    return read_dump(source), source.notes
 
 
-def _format(source: Source, name: str) -> Format:
-    if name != AUTO:
-        if name not in FORMATS:
-            raise unknown("format", name, [AUTO, *FORMATS])
-        return FORMATS[name]
-    for known in FORMATS.values():
-        if known.recognises(source):
-            return known
-    offer = "; ".join(f"{name} ({known.about})" for name, known in FORMATS.items())
-    raise InputError(f"{source.path} is no dump of a known format; --format takes {offer}")
+def read_dump(source: Source) -> Trace:
+    """Return the dump as a trace; what was found, assumed and is wrong is added to the source. Raises InputError."""
+    if not source.path.exists():
+        raise InputError(f"no file {source.path} to import")
+    dump = _read(source)
+    return trace_of(dump, source) if isinstance(dump, Dump) else aggregate_of(dump, source)
+
+
+def _read(source: Source) -> Dump | Counts:
+    paths = files_of(source.path)
+    kind = {path: unpacked_name(path).suffix.lower() for path in paths}
+    kinds = set(kind.values()) - {".json"} or {".json"}
+    paths = [path for path in paths if kind[path] in kinds]
+    if not paths:
+        raise InputError(f"{source.path} holds no files that could be dumps")
+    if kinds == {".npz"}:
+        return plain.read_npz(source, paths)
+    if kinds == {".npy"}:
+        return plain.read_npy(source, paths)
+    loaded: list[tuple[str, Any]] = []  # name, and a frame or records
+    for path in paths:
+        if kind[path] in (".pt", ".pth"):
+            assert source.load_pt
+            loaded.append((path.stem, [source.load_pt(path)]))
+        elif (raw := unpacked(path)).lstrip()[:1] in (b"{", b"["):
+            loaded.append((unpacked_name(path).stem, records_of(path, raw)))
+        else:
+            loaded.append((unpacked_name(path).stem, frame_of(source, path, raw)))
+    first = loaded[0][1][0] if isinstance(loaded[0][1], list) else None
+    if recorder.is_recording(first):
+        return recorder.read(source, [(path, records[0]) for path, (_, records) in zip(paths, loaded, strict=True)])
+    if answers.is_answer(first):
+        return answers.read(
+            source,
+            [
+                (f"{path} answer {i}", f"{path.stem}-{i}", one)
+                for path, (_, records) in zip(paths, loaded, strict=True)
+                for i, one in enumerate(records)
+            ],
+        )
+    frames = [(name, frame) for name, held in loaded if len(frame := _rows(source, held)) or len(loaded) == 1]
+    return routing_of(frames, _known(source, loaded[-1][1]))
+
+
+def _known(source: Source, held: Any) -> Source:
+    """Return the source with what FORMATS says of a dump with these names."""
+    names = held.columns if isinstance(held, pd.DataFrame) else held[-1] if held and isinstance(held[-1], dict) else ()
+    if (found := format_of(names)) is None:
+        return source
+    kind, declared = found
+    source.says(kind)
+    if declared.note and declared.note not in source.notes:
+        source.notes.append(declared.note)
+    source.stated.setdefault("phase", declared.phase)
+    return replace(source, columns=Columns({**declared.columns, **source.columns.stated}))
+
+
+def _rows(source: Source, held: Any) -> pd.DataFrame:
+    """Return records as flat rows; rows with columns of several layers are records."""
+    columns = _known(source, held).columns
+    if isinstance(held, pd.DataFrame):
+        if not tree.nested(dict.fromkeys(held.columns)):
+            return held
+        held = tree.with_lists(held)
+    elif not any(not isinstance(one, dict) or tree.nested(one) for one in held):  # flat already
+        routed = [one for one in held if tree.routes(one, columns)]
+        for one in held if len(routed) < len(held) else ():
+            tree.state(one, source.stated)
+        return pd.DataFrame(routed or held)
+    return pd.DataFrame(list(tree.rows(held, columns, source.stated)))

@@ -2,21 +2,25 @@
 anything is written.
 """
 
+import re
 from dataclasses import replace
+from functools import lru_cache
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.check import check_steps, first_fault
+from traces.check import check_steps
+from traces.defects import Routing, find, layer_map
 from traces.errors import InputError, located
 from traces.importers.dump import Counts, Dump
-from traces.importers.layers import HINT, first_dense, parse_layer_map
 from traces.importers.plain import token_ids
 from traces.importers.source import Request, Source
 from traces.index import Index
+from traces.models import ModelProfile, known
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace, in_turn, listed
@@ -24,7 +28,15 @@ from traces.trace import Trace, in_turn, listed
 BF16_BYTES = 2
 IMPORT = "import"
 
-_AS_STATED = ("expert_bytes", "dtype", "revision", "hidden_size", "expert_intermediate_size")
+QUANTISED = re.compile(
+    r"([-_.](i1|ud|it|gguf|awq|gptq|i?q\d\w*|bf16|f16|f32|mxfp4|nvfp4|fp8|int[48]|w\d+a\d+|\d+bit))+$", re.IGNORECASE
+)
+"""What the names of files add to a model's."""
+
+_PART = re.compile(r"(\d+)|(\d+)-(\d+)|(\d*):")
+"""One layer, an inclusive range, or "N:" for all from N on."""
+
+_AS_STATED = ("expert_bytes", "layer_expert_bytes", "dtype", "revision", "hidden_size", "expert_intermediate_size")
 """Facts of the JSON that are taken as they are."""
 
 
@@ -32,21 +44,18 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     where, layers = str(source.path), _layers(source, dump.experts.shape[1])
     if dump.phase is not None and source.options.phase is not None:
         raise InputError(f"{where} says itself which tokens are prompt: leave --phase out")
-    experts = dump.experts if layers is None else dump.experts[:, _index(layers)]
-    E = source.agreed("experts", dump.num_experts)
-    if layers is None and source.facts.layer_names is None and (dense := first_dense(experts)):
-        raise InputError(f"{where}: layer {dense[0]} {dense[1]}; {HINT.format(last=experts.shape[1] - 1)}")
-    phase = dump.phase if dump.phase is not None else np.full(len(experts), _phase(source), np.uint8)
-    if E is None:
-        E = int(experts.max()) + 1
+    if layers is not None:
+        at, numbers = _index(layers), layers if dump.layers is None else tuple(dump.layers[each] for each in layers)
+        weights = None if dump.weights is None else dump.weights[:, at]
+        dump = replace(dump, experts=dump.experts[:, at], weights=weights, layers=numbers)
+    E = source.agreed("experts", dump.num_experts) or _of_model(source, "experts")
+    dump = _sound(dump, source, E)
+    experts, largest = dump.experts, int(dump.experts.max(initial=-1))
+    if E is None or largest >= E:
+        E = largest + 1
         source.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
-    meta = _meta(source, experts.shape[1], experts.shape[2], E, layers, IMPORT)
-    if fault := first_fault(experts, E):
-        row, layer, reason = fault
-        request = int(np.searchsorted(dump.offsets, row, side="right")) - 1
-        dumped = f" (layer {layers[layer]} of the dump)" if layers else ""
-        place = f"request {request}, row {row - int(dump.offsets[request])}, MoE layer {layer}{dumped}"
-        raise InputError(f"{where}: {place}: {reason}")
+    phase = dump.phase if dump.phase is not None else np.full(len(experts), _phase(source), np.uint8)
+    meta = _meta(source, experts.shape[1], experts.shape[2], E, dump.layers, IMPORT)
     requests = _frame(dump.requests, dump.offsets, phase)
     prefilled = np.diff(np.concatenate([[0], np.cumsum(phase == PREFILL)])[dump.offsets])
     columns = in_turn(np.diff(dump.offsets), prefilled)
@@ -58,13 +67,9 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     index.add(np.repeat(np.arange(len(requests)), np.diff(dump.offsets)), position, phase)
     index.check(meta, requests, where)
     check_steps(step, phase, dump.offsets, where)
-    if source.options.token_ids is not None:
-        if dump.token_id is not None:
-            raise InputError(f"{where} holds token ids itself: leave --token-ids out")
-        dump = replace(dump, token_id=token_ids(source.options.token_ids, len(experts)))
     ids = np.where(experts < 0, meta.sentinel, experts) if experts.dtype.kind == "i" else experts
     return Trace(
-        name=source.path.stem,
+        name=source.stem,
         meta=meta,
         requests=requests,
         offsets=dump.offsets,
@@ -72,9 +77,81 @@ def trace_of(dump: Dump, source: Source) -> Trace:
         phase=phase,
         position=position,
         step=step,
-        weights=dump.weights if dump.weights is None or layers is None else dump.weights[:, _index(layers)],
+        weights=dump.weights,
         token_id=dump.token_id,
     )
+
+
+def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
+    """Return the dump as `traces.defects` leaves it: its findings are the source's, and those unfixed may refuse it."""
+    if source.options.token_ids is not None:
+        if dump.token_id is not None:
+            raise InputError(f"{source.path} holds token ids itself: leave --token-ids out")
+        dump = replace(dump, token_id=token_ids(source.options.token_ids, len(dump.experts)))
+    experts = dump.experts if dump.experts.dtype.kind == "i" else dump.experts.astype(np.int32)
+    used = int((experts != -1).any(axis=(0, 1)).nonzero()[0].max(initial=0)) + 1
+    used = min(experts.shape[2], max(used, source.agreed("top_k") or 0))  # slots behind are padding
+    E = E if E is not None and experts.max(initial=0) <= 2 * E else None
+    ids = [str(one.id) for one in dump.requests]
+    top_k = max(source.agreed("top_k") or 0, _of_model(source, "top_k") or 0) or None
+    held = Routing(
+        experts[:, :, :used],
+        dump.offsets,
+        ids,
+        dump.phase,
+        None if dump.weights is None else dump.weights[:, :, :used],
+        E,
+        top_k,
+        dump.layers,
+        dump.restarts,
+    )
+    findings, sound = find(held, source.options.fix)
+    if source.facts.layer_names is not None:  # who names the layers says that they are MoE layers
+        findings = [one for one in findings if one.name != "dense layer"]
+    source.findings.extend(findings)
+    for one in findings:
+        if one.unusable and (one.fixed is None or not source.options.fix):
+            raise InputError(f"{source.path}: {one}")
+    named, rows = dict(zip(ids, dump.requests, strict=True)), sound.rows
+    alike = len(sound.requests) == len(ids) and len(rows) == len(experts)
+    requests = (
+        dump.requests
+        if alike
+        else [
+            replace(named.get(name, Request(dataset="", task="")), id=name, output_tokens=None)
+            for name in sound.requests
+        ]
+    )
+    taken = {
+        name: array[rows] for name in ("position", "step", "token_id") if (array := getattr(dump, name)) is not None
+    }
+    if len(sound.requests) > len(ids):
+        taken.pop("position", None)
+    return replace(
+        dump,
+        experts=sound.experts,
+        weights=sound.weights,
+        phase=sound.phase,
+        offsets=sound.offsets,
+        requests=requests,
+        **taken,
+    )
+
+
+def _of_model(source: Source, name: str) -> int | None:
+    """Return a number of the profile of the model that the dump or its JSON names; None if no profile is known."""
+    profile = _profile(source)
+    return None if profile is None else int(getattr(profile, name))
+
+
+def _profile(source: Source) -> ModelProfile | None:
+    """Return the profile of the model that the dump or its JSON names, whatever its file was quantised to."""
+    return _of_name(str(source.facts.model or source.stated.get("model") or ""))
+
+
+@lru_cache(64)
+def _of_name(model: str) -> ModelProfile | None:
+    return known(model) or known(QUANTISED.sub("", model.rsplit("/", 1)[-1]))
 
 
 def aggregate_of(counts: Counts, source: Source) -> Trace:
@@ -82,7 +159,7 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
     R, dumped, E = counts.counts.shape
     layers = _layers(source, dumped) or counts.layers
     if layers is None and (empty := np.flatnonzero(~counts.counts.any(axis=(0, 2)))).size:
-        raise InputError(f"{source.path}: layer {empty[0]} counts no token; {HINT.format(last=dumped - 1)}")
+        raise InputError(f"{source.path}: layer {empty[0]} counts no token; {layer_map(dumped)}")
     held = counts.counts if layers is None else counts.counts[:, _index(layers)]
     if held.max() >= 2**32:
         raise InputError(f"{source.path}: a count of {held.max()} is more than a trace can hold (2^32 - 1)")
@@ -97,13 +174,25 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
     aggregate[_phase(source)] = held.reshape(R, -1)
     columns = in_turn(np.zeros(R, np.int64), np.zeros(R, np.int64))
     return Trace(
-        name=source.path.stem,
+        name=source.stem,
         meta=meta,
         requests=_frame(counts.requests, columns["offsets"], columns["phase"], AGGREGATE),
         experts=np.zeros((0, meta.layers, k), meta.id_type),
         aggregate=aggregate,
         **columns,
     )
+
+
+def parse_layer_map(spec: str, layers: int) -> tuple[int, ...]:
+    """Return the layers, of `layers`, that `spec` names, ascending: "1-26", "3:", "0,2,4-8" or in brackets."""
+    numbers: list[int] = []
+    parts = [_PART.fullmatch(part.strip()) for part in spec.strip().removeprefix("[").removesuffix("]").split(",")]
+    for match in filter(None, parts):
+        one, first, last, begin = match.groups()
+        numbers += range(int(one or first or begin or 0), int(one or last or layers - 1) + 1)
+    if None in parts or not numbers or numbers[-1] >= layers or any(b <= a for a, b in pairwise(numbers)):
+        raise InputError(f"--layer-map {spec!r} must name layers from 0 to {layers - 1}, as in 1-26, 3: or 0,2,4-8")
+    return tuple(numbers)
 
 
 def _layers(source: Source, dumped: int) -> tuple[int, ...] | None:
@@ -121,7 +210,8 @@ def _index(layers: tuple[int, ...]) -> slice | NDArray[np.int64]:
 
 def _phase(source: Source) -> int:
     """Return the phase of all tokens of a dump that does not state it."""
-    word = source.options.phase or next(iter((source.facts.phase or "").replace(",", " ").split()), None)
+    said = source.options.phase or source.facts.phase or source.stated.get("phase") or ""
+    word = next(iter(str(said).replace(",", " ").split()), None)
     if word is None:
         source.notes.append("no phase is stated: the tokens are taken as decoded (--phase prefill says otherwise)")
     if word not in ("prefill", "decode", None):
@@ -132,19 +222,39 @@ def _phase(source: Source) -> int:
 def _meta(source: Source, L: int, k: int, E: int, layers: tuple[int, ...] | None, mode: str) -> TraceMeta:
     facts = source.facts
     if facts.moe_layers not in (None, L):
-        hint = f"; {HINT.format(last=L - 1)}" if facts.moe_layers < L else ""
+        hint = f"; {layer_map(L)}" if facts.moe_layers < L else ""
         raise InputError(f"{source.facts_path} says moe_layers {facts.moe_layers}, but {source.path} has {L}{hint}")
-    source.agreed("top_k", k)
+    if (most := source.agreed("top_k")) is not None and k > most:
+        raise InputError(f"{source.path} has {k} experts of a token in a layer, top_k is said to be {most}")
     first = facts.first_moe_layer or 0
-    names = facts.layer_names or tuple(f"layers.{layer}" for layer in layers or range(first, first + L))
+    numbers = _of_the_model(source, tuple(layers or range(first, first + L)))
+    names = facts.layer_names or tuple(f"layers.{layer}" for layer in numbers)
     stated: dict[str, Any] = {name: getattr(facts, name) for name in _AS_STATED}
     hidden, inner = facts.hidden_size, facts.expert_intermediate_size
     if facts.expert_bytes is None and hidden and inner and facts.dtype in (None, "bfloat16"):
         stated |= {"expert_bytes": 3 * hidden * inner * BF16_BYTES, "dtype": "bfloat16"}
+    if sizes := source.stated.get("expert_bytes_by_layer"):
+        by_layer = tuple(sizes.get(layer) for layer in tuple(layers or range(L)))
+        if None not in by_layer:
+            stated |= {"layer_expert_bytes": by_layer, "expert_bytes": max(by_layer)}
     tools = {"moe-expert-cache": version("moe-expert-cache")}
     with located(str(source.facts_path or source.path)):
-        model = source.path.stem if facts.model is None else facts.model
+        model = facts.model if facts.model is not None else str(source.stated.get("model") or source.stem)
         return TraceMeta(model, L, E, k, names, mode=mode, tools=tools, **stated)
+
+
+def _of_the_model(source: Source, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layers as the model's profile numbers them, where the dump counts MoE layers only, or from 1."""
+    profile = _profile(source)
+    if profile is None or profile.moe_layers != len(layers) or layers[-1] - layers[0] + 1 != len(layers):
+        return layers
+    numbers = tuple(number for number, kind in enumerate(profile.order) if kind.routed)
+    if numbers != layers and source.facts.first_moe_layer is None:
+        source.says(
+            f"layers {layers[0]} to {layers[-1]} are the layers {numbers[0]} to {numbers[-1]} of {profile.name}"
+        )
+        return numbers
+    return layers
 
 
 def _frame(

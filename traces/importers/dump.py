@@ -3,7 +3,6 @@ and generated tokens, the unit of what servers answer, become a Dump.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,8 @@ class Dump:
     weights: NDArray[np.float16] | None = None  # [T, layers, k]
     token_id: NDArray[np.int32] | None = None  # [T]
     num_experts: int | None = None  # E, where the dump states it
+    layers: tuple[int, ...] | None = None  # numbers of its layers, where it numbers them; None: from 0
+    restarts: NDArray[np.int64] | None = None  # rows whose token index does not follow the one before
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,3 @@ def _check_length(one: Sequence, request: Request) -> None:
             f"{one.place}: {len(one.experts)} rows after {start} left out, but {prompt} prompt{generated}; "
             "where the server was told to leave leading tokens out, say how many with --start"
         )
-
-
-def each_file(path: Path, suffix: str) -> list[Path]:
-    """Return `path`, or the files with `suffix` in the folder `path`, by name."""
-    return sorted(path.glob(f"*{suffix}")) if path.is_dir() else [path]

@@ -1,4 +1,4 @@
-"""SGLang's expert distribution recorder in mode per_token: forward passes as .pt, one file for each rank.
+"""SGLang's expert distribution recorder: forward passes (mode per_token) or counts, as .pt, one file for each rank.
 
 A file holds `records`, a dict for each forward pass, and `last_physical_to_logical_map` [layers, physical experts]
 (python/sglang/srt/eplb/expert_distribution.py, _DetailSinglePassGatherer and _DetailAccumulator). It does not name
@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import InputError, located
-from traces.importers.counts import read_stat
-from traces.importers.dump import UNROUTED, Counts, Dump, each_file, integers
+from traces.importers.dump import UNROUTED, Counts, Dump, integers
 from traces.importers.source import Count, Request, Size, Source, convert
 from traces.steps import DECODE, PREFILL
 
 EXTEND, DECODING, IDLE = 1, 2, 4
 """Of forward_mode, by forward_batch_info.py."""
+
+PER_PASS = {"global_physical_count"}
+"""What a record of mode per_pass has."""
 
 ADVICE = (
     'record with requests sent one at a time and say {"concurrency": 1} in --meta, '
@@ -117,15 +119,39 @@ Piece = tuple[int, int, int, int, NDArray[np.integer], NDArray[np.int64]]
 """request, phase, position, step, rows and the ids of their tokens."""
 
 
-def read(source: Source) -> Dump | Counts:
-    """Read a .pt, or a folder of one for each rank: passes (mode per_token) or counts (stat). Raises InputError."""
-    assert source.load_pt
-    files = [(path, source.load_pt(path)) for path in each_file(source.path, ".pt")]
-    return read_passes(source, files) if "records" in files[0][1] else read_stat(source, files)
+def is_recording(content: Any) -> bool:
+    """Return whether a loaded file is of the recorder."""
+    return isinstance(content, dict) and ("logical_count" in content or "last_physical_to_logical_map" in content)
+
+
+def read(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dump | Counts:
+    """Return the loaded files of all ranks: passes (per_token) or counts (per_pass, stat). Raises InputError."""
+    records = files[0][1].get("records")
+    if records is not None and not (records and set(records[0]) >= PER_PASS and "topk_ids_of_layer" not in records[0]):
+        return read_passes(source, files)
+    source.says(f"{source.path}: SGLang's recorder, counts of {len(files)} files")
+    counted = []
+    for path, content in files:
+        passes = [_physical(path, content, each) for each in content["records"]] if "records" in content else None
+        counts = np.asarray(content["logical_count"]) if passes is None else np.array(passes)
+        counts = integers(counts[None] if counts.ndim == 2 else counts, str(path), "logical_count")
+        if (counts < 0).any():
+            raise InputError(f"{path}: logical_count has negative numbers")
+        counted.append(counts.astype(np.int64).sum(axis=0))
+    return Counts(np.stack(counted), source.requests([Request(id=path.stem) for path, _ in files]))
+
+
+def _physical(path: Path, content: dict[str, Any], record: dict[str, Any]) -> NDArray[np.int64]:
+    """Return the counts of physical experts of one pass as [layers, logical experts]."""
+    mapping = integers(content["last_physical_to_logical_map"], str(path), "last_physical_to_logical_map", 2)
+    counts = np.zeros((len(mapping), int(mapping.max()) + 1), np.int64)
+    np.add.at(counts, (np.arange(len(mapping))[:, None], mapping), record["global_physical_count"])
+    return counts
 
 
 def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dump:
     """Return the requests in the loaded files of all ranks. Raises InputError."""
+    source.says(f"{source.path}: SGLang's recorder, passes of {len(files)} files")
     pieces: list[Piece] = []
     names: list[str] = []
     step, E = 0, 0

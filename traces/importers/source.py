@@ -12,8 +12,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from traces.defects import Finding
 from traces.errors import InputError
 from traces.facts import parse_json
+from traces.files import unpacked_name
+from traces.importers.words import ROLES, Columns
 from traces.typed import Natural, Option, Positive
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -47,6 +50,18 @@ class Options:
     token_ids: Annotated[
         Path | None, Option("Ids of all tokens, where they lie apart: .npz with token_ids, or .npy.")
     ] = None
+    columns: Annotated[
+        str | None,
+        Option(
+            "Names of columns or keys, as in layer=l,expert=e; a number is that value in all rows. Of: "
+            f"{', '.join(ROLES)}.",
+            shown="found by their names",
+        ),
+    ] = None
+    axes: Annotated[
+        str | None, Option("Axes of nested lists before the last, k: token,layer or layer,token.", shown="found")
+    ] = None
+    fix: Annotated[bool, Option("Fix what `moe-trace check` says can be fixed.")] = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,7 @@ class Facts:
     first_moe_layer: Count | None = None
     layer_names: tuple[str, ...] | None = None
     expert_bytes: int | None = None
+    layer_expert_bytes: tuple[int, ...] = ()
     dtype: str | None = None
     revision: str | None = None
     hidden_size: Size | None = None
@@ -95,12 +111,16 @@ class Source:
     facts_path: Path | None = None
     options: Options = Options()
     load_pt: Callable[[Path], Any] | None = None  # reads a torch file as plain dicts and numpy arrays
+    columns: Columns = field(default_factory=Columns)
+    found: list[str] = field(default_factory=list)  # which columns are what, one line each
     notes: list[str] = field(default_factory=list)  # what was assumed, one line each
+    findings: list[Finding] = field(default_factory=list)  # defects of the recorder
+    stated: dict[str, Any] = field(default_factory=dict)  # facts that stand beside the routing in the dump
 
     @staticmethod
     def of(path: Path, facts_path: Path | None, options: Options, load_pt: Callable[[Path], Any] | None) -> "Source":
         """Read the JSON at `facts_path`, if there is one."""
-        source = Source(path, facts_path=facts_path, options=options, load_pt=load_pt)
+        source = Source(path, Facts(), facts_path, options, load_pt, Columns.parse(options.columns))
         if facts_path is None:
             return source
         content = read_json(facts_path)
@@ -111,6 +131,15 @@ class Source:
         return replace(source, facts=convert(content, Facts, str(facts_path)))
 
     @property
+    def stem(self) -> str:
+        return unpacked_name(self.path).stem
+
+    def says(self, text: str) -> None:
+        """Add a line about what was found, once."""
+        if text not in self.found:
+            self.found.append(text)
+
+    @property
     def start(self) -> int:
         """Leading tokens that the server left out of each request that states nothing else."""
         return self.options.start if self.options.start is not None else self.facts.start or 0
@@ -119,8 +148,9 @@ class Source:
         """Return the number `name` that the dump, the JSON and the option state; None if none does."""
         stated = {
             f"{self.path} has": dumped,
+            f"{self.path} states": self.stated.get(name) if isinstance(self.stated.get(name), int) else None,
             f"{self.facts_path} says": getattr(self.facts, name, None),
-            f"--{name.replace('_', '-')} says": getattr(self.options, name),
+            f"--{name.replace('_', '-')} says": getattr(self.options, name, None),
         }
         numbers = {who: number for who, number in stated.items() if number is not None}
         if len(set(numbers.values())) > 1:

@@ -1,0 +1,309 @@
+"""The one long table that all rows become, and how it becomes routing by request, token and layer.
+
+A row is a token's choice in a layer, one expert of it, or a count. Experts of a row are one id, a list ("1;5;9",
+"[1, 5]"), numbered columns e0, e1, ..., or a weight for each expert. What belongs to one token is told by the columns
+request, step and token where they are there, and by the order in the file where they are not, or start again.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from traces.errors import InputError
+from traces.importers.dump import Counts, Dump
+from traces.importers.source import Request, Source
+from traces.importers.words import fact, layer_number, phase_codes
+from traces.steps import DECODE, PREFILL
+
+Int = NDArray[Any]
+KEYS = ("step", "token")
+
+
+def routing_of(frames: Sequence[tuple[str, pd.DataFrame]], source: Source) -> Dump | Counts:
+    """Return what the rows of files hold, each with its name. Raises InputError where a role is missing."""
+    frame, found = _joined([(name, _without_facts(frame, source)) for name, frame in frames], source)
+    columns = {role: frame[name].to_numpy() for role, name in found.items() if role not in ("expert", "weight")}
+    stated = {role: name for role, name in source.columns.stated.items() if name and role not in found}
+    for role, name in stated.items():
+        if not name.isdigit():
+            raise InputError(f"{source.path} has no column {name!r}; there are: {', '.join(map(str, frame.columns))}")
+        columns[role] = np.full(len(frame), int(name))
+    if "layer" not in columns:
+        raise InputError(
+            f"{source.path} does not say the layer of its rows: name its column with --columns layer=NAME, state the "
+            "layer as --columns layer=7, or put it into the file's name as layer7"
+        )
+    columns["layer"] = _layers(columns["layer"], source)
+    single = "expert" in found and pd.api.types.is_numeric_dtype(frame[found["expert"]])
+    if single and ("count" in columns or not {*KEYS, "slot", "request", "phase"} & columns.keys()):
+        source.says(f"counts: {_said(found)}")
+        return _counts(columns, frame[found["expert"]].to_numpy(np.int64), source)
+    experts, weights = _experts(frame, found, source)
+    source.says(_said(found))
+    return _dump(columns, experts, weights, frames[0][0], source)
+
+
+def _said(found: dict[str, str]) -> str:
+    return ", ".join(role if role == column else f"{role} is {column}" for role, column in found.items())
+
+
+def _without_facts(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
+    """Return a frame without columns that state one fact in all rows, such as top_k."""
+    frame = frame.rename(columns=str).drop(
+        columns=[name for name in map(str, frame.columns) if name[0] == "#" and name != "#record"]
+    )
+    for name in frame.columns if len(frame) else ():
+        if (
+            (known := fact(name))
+            and np.ndim(frame[name].iloc[0]) == 0
+            and name not in source.columns.stated.values()
+            and frame[name].nunique() == 1
+        ):
+            source.stated.setdefault(known, frame[name].iloc[0])
+            frame = frame.drop(columns=name)
+    return frame
+
+
+def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return the rows of all files, and the column of each role. Files of other layers each have the same tokens."""
+    layers = []
+    for i, (name, frame) in enumerate(frames):
+        found = _found(frame, source)
+        own, named = found.get("layer"), layer_number(name)
+        if named is not None and (own is None or (named and set(frame[own].astype(str)) == {"0"})):
+            source.says("the layer is from the file's name")
+            frame = frame.drop(columns=[own] if own else []).assign(layer=named)
+        if "axis0" in frame.columns:
+            frame = frame.rename(columns=_named_axes(frame, source))
+        if (
+            "token" in frame.columns
+            and "request" not in found
+            and "#record" in frame.columns
+            and frame["#record"].nunique() > 1
+        ):
+            frame = frame.rename(columns={"#record": "request"}) if not _counted(found, frame) else frame
+        frames[i] = name, frame
+        layers.append(set(frame[own]) if (own := _found(frame, source).get("layer")) else set())
+    if len(frames) > 1:
+        apart = all(layers) and sum(map(len, layers)) == len(set().union(*layers))
+        source.says(f"{len(frames)} files: {'layers of the same tokens' if apart else 'requests of their own'}")
+        for i, (name, frame) in enumerate(frames if not apart else ()):
+            own = _found(frame, source).get("request")
+            alone = own is None or frame[own].nunique() == 1
+            ids = name if alone else name + "-" + frame[own].astype(str)
+            frames[i] = name, frame.drop(columns=[own] if own else []).assign(request_id=ids)
+    whole = pd.concat([frame for _, frame in frames], ignore_index=True) if len(frames) > 1 else frames[0][1]
+    return whole, _found(whole, source)
+
+
+def _counted(found: dict[str, str], frame: pd.DataFrame) -> bool:
+    """Return whether the token of a record is counted by a column, not by its place in a list."""
+    return found.get("token") != "token" or "step" in found
+
+
+def _named_axes(frame: pd.DataFrame, source: Source) -> dict[str, str]:
+    """Return which of two axes of lists is the layer: as stated, or the one that is as long in all records."""
+    if source.options.axes is not None:
+        order = [each.strip() for each in source.options.axes.split(",")]
+        return dict(zip(("axis0", "axis1"), order, strict=True))
+    sizes = frame.groupby("#record")[["axis0", "axis1"]].max() + 1
+    layers = source.agreed("layers") or source.agreed("moe_layers")
+    fixed = [axis for axis in sizes if (sizes[axis] == (layers or sizes[axis].iloc[0])).all()]
+    if len(fixed) != 1:
+        raise InputError(
+            f"{source.path} has lists [{sizes['axis0'].iloc[0]}, {sizes['axis1'].iloc[0]}, k] and nothing says which "
+            "axis is the layer: say --axes token,layer or --axes layer,token"
+        )
+    return {"axis0": "layer", "axis1": "token"} if fixed == ["axis0"] else {"axis0": "token", "axis1": "layer"}
+
+
+def _found(frame: pd.DataFrame, source: Source) -> dict[str, str]:
+    """Return the column of each role that can have it: texts are no tokens, lists no keys."""
+    fitting = []
+    for name in frame.columns:
+        role = source.columns.role(name)
+        first: Any = next((one for one in frame[name] if one is not None and one is not pd.NA), "") if role else ""
+        lists = np.ndim(first) > 0 or (isinstance(first, dict))
+        numbers = role in ("token", "token_id", "step", "slot", "count")
+        if role in ("expert", "weight") or (
+            role and not lists and not (numbers and pd.to_numeric(frame[name], errors="coerce").isna().any())
+        ):
+            fitting.append(name)
+    return source.columns.pick(fitting)
+
+
+def _experts(frame: pd.DataFrame, found: dict[str, str], source: Source) -> tuple[Int, NDArray[np.float64] | None]:
+    """Return experts [n, k], -1 behind the last, and weights [n, k] if there are any. Raises InputError."""
+    names, weighted = source.columns.numbered(frame.columns, "expert"), source.columns.numbered(frame.columns, "weight")
+    weights = None
+    if names and found.get("expert") not in source.columns.stated.values():
+        found["expert"] = f"{names[0]} to {names[-1]}"
+        values = frame[names].to_numpy(np.float64)
+        one_hot = len(names) > 2 and set(np.unique(values)) == {0, 1} and len(np.unique(values.sum(axis=1))) == 1
+        if one_hot or (not np.isnan(values).any() and (values % 1).any()):
+            found["expert"] += ", a weight for each of all experts"
+            source.stated.setdefault("experts", len(names))
+            k = max(1, int((values != 0).sum(axis=1).max()))
+            order = np.argsort(-values, axis=1, kind="stable")[:, :k]
+            weights = np.take_along_axis(values, order, axis=1)
+            return np.where(weights != 0, order, -1).astype(np.int64), weights
+        experts = np.where(np.isnan(values), -1, values).astype(np.int64)
+        weights = frame[weighted].to_numpy(np.float64) if weighted else None
+    elif "expert" in found:
+        experts = _lists(frame[found["expert"]], -1).astype(np.int64)
+        weights = _lists(frame[found["weight"]], 0.0) if "weight" in found else None
+    else:
+        there = ", ".join(map(str, frame.columns))
+        raise InputError(f"no experts in {source.path}: name them with --columns expert=NAME; there are: {there}")
+    return experts, weights if weights is not None and weights.shape == experts.shape else None
+
+
+def _lists(values: "pd.Series[Any]", fill: float) -> NDArray[np.float64]:
+    """Return numbers, lists of them or texts of lists as an array [n, k], filled up."""
+    if pd.api.types.is_numeric_dtype(values):
+        return values.fillna(fill).to_numpy(np.float64)[:, None]
+    rows: list[Any] = values.tolist()
+    if any(isinstance(row, str) for row in rows[:1]):
+        rows = [[float(one) for one in re.findall(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?", str(row))] for row in rows]
+    rows = [list(row) if np.ndim(row) else [] if pd.isna(row) else [row] for row in rows]
+    width = max(1, *map(len, rows)) if rows else 1
+    if any(len(row) != width for row in rows):
+        rows = [row + [fill] * (width - len(row)) for row in rows]
+    return np.array(rows, np.float64).reshape(-1, width)
+
+
+def _layers(values: NDArray[Any], source: Source) -> Int:
+    names, place = np.unique(values.astype(str), return_inverse=True)
+    numbers = [layer_number(name) for name in names]
+    if None in numbers:
+        raise InputError(
+            f"{source.path}: layer {names[numbers.index(None)]!r} has no number: --columns layer=NAME names another"
+        )
+    return np.array(numbers, np.int64)[place]
+
+
+def _numbers(values: NDArray[Any]) -> Int:
+    """Return a column as whole numbers: as they are, else in the order of their first appearance."""
+    numbers = pd.to_numeric(pd.Series(values), errors="coerce")
+    return numbers.to_numpy(np.int64) if numbers.notna().all() else pd.factorize(values)[0].astype(np.int64)
+
+
+def _counts(columns: dict[str, NDArray[Any]], expert: Int, source: Source) -> Counts:
+    """Return rows of layer, expert and count, 1 where there is none, as counts by request."""
+    count = _numbers(columns["count"]) if "count" in columns else np.ones(len(expert), np.int64)
+    if (count < 0).any():
+        raise InputError(f"{source.path} has negative counts")
+    E = source.agreed("experts")
+    if E is None:
+        E = int(expert.max()) + 1
+        source.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
+    request, names = pd.factorize(columns.get("request", np.full(len(expert), source.stem)))
+    counts = np.zeros((len(names), int(columns["layer"].max()) + 1, E), np.int64)
+    np.add.at(counts, (request, columns["layer"], expert), count)
+    return Counts(
+        counts, source.requests([Request(id=str(name)) for name in names]), tuple(np.unique(columns["layer"]).tolist())
+    )
+
+
+def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: str, source: Source) -> Dump:
+    """Return rows as routing by request."""
+    n, slot = len(experts), None
+    layers: Any
+    layers, layer = np.unique(columns["layer"], return_inverse=True)
+    if "token_id" in columns and not columns.keys() & set(KEYS):
+        counted = np.unique(_numbers(columns["token_id"])[layer == layer[0]])
+        if len(counted) > 1 and np.array_equal(counted, np.arange(len(counted))):  # it is no id: it counts the tokens
+            columns["token"] = columns.pop("token_id")
+    phase = phase_codes(columns["phase"], "phase") if "phase" in columns else None
+    request, names = pd.factorize(columns.get("request", np.zeros(n, np.int64)))
+    keys = {key: _numbers(columns[key]) for key in KEYS if key in columns}
+    frame = pd.DataFrame({"request": request, **({} if phase is None else {"phase": phase}), **keys})
+    by_token = list(frame.columns)
+    frame["layer"] = layer
+    if experts.shape[1] == 1 and (keys or "slot" in columns):  # a row for each expert
+        slot, again = _slots(frame, columns.get("slot"))
+    else:
+        again = frame.groupby(list(frame.columns), sort=False).cumcount().to_numpy()
+    frame["again"] = again
+    restarts = bool(keys) and bool(again.any())
+    token = frame.groupby([*by_token, "again"], sort=False).ngroup().to_numpy()
+    first = np.unique(token, return_index=True)[1]  # the first row of each token, in the order of the file
+    rows: Any = frame.iloc[first]
+    order_by = [] if restarts else list(keys) or ["again"]
+    if phase is not None and not restarts and rows.duplicated(["request", *order_by]).any():
+        order_by = ["phase", *order_by]
+    order = np.lexsort((*(rows[key] for key in reversed(order_by)), request[first]))
+    first, place = first[order], np.argsort(order)
+    at: tuple[Any, ...] = (place[token], layer) if slot is None else (place[token], layer, slot)
+    k = experts.shape[1] if slot is None else int(slot.max()) + 1
+    ids = np.full((len(first), len(layers), k), -1, np.int64)
+    ids[at] = experts if slot is None else experts[:, 0]
+    held = None
+    if weights is not None:
+        held = np.zeros(ids.shape, np.float16)
+        held[at] = weights if slot is None else weights[:, 0]
+    phases = phase[first] if phase is not None else _phases(frame.iloc[first])
+    cuts = request[first]
+    starts = cuts[1:] != cuts[:-1]
+    if phases is not None:
+        starts |= (phases[1:] == PREFILL) & (phases[:-1] == DECODE)
+    elif not starts.any():
+        starts |= _sequences(name, len(first), source)
+    offsets = np.concatenate([[0], np.flatnonzero(starts) + 1, [len(first)]]).astype(np.int64)
+    names_of = [str(names[cuts[start]]) if "request" in columns else str(i) for i, start in enumerate(offsets[:-1])]
+    labels = [label if names_of.count(label) == 1 else f"{label}-{i}" for i, label in enumerate(names_of)]
+    index = keys.get("token", keys.get("step"))
+    again_at = (
+        np.flatnonzero(np.diff(index[first]) <= 0) + 1 if restarts and index is not None else np.zeros(0, np.int64)
+    )
+    return Dump(
+        ids,
+        offsets,
+        source.requests([Request(id=label) for label in labels]),
+        phase=phases,
+        weights=held,
+        token_id=_numbers(columns["token_id"])[first].astype(np.int32) if "token_id" in columns else None,
+        layers=tuple(layers.tolist()),
+        restarts=np.setdiff1d(again_at, offsets),
+    )
+
+
+def _slots(frame: pd.DataFrame, slot: NDArray[Any] | None) -> tuple[Int, Int]:
+    """Return of rows with one expert each its place among the token's k, and how often the place was there before."""
+    cell = list(frame.columns)
+    if slot is not None:
+        frame["slot"] = np.unique(_numbers(slot), return_inverse=True)[1]
+        again = frame.groupby([*cell, "slot"], sort=False).cumcount().to_numpy()
+        return frame.pop("slot").to_numpy(np.int64), again
+    place = frame.groupby(cell, sort=False).cumcount().to_numpy()
+    if frame.groupby(cell, sort=False).size().nunique() == 1:
+        return place, np.zeros(len(frame), np.int64)
+    starts = np.flatnonzero((frame.diff() != 0).any(axis=1))  # of runs of one cell
+    run, lengths = np.zeros(len(frame), np.int64), np.diff(np.append(starts, len(frame)))
+    run[starts[1:]] = 1
+    run = np.cumsum(run)
+    seen = frame.iloc[starts].groupby(cell, sort=False).cumcount().to_numpy()
+    if len(np.unique(lengths)) > 1:  # neither cells nor runs are of one length: a choice is what has one key
+        return place, np.zeros(len(frame), np.int64)
+    return np.arange(len(frame)) - starts[run], seen[run]
+
+
+def _phases(rows: pd.DataFrame) -> NDArray[np.uint8] | None:
+    """Return the phase of each token, where steps have several tokens: those are prefills. None: unknown."""
+    if not set(KEYS) <= set(rows.columns):
+        return None
+    tokens = rows.groupby(["request", "step"])["step"].transform("size").to_numpy()
+    return None if (tokens == 1).all() else np.where(tokens > 1, PREFILL, DECODE).astype(np.uint8)
+
+
+def _sequences(name: str, tokens: int, source: Source) -> NDArray[np.bool_]:
+    """Return where requests begin, [tokens - 1], if the file's name states how many of one length it has: `32seqs`."""
+    stated, begins = re.search(r"(\d+)seqs", name), np.zeros(tokens - 1, bool)
+    if stated and int(stated[1]) and tokens % int(stated[1]) == 0:
+        source.says(f"{stated[1]} requests of {tokens // int(stated[1])} tokens: from the file's name")
+        begins[tokens // int(stated[1]) - 1 :: tokens // int(stated[1])] = True
+    return begins
