@@ -14,7 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from traces.check import check_steps
-from traces.defects import Routing, find, layer_map
+from traces.defects import Finding, Routing, find, layer_map
 from traces.errors import InputError, located
 from traces.importers.dump import Counts, Dump
 from traces.importers.plain import token_ids
@@ -156,6 +156,7 @@ def _of_name(model: str) -> ModelProfile | None:
 
 def aggregate_of(counts: Counts, source: Source) -> Trace:
     """Return the trace of counts: EAMs, and no sequences. Raises InputError."""
+    counts = _whole_counts(counts, source)
     R, dumped, E = counts.counts.shape
     layers = _layers(source, dumped) or counts.layers
     if layers is None and (empty := np.flatnonzero(~counts.counts.any(axis=(0, 2)))).size:
@@ -181,6 +182,23 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
         aggregate=aggregate,
         **columns,
     )
+
+
+def _whole_counts(counts: Counts, source: Source) -> Counts:
+    """Return counts of ranks, by their files' names, as one: copies left out, with --fix parts added up."""
+    names = {re.sub(r"rank\d+.*", "", str(one.id)) for one in counts.requests if re.search(r"rank\d", str(one.id))}
+    if len(counts.requests) < 2 or len(names) != 1:
+        return counts
+    first = replace(counts.requests[0], id=source.stem)
+    if (counts.counts == counts.counts[0]).all():
+        source.notes.append(f"{len(counts.requests)} ranks counted the same: one is taken")
+        return replace(counts, counts=counts.counts[:1], requests=[first])
+    what = f"{len(counts.requests)} ranks counted differently"
+    finding = Finding("parts of ranks", what, "each holds its share of the tokens: add them up", unusable=True)
+    source.findings.append(finding)
+    if not source.options.fix:
+        raise InputError(f"{source.path}: {finding}; --fix does it")
+    return replace(counts, counts=counts.counts.sum(axis=0, keepdims=True), requests=[first])
 
 
 def parse_layer_map(spec: str, layers: int) -> tuple[int, ...]:

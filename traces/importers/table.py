@@ -35,7 +35,8 @@ def routing_of(frames: Sequence[tuple[str, pd.DataFrame]], source: Source) -> Du
     if "layer" not in columns:
         raise InputError(
             f"{source.path} does not say the layer of its rows: name its column with --columns layer=NAME, state the "
-            "layer as --columns layer=7, or put it into the file's name as layer7"
+            "layer as --columns layer=7, or put it into the file's name as layer7; there are: "
+            + ", ".join(map(str, frame.columns))
         )
     columns["layer"] = _layers(columns["layer"], source)
     single = "expert" in found and pd.api.types.is_numeric_dtype(frame[found["expert"]])
@@ -79,6 +80,7 @@ def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.
             frame = frame.drop(columns=[own] if own else []).assign(layer=named)
         if "axis0" in frame.columns:
             frame = frame.rename(columns=_named_axes(frame, source))
+            found = _found(frame, source)
         if (
             "token" in frame.columns
             and "request" not in found

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from traces.importers.words import Columns, fact
+from traces.importers.words import Columns, fact, layer_number
 
 Row = dict[str, Any]
 FLAT = re.compile(r"(?:layers?|blk|block|l)[_.\-]?(\d+)(?:[_.\-](.+))?", re.IGNORECASE)
@@ -48,9 +48,9 @@ def routes(record: Mapping[Any, Any], columns: Columns) -> bool:
 
 
 def nested(record: Mapping[Any, Any]) -> bool:
-    """Return whether a record holds more than values and lists of values, or keys of several layers."""
+    """Return whether a record holds more than values and lists of values, or keys that are numbers or of layers."""
     inner = (one[0] if isinstance(one, list) and one else one for one in record.values())
-    several = sum(bool(FLAT.fullmatch(str(name))) for name in record) > 1
+    several = str(next(iter(record), ""))[:1].isdigit() or sum(bool(FLAT.fullmatch(str(name))) for name in record) > 1
     return several or any(isinstance(one, list | Mapping) for one in inner)
 
 
@@ -58,8 +58,9 @@ def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
     role = columns.role(key)
     if isinstance(value, Mapping):
         value = _by_layer(value)
-        if value and all(isinstance(name, int) or str(name).isdigit() for name in value):
-            yield from _numbered(value, above, key, columns)
+        numbers = [layer_number(name) for name in value]
+        if value and None not in numbers:
+            yield from _numbered(dict(zip(numbers, value.values(), strict=True)), above, key, columns)
         elif value and all(re.fullmatch(r"\s*\d+\s*,\s*\d+\s*", str(name)) for name in value):
             for name, count in value.items():
                 layer, expert = map(int, name.split(","))
@@ -69,6 +70,8 @@ def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
         axis = AXES.get(str(role))
         for number, each in enumerate(value):
+            if axis == "slot" and "id" in each:
+                each = {"expert" if name == "id" else name: one for name, one in each.items()}
             own = axis is not None and not any(columns.role(name) == axis for name in each)
             yield from _rows(each, {**above, str(axis): number} if own else above, key, columns)
     elif role == "count" and isinstance(value, list | np.ndarray):
@@ -93,7 +96,7 @@ def _numbered(value: Mapping[Any, Any], above: Row, key: str, columns: Columns) 
         if axis == "expert":
             yield {**within, "count": one}
         elif depth(one) >= 0 and role != "count":
-            yield from _cells(one, None, within, "expert", [])
+            yield from _cells(one, None, within, "expert", _axes(one, within, columns))
         else:
             yield from _rows(one, within, "experts" if isinstance(one, list) and role != "count" else key, columns)
 

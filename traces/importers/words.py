@@ -19,7 +19,8 @@ from traces.steps import DECODE, PREFILL
 ROLES = {
     "request": "request_id req_id request_ordinal request_idx request_index rid req request prompt_id prompt_idx "
     "prompt_index sequence_id seq_id seq_idx seq sequence conversation_id conversation session_id sample_id sample_idx "
-    "sample example_id custom_id uid doc_id turn_id turn dialog_id problem_id question_id requests prompts sequences",
+    "sample example_id custom_id uid doc_id turn_id turn dialog_id problem_id question_id requests prompts sequences "
+    "id",
     "step": "step step_id step_idx step_index forward_pass forward_pass_id pass pass_id iteration iter decode_step "
     "decode_idx ubatch ubatch_ordinal batch_id batch batch_idx gen_step call call_idx eval forward steps",
     "token": "token_idx token_index token_pos token_position position pos tok_idx tok token token_no token_number "
