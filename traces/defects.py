@@ -4,6 +4,7 @@ A check takes a Routing and returns a Finding, or None. A finding that can be fi
 of the routing then. The checks run in the order of CHECKS, since a fill value must be known before rows are compared.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
@@ -153,7 +154,8 @@ def fill_values(held: Routing) -> Finding | None:
         return None
     row, layer, _slot = (int(each[0]) for each in np.nonzero(bad))
     values = sorted({int(each) for each in np.unique(ids[wrong])})
-    kinds = [f"fill value {', '.join(map(str, values[:3]))}"] if values else []
+    beyond = "" if held.E is None or not values or values[-1] < held.E else f" (beyond {held.E} experts)"
+    kinds = [f"fill value {', '.join(map(str, values[:3]))}{beyond}"] if values else []
     kinds += ["a repeated expert"] if (repeated & ~wrong).any() else []
     cells = int(bad.any(axis=2).sum())
     return Finding(
@@ -217,6 +219,19 @@ def parts_of_ranks(held: Routing) -> Finding | None:
                 "parts of ranks", what, f"this is one rank of {n}: import the files of all ranks as one folder"
             )
     return None
+
+
+def parts_of_counts(counts: Int, names: Sequence[str]) -> tuple[Int, Finding | None]:
+    """Return counts [files, L, E] of ranks, by the names of their files, as one; a finding where ranks are there."""
+    if len(names) < 2 or not all(re.search(r"rank\d", name) for name in names):
+        return counts, None
+    if len({re.sub(r"rank\d+.*", "", name) for name in names}) > 1:
+        return counts, None
+    if (counts == counts[0]).all():
+        return counts[:1], Finding("parts of ranks", f"{len(names)} ranks counted the same", "one of them is taken")
+    what = f"{len(names)} ranks counted differently"
+    advice = "each holds its share of the tokens: add them up"
+    return counts.sum(axis=0, keepdims=True), Finding("parts of ranks", what, advice, unusable=True)
 
 
 def lowered_top_k(held: Routing) -> Finding | None:

@@ -4,7 +4,6 @@ anything is written.
 
 import re
 from dataclasses import replace
-from functools import lru_cache
 from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
@@ -14,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from traces.check import check_steps
-from traces.defects import Finding, Routing, find, layer_map
+from traces.defects import Routing, find, layer_map, parts_of_counts
 from traces.errors import InputError, located
 from traces.importers.dump import Counts, Dump
 from traces.importers.plain import token_ids
@@ -27,11 +26,6 @@ from traces.trace import Trace, in_turn, listed
 
 BF16_BYTES = 2
 IMPORT = "import"
-
-QUANTISED = re.compile(
-    r"([-_.](i1|ud|it|gguf|awq|gptq|i?q\d\w*|bf16|f16|f32|mxfp4|nvfp4|fp8|int[48]|w\d+a\d+|\d+bit))+$", re.IGNORECASE
-)
-"""What the names of files add to a model's."""
 
 _PART = re.compile(r"(\d+)|(\d+)-(\d+)|(\d*):")
 """One layer, an inclusive range, or "N:" for all from N on."""
@@ -48,11 +42,13 @@ def trace_of(dump: Dump, source: Source) -> Trace:
         at, numbers = _index(layers), layers if dump.layers is None else tuple(dump.layers[each] for each in layers)
         weights = None if dump.weights is None else dump.weights[:, at]
         dump = replace(dump, experts=dump.experts[:, at], weights=weights, layers=numbers)
-    E = source.agreed("experts", dump.num_experts) or _of_model(source, "experts")
-    dump = _sound(dump, source, E)
-    experts, largest = dump.experts, int(dump.experts.max(initial=-1))
-    if E is None or largest >= E:
-        E = largest + 1
+    E, profile = source.agreed("experts", dump.num_experts), _profile(source)
+    if E is None and profile is not None and dump.experts.max(initial=-1) < profile.experts:
+        E = profile.experts
+    dump = _sound(_from_zero(dump, source, E), source, E)
+    experts = dump.experts
+    if E is None:
+        E = int(experts.max(initial=-1)) + 1
         source.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
     phase = dump.phase if dump.phase is not None else np.full(len(experts), _phase(source), np.uint8)
     meta = _meta(source, experts.shape[1], experts.shape[2], E, dump.layers, IMPORT)
@@ -82,6 +78,15 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     )
 
 
+def _from_zero(dump: Dump, source: Source, E: int | None) -> Dump:
+    """Return the dump with ids from 0, where they run from 1 to the number of experts."""
+    routed = dump.experts[dump.experts >= 0]
+    if E is None or routed.size < 64 or routed.min() != 1 or routed.max() != E:
+        return dump
+    source.notes.append(f"expert ids run from 1 to {E}: they are taken as 0 to {E - 1}")
+    return replace(dump, experts=np.where(dump.experts > 0, dump.experts.astype(np.int64) - 1, -1))
+
+
 def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
     """Return the dump as `traces.defects` leaves it: its findings are the source's, and those unfixed may refuse it."""
     if source.options.token_ids is not None:
@@ -91,9 +96,9 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
     experts = dump.experts if dump.experts.dtype.kind == "i" else dump.experts.astype(np.int32)
     used = int((experts != -1).any(axis=(0, 1)).nonzero()[0].max(initial=0)) + 1
     used = min(experts.shape[2], max(used, source.agreed("top_k") or 0))  # slots behind are padding
-    E = E if E is not None and experts.max(initial=0) <= 2 * E else None
     ids = [str(one.id) for one in dump.requests]
-    top_k = max(source.agreed("top_k") or 0, _of_model(source, "top_k") or 0) or None
+    profile = _profile(source)
+    top_k = max(source.agreed("top_k") or 0, 0 if profile is None else profile.top_k) or None
     held = Routing(
         experts[:, :, :used],
         dump.offsets,
@@ -138,25 +143,19 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
     )
 
 
-def _of_model(source: Source, name: str) -> int | None:
-    """Return a number of the profile of the model that the dump or its JSON names; None if no profile is known."""
-    profile = _profile(source)
-    return None if profile is None else int(getattr(profile, name))
-
-
 def _profile(source: Source) -> ModelProfile | None:
-    """Return the profile of the model that the dump or its JSON names, whatever its file was quantised to."""
-    return _of_name(str(source.facts.model or source.stated.get("model") or ""))
-
-
-@lru_cache(64)
-def _of_name(model: str) -> ModelProfile | None:
-    return known(model) or known(QUANTISED.sub("", model.rsplit("/", 1)[-1]))
+    """Return the profile of the model that the dump or its JSON names; None if none is known."""
+    return known(str(source.facts.model or source.stated.get("model") or ""))
 
 
 def aggregate_of(counts: Counts, source: Source) -> Trace:
     """Return the trace of counts: EAMs, and no sequences. Raises InputError."""
-    counts = _whole_counts(counts, source)
+    whole, finding = parts_of_counts(counts.counts, [str(one.id) for one in counts.requests])
+    if finding is not None:
+        source.findings.append(finding)
+        if finding.unusable and not source.options.fix:
+            raise InputError(f"{source.path}: {finding}; --fix does it")
+        counts = replace(counts, counts=whole, requests=[replace(counts.requests[0], id=source.stem)])
     R, dumped, E = counts.counts.shape
     layers = _layers(source, dumped) or counts.layers
     if layers is None and (empty := np.flatnonzero(~counts.counts.any(axis=(0, 2)))).size:
@@ -182,23 +181,6 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
         aggregate=aggregate,
         **columns,
     )
-
-
-def _whole_counts(counts: Counts, source: Source) -> Counts:
-    """Return counts of ranks, by their files' names, as one: copies left out, with --fix parts added up."""
-    names = {re.sub(r"rank\d+.*", "", str(one.id)) for one in counts.requests if re.search(r"rank\d", str(one.id))}
-    if len(counts.requests) < 2 or len(names) != 1:
-        return counts
-    first = replace(counts.requests[0], id=source.stem)
-    if (counts.counts == counts.counts[0]).all():
-        source.notes.append(f"{len(counts.requests)} ranks counted the same: one is taken")
-        return replace(counts, counts=counts.counts[:1], requests=[first])
-    what = f"{len(counts.requests)} ranks counted differently"
-    finding = Finding("parts of ranks", what, "each holds its share of the tokens: add them up", unusable=True)
-    source.findings.append(finding)
-    if not source.options.fix:
-        raise InputError(f"{source.path}: {finding}; --fix does it")
-    return replace(counts, counts=counts.counts.sum(axis=0, keepdims=True), requests=[first])
 
 
 def parse_layer_map(spec: str, layers: int) -> tuple[int, ...]:

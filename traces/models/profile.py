@@ -24,6 +24,9 @@ from traces.shipped import Shipped
 
 MODELS = Shipped(Path(__file__).parent / "shipped", "model")
 
+QUANTISED = re.compile(r"([-_.](i1|ud|gguf|awq|gptq|i?q\d\w*|bf16|f16|f32|mxfp4|nvfp4|fp8|int[48]|w\d+a\d+|\d+bit))+$")
+"""What the names of files add to a model's, in small letters."""
+
 USUAL = {
     "gpt-oss": "gpt-oss-20b",
     "llama4": "llama-4-scout",
@@ -321,10 +324,12 @@ def _of_config(file: Path, _: int) -> ModelProfile:
             ) from error
 
 
+@lru_cache(256)
 def known(name: str) -> ModelProfile | None:
-    """Return the shipped profile of a model as a trace names it: organisation, case and variant do not matter."""
-    wanted = _family(name)
-    return next((shipped for shipped in map(model, MODELS.names()) if wanted in _families(shipped)), None)
+    """Return the shipped profile of a model as a trace names it: organisation, case, variant and quantisation aside."""
+    shipped = [model(each) for each in MODELS.names()]
+    wanted = (_family(name), _family(QUANTISED.sub("", name.lower())))
+    return next((each for family in wanted for each in shipped if family in _families(each)), None)
 
 
 def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
