@@ -19,7 +19,7 @@ from traces.importers.dump import Counts, Dump
 from traces.importers.plain import token_ids
 from traces.importers.source import Request, Source
 from traces.index import Index
-from traces.models import ModelProfile, known
+from traces.models import ModelProfile, known_shape
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace, in_turn, listed
@@ -145,7 +145,7 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
 
 def _profile(source: Source) -> ModelProfile | None:
     """Return the profile of the model that the dump or its JSON names; None if none is known."""
-    return known(str(source.facts.model or source.stated.get("model") or ""))
+    return known_shape(str(source.facts.model or source.stated.get("model") or ""))
 
 
 def aggregate_of(counts: Counts, source: Source) -> Trace:

@@ -324,12 +324,16 @@ def _of_config(file: Path, _: int) -> ModelProfile:
             ) from error
 
 
-@lru_cache(256)
 def known(name: str) -> ModelProfile | None:
-    """Return the shipped profile of a model as a trace names it: organisation, case, variant and quantisation aside."""
-    shipped = [model(each) for each in MODELS.names()]
-    wanted = (_family(name), _family(QUANTISED.sub("", name.lower())))
-    return next((each for family in wanted for each in shipped if family in _families(each)), None)
+    """Return the shipped profile of a model as a trace names it: organisation, case and variant do not matter."""
+    wanted = _family(name)
+    return next((shipped for shipped in map(model, MODELS.names()) if wanted in _families(shipped)), None)
+
+
+@lru_cache(256)
+def known_shape(name: str) -> ModelProfile | None:
+    """Return the same also of the name of a quantised file: layers, experts and top-k are the model's, bytes are not."""
+    return known(name) or known(QUANTISED.sub("", name.lower()))
 
 
 def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
