@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.dumps import known, rows
-from traces import PREFILL, Trace
+from traces import PREFILL, InputError, Trace
 from traces.importers import Options, import_dump
 
 TRACE = known(requests=3, tokens=6, prompt=5, layers=3, experts=8)
@@ -257,3 +257,117 @@ def test_a_request_a_file_is_one_trace(tmp_path: Path) -> None:
     made, _ = import_dump(folder, options=Options(experts=8))
     routed(made)
     assert made.requests["id"].tolist() == ["part0", "part1", "part2"]
+
+
+RENAMED: list[dict[str, str]] = [
+    {
+        "request_id": "conv_id",
+        "token_idx": "tokenPos",
+        "layer": "moeLayerIdx",
+        "slot": "topk_slot",
+        "expert": "expertChosen",
+    },
+    {
+        "request_id": "rid",
+        "token_idx": "position",
+        "layer": "layer_in_model",
+        "slot": "rank",
+        "expert": "picked_expert",
+    },
+    {
+        "request_id": "seq",
+        "token_idx": "t",
+        "layer": "block_idx",
+        "slot": "k_idx",
+        "expert": "eid",
+        "weight": "gate_prob",
+    },
+]
+
+
+@pytest.mark.parametrize("names", RENAMED, ids=range(len(RENAMED)))
+def test_other_plausible_names_are_found_or_asked_for(names: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(table(shuffled(reordered(renamed(long(), **names)), names["layer"])))
+    stated = "request=conv_id,token=tokenPos" if "conv_id" in names.values() else None
+    made, _ = import_dump(tmp_path / "a.csv", options=Options(experts=8, columns=stated))
+    made = made.select(np.argsort(made.requests["id"].to_numpy()))
+    routed(made)
+    assert np.array_equal(made.experts, TRACE.experts)
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (without(long(), "layer"), "--columns layer=NAME.*there are: request_id"),
+        (without(cells(), "topk_ids", "topk_weights"), "no experts in .*--columns expert=NAME; there are: "),
+        ([{"data": record["layers"]} for record in by_token()], "--columns"),
+        ([{"experts": by_request()[0]["routed_experts"]}], "--axes token,layer or --axes layer,token"),
+        (renamed(long(), phase="stage", layer="phase"), "neither prefill nor decode|layer"),
+    ],
+)
+def test_what_is_missing_is_one_line_that_says_how_to_give_it(
+    records: list[Record], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(records))
+    with pytest.raises(InputError, match=message) as error:
+        import_dump(tmp_path / "a.jsonl", options=Options(experts=8))
+    assert "\n" not in str(error.value)
+
+
+def test_ids_and_layers_that_count_from_1_are_right(tmp_path: Path) -> None:
+    records = [
+        {**record, "layer": record["layer"] + 1, "topk_ids": [e + 1 for e in record["topk_ids"]]} for record in cells()
+    ]
+    (tmp_path / "a.jsonl").write_bytes(lines(records))
+    made, notes = import_dump(tmp_path / "a.jsonl", options=Options(experts=8))
+    routed(made)
+    assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
+    assert "expert ids run from 1 to 8: they are taken as 0 to 7" in notes
+
+
+def test_zstd_and_a_split_folder_of_rows_are_read(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    (tmp_path / "d").mkdir()
+    for part in range(2):  # the layers of the same tokens, apart
+        own = [record for record in cells() if (record["layer"] == 0) == (part == 0)]
+        with pa.output_stream(str(tmp_path / "d" / f"p{part}.jsonl.zst"), compression="zstd") as file:
+            file.write(lines(own))
+    routed(import_dump(tmp_path / "d", options=Options(experts=8))[0])
+
+
+def test_an_imatrix_is_its_counts_and_the_older_format_has_none(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    writer = gguf.GGUFWriter(tmp_path / "i.gguf", "imatrix")
+    counts = np.random.default_rng(0).integers(1, 90, (3, 8)).astype(np.float32)
+    for layer in range(3):
+        for tensor in ("ffn_gate_exps", "ffn_down_exps"):
+            writer.add_tensor(f"blk.{layer + 1}.{tensor}.weight.counts", counts[layer][:, None])
+            writer.add_tensor(f"blk.{layer + 1}.{tensor}.weight.in_sum2", np.ones((8, 4), np.float32))
+        writer.add_tensor(f"blk.{layer + 1}.attn_q.weight.counts", np.ones((1, 1), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made, _ = import_dump(tmp_path / "i.gguf", options=Options("prefill", top_k=2))
+    assert np.array_equal(made.eams(PREFILL)[0], counts)
+    assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
+    name = b"blk.0.ffn_gate_exps.weight"
+    (tmp_path / "i.dat").write_bytes(b"\1\0\0\0" + len(name).to_bytes(4, "little") + name + bytes(40))
+    with pytest.raises(InputError, match="no counts by expert: write it again as GGUF"):
+        import_dump(tmp_path / "i.dat")
+
+
+def test_counts_of_ranks_are_added_when_told_to(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for rank in range(2):  # as SGLang 0.4.4 writes them
+        text = "".join(f"{layer},{e},{rank + 5 * e}\n" for layer in (3, 4) for e in range(4))
+        (folder / f"expert_distribution_rank{rank}_timestamp17{rank}.csv").write_text(
+            "layer_id,expert_id,count\n" + text
+        )
+    with pytest.raises(InputError, match=r"2 ranks counted differently.*--fix"):
+        import_dump(folder, options=Options("decode", top_k=2))
+    made, _ = import_dump(folder, options=Options("decode", top_k=2, fix=True))
+    assert made.eams(1)[0].tolist() == [[1, 11, 21, 31]] * 2
+    assert made.meta.layer_names == ("layers.3", "layers.4")

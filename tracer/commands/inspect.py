@@ -59,18 +59,18 @@ def check(
         made, findings = read_dump(source), source.findings
         for text in source.found:
             console.note(f"found: {text}")
-        what = f"{len(made.requests)} requests, {len(made.experts)} tokens"
+        what, following = f"{len(made.requests)} requests, {len(made.experts)} tokens", "import"
     else:
         findings, tokens = of_trace(pieces(trace, EXTRA))
         folder = open_folder(trace)
         warn_if_unfinished(folder)
-        what = size(folder, tokens)
+        what, following = size(folder, tokens), "info"
     for finding in findings:
         console.say(str(finding))
     if findings:
         raise typer.Exit(1)
     console.say(f"{trace} is sound: {what}")
-    console.say(f"next: moe-trace info {trace}")
+    console.say(f"next: moe-trace {following} {trace}")
 
 
 def _print_info(facts: dict[str, Any]) -> None:

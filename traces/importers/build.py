@@ -113,7 +113,8 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
     findings, sound = find(held, source.options.fix)
     if source.facts.layer_names is not None:  # who names the layers says that they are MoE layers
         findings = [one for one in findings if one.name != "dense layer"]
-    source.findings.extend(findings)
+    # rows are named as they are in the dump, before others were left out
+    source.findings.extend(find(held)[0] if source.options.fix and len(findings) > 1 else findings)
     for one in findings:
         if one.unusable and (one.fixed is None or not source.options.fix):
             raise InputError(f"{source.path}: {one}")

@@ -92,6 +92,25 @@ SHORT = {"expert": {"", "e", "exp", "top", "sel", "slot", "k"}, "weight": {"wt",
 """Names of columns with numbers, beside those of the roles."""
 
 
+LIKE = (("weight", "weight|prob|gate|score"), ("expert", "expert|topk"), ("layer", "layer"))
+"""Parts of names that tell a role where no name in ROLES does, unless a word of OTHER is there too."""
+
+OTHER = (
+    "num number count bytes size hit hits load per used total text type entropy logit logits shape time ms us shared "
+    "max min mean len length mass bias loss drift selected observed residency n universal unique capacity"
+)
+UNSURE = 999
+"""The rank of such a name: behind those in ROLES."""
+
+
+@lru_cache(8_192)
+def _like(name: object) -> str | None:
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
+    if set(OTHER.split()) & set(re.findall(r"[a-z]+", text)) or re.search(r"[#\d]", text):
+        return None
+    return next((role for role, part in LIKE if re.search(part, text)), None)
+
+
 @lru_cache(8_192)
 def plain(name: object) -> str:
     return re.sub(r"[^a-z0-9]", "", str(name).lower())
@@ -122,12 +141,16 @@ class Columns:
 
     def role(self, name: object) -> str | None:
         stated = next((role for role, own in self.stated.items() if own == str(name)), None)
-        found = _ROLE.get(plain(name))
-        return stated or (None if found is None or found[1] in self.stated else str(found[1]))
+        found = _ROLE.get(plain(name), (UNSURE, _like(name)))[1]
+        return stated or (None if found in self.stated else found)
 
     def pick(self, names: Iterable[Any]) -> dict[str, Any]:
         """Return the name of each role among these; of several the plainest."""
-        ranked = [(_ROLE.get(plain(name), (0,))[0], str(name), name) for name in names if self.role(name)]
+        ranked = [
+            (-1 if str(name) in self.stated.values() else _ROLE.get(plain(name), (UNSURE,))[0], str(name), name)
+            for name in names
+            if self.role(name)
+        ]
         return {str(self.role(name)): name for _, _, name in sorted(ranked, key=lambda one: one[:2], reverse=True)}
 
     def numbered(self, names: Iterable[object], role: str) -> list[str]:

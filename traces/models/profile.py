@@ -332,7 +332,7 @@ def known(name: str) -> ModelProfile | None:
 
 @lru_cache(256)
 def known_shape(name: str) -> ModelProfile | None:
-    """Return the same also of the name of a quantised file: layers, experts and top-k are the model's, bytes are not."""
+    """Return the same also by the name of a quantised file: layers, experts and top-k are right, bytes are not."""
     return known(name) or known(QUANTISED.sub("", name.lower()))
 
 
