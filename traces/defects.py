@@ -402,7 +402,8 @@ def uneven_layers(held: Routing) -> Finding | None:
     tail = np.zeros(lacking.shape, np.bool_)
     for a, b in zip(held.offsets[:-1], held.offsets[1:], strict=True):
         whole = np.flatnonzero(~lacking[a:b])
-        tail[a + (int(whole[-1]) + 1 if len(whole) else 0) : b] = True
+        if len(whole):
+            tail[a + int(whole[-1]) + 1 : b] = True
     return Finding(
         "uneven layers",
         f"{held.place(row)} has no experts in layer {held.layer(layer)}; layers hold {int(counts.min())} to "

@@ -81,30 +81,27 @@ def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.
         if "axis0" in frame.columns:
             frame = frame.rename(columns=_named_axes(frame, source))
             found = _found(frame, source)
-        if (
-            "token" in frame.columns
-            and "request" not in found
-            and "#record" in frame.columns
-            and frame["#record"].nunique() > 1
-        ):
-            frame = frame.rename(columns={"#record": "request"}) if not _counted(found, frame) else frame
+        # the place in a list is the token, so a record is a request
+        listed = found.get("token") == "token" and "#record" in frame.columns and not {"request", "step"} & found.keys()
+        if listed and frame["#record"].nunique() > 1:
+            frame = frame.rename(columns={"#record": "request"})
         frames[i] = name, frame
         layers.append(set(frame[own]) if (own := _found(frame, source).get("layer")) else set())
     if len(frames) > 1:
         apart = all(layers) and sum(map(len, layers)) == len(set().union(*layers))
-        source.says(f"{len(frames)} files: {'layers of the same tokens' if apart else 'requests of their own'}")
-        for i, (name, frame) in enumerate(frames if not apart else ()):
+        found = _found(frames[0][1], source)
+        keys = [found[role] for role in ("request", "phase", *KEYS, "layer") if role in found]
+        cut = "request" in found and len(keys) > 2 and all(set(keys) <= set(frame.columns) for _, frame in frames)
+        cut = cut and not pd.concat([frame[keys].drop_duplicates() for _, frame in frames]).duplicated().any()
+        kind = "layers of the same tokens" if apart else "one table in parts" if cut else "requests of their own"
+        source.says(f"{len(frames)} files: {kind}")
+        for i, (name, frame) in enumerate(frames if not apart and not cut else ()):
             own = _found(frame, source).get("request")
             alone = own is None or frame[own].nunique() == 1
             ids = name if alone else name + "-" + frame[own].astype(str)
             frames[i] = name, frame.drop(columns=[own] if own else []).assign(request_id=ids)
     whole = pd.concat([frame for _, frame in frames], ignore_index=True) if len(frames) > 1 else frames[0][1]
     return whole, _found(whole, source)
-
-
-def _counted(found: dict[str, str], frame: pd.DataFrame) -> bool:
-    """Return whether the token of a record is counted by a column, not by its place in a list."""
-    return found.get("token") != "token" or "step" in found
 
 
 def _named_axes(frame: pd.DataFrame, source: Source) -> dict[str, str]:
