@@ -55,6 +55,25 @@ def test_a_recording_of_sglang_is_loaded_with_torch(tmp_path: Path, moe_trace: R
     assert Trace.read(tmp_path / "s").aggregate is not None
 
 
+def test_what_is_found_is_printed_and_what_is_wrong_is_fixed_when_told_to(tmp_path: Path, moe_trace: Run) -> None:
+    trace = known()
+    experts = trace.experts.astype(np.int16)
+    experts[4, 1] = experts[4, 1, 0]
+    np.savez(tmp_path / "x.npz", experts=experts, offsets=trace.offsets, phase=trace.phase)
+    ended = moe_trace("check", tmp_path / "x.npz", "--experts", 8)
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("fill values and repeats: request '0', row 4, layer 1 has ids ")
+    assert ended.stdout.endswith("--fix does it\n")
+    ended = moe_trace("import", tmp_path / "x.npz", "--experts", 8, "--out", tmp_path / "t")
+    assert ended.returncode == 2
+    assert not (tmp_path / "t").exists()
+    ended = moe_trace("import", tmp_path / "x.npz", "--experts", 8, "--fix", "--out", tmp_path / "t")
+    assert ended.returncode == 0
+    assert "found: experts [tokens, layers, k] (24, 3, 2), 3 requests" in ended.stderr
+    assert "warning: fixed: fill values and repeats: " in ended.stderr
+    assert moe_trace("check", tmp_path / "t").returncode == 0
+
+
 class Harmful:
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path("harm"),)

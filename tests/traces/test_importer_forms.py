@@ -14,6 +14,9 @@ import pytest
 from tests.support.dumps import known, rows
 from traces import PREFILL, InputError, Trace
 from traces.importers import Options, import_dump
+from traces.importers.words import FORMATS
+
+EXAMPLES = Path(__file__).parent / "formats"
 
 TRACE = known(requests=3, tokens=6, prompt=5, layers=3, experts=8)
 L, K = TRACE.layers, TRACE.top_k
@@ -371,3 +374,20 @@ def test_counts_of_ranks_are_added_when_told_to(tmp_path: Path) -> None:
     made, _ = import_dump(folder, options=Options("decode", top_k=2, fix=True))
     assert made.eams(1)[0].tolist() == [[1, 11, 21, 31]] * 2
     assert made.meta.layer_names == ("layers.3", "layers.4")
+
+
+def test_tierinfers_passes_are_a_prompt_and_its_tokens() -> None:
+    """A made file in its words: a line a pass and layer, `decode` the pass, layer 0 dense."""
+    file = EXAMPLES / "tierinfer.jsonl"
+    made, _ = import_dump(file, options=Options(experts=8))
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    for layer in range(3):
+        ids = [one for line in told if line["layer"] == layer + 1 for one in line["experts"]]
+        assert np.array_equal(made.experts[:, layer], ids)
+    assert made.phase.tolist() == [PREFILL] * 5 + [1] * 3
+    assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
+
+
+def test_every_format_has_an_example() -> None:
+    for declared in FORMATS.values():
+        assert (EXAMPLES / declared.example).is_file() or "/" in declared.example
