@@ -317,6 +317,15 @@ def test_what_is_missing_is_one_line_that_says_how_to_give_it(
     assert "\n" not in str(error.value)
 
 
+def test_lists_without_names_are_tokens_of_layers(tmp_path: Path) -> None:
+    held = [record["layers"] for record in by_token()]
+    (tmp_path / "a.jsonl").write_bytes(lines(held))
+    (tmp_path / "b.json").write_text(json.dumps(held))
+    for name, axes in (("a.jsonl", None), ("b.json", "token,layer")):
+        made, _ = import_dump(tmp_path / name, options=Options("decode", experts=8, axes=axes))
+        assert np.array_equal(made.experts, TRACE.experts)
+
+
 def test_ids_and_layers_that_count_from_1_are_right(tmp_path: Path) -> None:
     records = [
         {**record, "layer": record["layer"] + 1, "topk_ids": [e + 1 for e in record["topk_ids"]]} for record in cells()

@@ -29,6 +29,7 @@ def rows(records: Iterable[Any], columns: Columns, stated: Row) -> Iterator[Row]
     """
     for number, record in enumerate(records):
         row: Row = {}
+        record = {"experts": record} if depth(record) > 0 else record
         for row in _rows(record, {"#record": number}, "", columns):
             stated |= {name[1:]: one for name, one in row.items() if str(name)[0] == "#" and name[1:] not in stated}
             yield row
