@@ -83,7 +83,7 @@ def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.
             found = _found(frame, source)
         # the place in a list is the token, so a record is a request
         listed = found.get("token") == "token" and "#record" in frame.columns and not {"request", "step"} & found.keys()
-        if listed and frame["#record"].nunique() > 1:
+        if listed and frame["#record"].nunique() > 1 and not _numbers_records(frame):
             frame = frame.rename(columns={"#record": "request"})
         frames[i] = name, frame
         layers.append(set(frame[own]) if (own := _found(frame, source).get("layer")) else set())
@@ -102,6 +102,12 @@ def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.
             frames[i] = name, frame.drop(columns=[own] if own else []).assign(request_id=ids)
     whole = pd.concat([frame for _, frame in frames], ignore_index=True) if len(frames) > 1 else frames[0][1]
     return whole, _found(whole, source)
+
+
+def _numbers_records(frame: pd.DataFrame) -> bool:
+    """Return whether `token` is a record's own number, not a place in its lists: one in each, and no two alike."""
+    tokens = frame[["#record", "token"]].drop_duplicates()
+    return tokens["#record"].is_unique and tokens["token"].is_unique
 
 
 def _named_axes(frame: pd.DataFrame, source: Source) -> dict[str, str]:
