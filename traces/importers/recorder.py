@@ -6,7 +6,7 @@ requests: they are rebuilt from positions, and what fits several requests is ref
 prefills again looks like another one.
 """
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,49 +14,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.importers.dump import UNROUTED, Counts, Dump, integers
-from traces.importers.source import Count, Request, Size, Source, convert
+from traces.importers.source import Request, Source
 from traces.steps import DECODE, PREFILL
 
 EXTEND, DECODING, IDLE = 1, 2, 4
 """Of forward_mode, by forward_batch_info.py."""
 
-PER_PASS = {"global_physical_count"}
-"""What a record of mode per_pass has."""
+PASS = ("forward_pass_id", "positions", "input_ids", "topk_ids_of_layer")
+"""In what the records of tensor-parallel ranks are alike. [tokens], and [layers, tokens, 8] physical ids, -1: none."""
 
 ADVICE = (
     'record with requests sent one at a time and say {"concurrency": 1} in --meta, '
     "or take the answers of return_routed_experts instead"
 )
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass, as it is recorded."""
-
-    forward_pass_id: int
-    forward_mode: int
-    positions: list[Count]  # [tokens]
-    topk_ids_of_layer: Any  # int32 [layers, tokens, 8] physical ids, dense layers too, padded with -1
-    input_ids: list[Count] | None = None  # [tokens]
-    extend_seq_lens: list[Size] | None = None  # tokens of each request in a prefill
-
-    @property
-    def lengths(self) -> list[int]:
-        return (self.extend_seq_lens or []) if self.forward_mode == EXTEND else [1] * len(self.positions)
-
-    @property
-    def place(self) -> str:
-        return f"forward pass {self.forward_pass_id}"
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The content of a file."""
-
-    records: list[Pass]
-    last_physical_to_logical_map: Any  # [layers, physical experts]
+File = tuple[Path, dict[str, Any]]
 
 
 @dataclass
@@ -65,58 +39,49 @@ class Rebuilt:
 
     alone: bool  # requests were sent one at a time
     count: int = 0  # requests so far
-    next: dict[int, int] = field(default_factory=dict)  # of those that may continue, in the order of the batch
-    chunked: int | None = None  # whose prompt the pass before may have left unfinished
+    next: dict[int, int] = field(default_factory=dict)  # position of those that may continue, in the batch's order
+    unfinished: int | None = None  # whose prompt the pass before may have left unfinished
     chunks: int = 0
     cached: int = 0
     shared: int = 0
 
-    def extend(self, batch: Pass) -> list[tuple[int, int]]:
-        """Return (request, tokens that the cache held) of each prefill in the pass."""
-        prefills = []
-        before, self.chunked = self.chunked, None
-        for i, (end, length) in enumerate(zip(np.cumsum(batch.lengths).tolist(), batch.lengths, strict=True)):
-            positions = batch.positions[end - length : end]
-            start = positions[0]
-            if positions != list(range(start, start + length)):
-                raise InputError(f"{batch.place}: the positions of request {i} are not consecutive")
-            if start and before is not None and self.next.get(before) == start:
+    def extend(self, positions: list[int], lengths: list[int]) -> list[int]:
+        """Return the request of each token of a prefill of requests of these lengths."""
+        requests = []
+        before, self.unfinished = self.unfinished, None
+        for i, (end, length) in enumerate(zip(np.cumsum(lengths).tolist(), lengths, strict=True)):
+            own = positions[end - length : end]
+            if own != list(range(own[0], own[0] + length)):
+                raise InputError(f"the positions of request {i} are not consecutive")
+            if own[0] and before is not None and self.next.get(before) == own[0]:
                 request, before = before, None
                 self.chunks += 1
-                prefills.append((request, 0))
             else:
                 if self.alone:
                     self.next.clear()
                 request = self.count
                 self.count += 1
-                self.cached += start
-                prefills.append((request, start))
-            self.next[request] = start + length
-            self.chunked = request
-        return prefills
+                self.cached += own[0]
+            self.next[request] = own[0] + length
+            self.unfinished = request
+            requests += [request] * length
+        return requests
 
-    def decode(self, batch: Pass) -> list[int]:
-        """Return the request of each token in the pass; requests that are not in it are finished."""
+    def decode(self, positions: list[int]) -> list[int]:
+        """Return the request of each token; requests that are not in the pass are finished."""
         waiting: dict[int, list[int]] = {}
         for request, position in self.next.items():
             waiting.setdefault(position, []).append(request)
-        places, tokens = np.unique(batch.positions, return_counts=True)
-        for position, count in zip(places.tolist(), tokens.tolist(), strict=True):
+        for position, count in Counter(positions).items():
             fitting = len(waiting.get(position, []))
             if fitting != count:
                 advice = ADVICE if fitting > count else "the recording began in the middle of a request"
-                raise InputError(
-                    f"{batch.place}: {count} tokens at position {position} may be of {fitting} requests: {advice}"
-                )
+                raise InputError(f"{count} tokens at position {position} may be of {fitting} requests: {advice}")
             self.shared += count if count > 1 else 0
-        requests = [waiting[position].pop(0) for position in batch.positions]
-        self.chunked = None
-        self.next = {request: place + 1 for request, place in zip(requests, batch.positions, strict=True)}
+        requests = [waiting[position].pop(0) for position in positions]
+        self.unfinished = None
+        self.next = {request: place + 1 for request, place in zip(requests, positions, strict=True)}
         return requests
-
-
-Piece = tuple[int, int, int, int, NDArray[np.integer], NDArray[np.int64]]
-"""request, phase, position, step, rows and the ids of their tokens."""
 
 
 def is_recording(content: Any) -> bool:
@@ -124,57 +89,75 @@ def is_recording(content: Any) -> bool:
     return isinstance(content, dict) and ("logical_count" in content or "last_physical_to_logical_map" in content)
 
 
-def read(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dump | Counts:
+def read(source: Source, files: list[File]) -> Dump | Counts:
     """Return the loaded files of all ranks: passes (per_token) or counts (per_pass, stat). Raises InputError."""
-    records = files[0][1].get("records")
-    if records is not None and not (records and set(records[0]) >= PER_PASS and "topk_ids_of_layer" not in records[0]):
-        return read_passes(source, files)
-    source.says(f"{source.path}: SGLang's recorder, counts of {len(files)} files")
+    first = files[0][1]
+    passes = "records" in first and "topk_ids_of_layer" in first["records"][0]
+    source.says(f"{source.path}: SGLang's recorder, {'passes' if passes else 'counts'} of {len(files)} files")
+    try:
+        return _of_passes(source, _distinct(source, files)) if passes else _of_counts(source, files)
+    except (LookupError, TypeError, ValueError) as error:
+        text = error if isinstance(error, InputError) else f"no whole recording: {error!r}"
+        raise InputError(f"{source.path}: {text}") from None
+
+
+def _of_counts(source: Source, files: list[File]) -> Counts:
+    """Return the counts [layers, logical experts] of each rank: of all passes, or of each pass by physical experts."""
     counted = []
-    for path, content in files:
-        passes = [_physical(path, content, each) for each in content["records"]] if "records" in content else None
-        counts = np.asarray(content["logical_count"]) if passes is None else np.array(passes)
-        counts = integers(counts[None] if counts.ndim == 2 else counts, str(path), "logical_count")
-        if (counts < 0).any():
-            raise InputError(f"{path}: logical_count has negative numbers")
+    for _, content in files:
+        if "records" in content:
+            mapping, passes = content["last_physical_to_logical_map"], content["records"]
+            counts = np.zeros((1, len(mapping), int(mapping.max()) + 1), np.int64)
+            physical = sum(one["global_physical_count"] for one in passes)
+            np.add.at(counts[0], (np.arange(len(mapping))[:, None], mapping), physical)
+        else:
+            counts = np.asarray(content["logical_count"])
+            counts = integers(counts[None] if counts.ndim == 2 else counts, "logical_count")
         counted.append(counts.astype(np.int64).sum(axis=0))
+    if min(counts.min() for counts in counted) < 0:
+        raise InputError("logical_count has negative numbers")
     return Counts(np.stack(counted), source.requests([Request(id=path.stem) for path, _ in files]))
 
 
-def _physical(path: Path, content: dict[str, Any], record: dict[str, Any]) -> NDArray[np.int64]:
-    """Return the counts of physical experts of one pass as [layers, logical experts]."""
-    mapping = integers(content["last_physical_to_logical_map"], str(path), "last_physical_to_logical_map", 2)
-    counts = np.zeros((len(mapping), int(mapping.max()) + 1), np.int64)
-    np.add.at(counts, (np.arange(len(mapping))[:, None], mapping), record["global_physical_count"])
-    return counts
+def _distinct(source: Source, files: list[File]) -> list[File]:
+    """Return the files without those that repeat another: tensor-parallel ranks all record the same passes."""
+    kept: list[File] = []
+    for path, content in files:
+        if not any(_equal(content["records"], other["records"]) for _, other in kept):
+            kept.append((path, content))
+    if len(kept) < len(files):
+        source.notes.append(f"{len(files) - len(kept)} of {len(files)} files repeat another rank's passes: left out")
+    if len(kept) > 1:
+        source.notes.append(
+            f"{len(kept)} ranks recorded different passes: they are taken as data-parallel, "
+            "each with the routing of its own tokens (so with DeepEP; other dispatch mixes them up)"
+        )
+    return kept
 
 
-def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dump:
-    """Return the requests in the loaded files of all ranks. Raises InputError."""
-    source.says(f"{source.path}: SGLang's recorder, passes of {len(files)} files")
-    pieces: list[Piece] = []
+def _equal(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(np.array_equal(x.get(key), y.get(key)) for x, y in pairs for key in PASS)
+
+
+def _of_passes(source: Source, files: list[File]) -> Dump:
+    """Return the requests of the files of ranks that recorded different passes."""
+    rows: list[tuple[Any, ...]] = []  # of each pass, for its tokens: request, phase, step, position, experts, token id
     names: list[str] = []
-    step, E = 0, 0
-    for path, recording in _distinct(source, files):
-        mapping = integers(recording.last_physical_to_logical_map, str(path), "last_physical_to_logical_map", 2)
-        E = max(E, int(mapping.max(initial=0)) + 1)
+    for path, content in files:
         rebuilt = Rebuilt(alone=source.facts.concurrency == 1)
-        for batch in sorted(recording.records, key=lambda one: one.forward_pass_id):
-            if batch.forward_mode == IDLE and not batch.positions:
+        for one in sorted(content["records"], key=lambda one: one["forward_pass_id"]):
+            mode, positions = one["forward_mode"], one["positions"]
+            if mode == IDLE and not positions:
                 continue
-            experts, ids = _rows(path, batch, mapping), np.array(batch.input_ids or [-1] * len(batch.positions))
-            with located(str(path)):
-                if batch.forward_mode == EXTEND:
-                    of = [(PREFILL, *each) for each in rebuilt.extend(batch)]
-                else:
-                    of = [(DECODE, request, 0) for request in rebuilt.decode(batch)]
-            for (phase, request, cached), length, end in zip(of, batch.lengths, np.cumsum(batch.lengths), strict=True):
-                number, rows = request + len(names), slice(end - length, end)
-                if cached:
-                    nothing = np.full((cached, *experts.shape[1:]), -1, experts.dtype)
-                    pieces.append((number, phase, 0, step, nothing, np.full(cached, -1)))
-                pieces.append((number, phase, batch.positions[end - length], step, experts[rows], ids[rows]))
-            step += 1
+            try:
+                experts = _logical(one, content["last_physical_to_logical_map"])
+                of = rebuilt.extend(positions, one["extend_seq_lens"]) if mode == EXTEND else rebuilt.decode(positions)
+            except InputError as error:
+                raise InputError(f"{path.name}, forward pass {one['forward_pass_id']}: {error}") from None
+            phase, n, ids = PREFILL if mode == EXTEND else DECODE, len(positions), one.get("input_ids")
+            known = [-1] * n if ids is None else ids
+            rows.append((np.array(of) + len(names), [phase] * n, [len(rows)] * n, positions, experts, known))
         for amount, text in (
             (rebuilt.chunks, "prefills start where the one before them ended: they are taken as chunks of one prompt"),
             (rebuilt.cached, f"tokens came from the prefix cache: {UNROUTED}"),
@@ -183,66 +166,36 @@ def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dum
             if amount:
                 source.notes.append(f"{path}: {amount} {text}")
         names += [str(n) if len(files) == 1 else f"{path.stem}-{n}" for n in range(rebuilt.count)]
-    return _dump(source, pieces, names, E)
-
-
-def _distinct(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Iterator[tuple[Path, Recording]]:
-    """Yield the files without those that repeat another: tensor-parallel ranks all record the same passes."""
-    kept: list[tuple[Path, Recording]] = []
-    for path, content in files:
-        recording = convert(content, Recording, str(path))
-        if not any(_equal(recording.records, other.records) for _, other in kept):
-            kept.append((path, recording))
-    if len(kept) < len(files):
-        source.notes.append(f"{len(files) - len(kept)} of {len(files)} files repeat another rank's passes: left out")
-    if len(kept) > 1:
-        source.notes.append(
-            f"{len(kept)} ranks recorded different passes: they are taken as data-parallel, "
-            "each with the routing of its own tokens (so with DeepEP; other dispatch mixes them up)"
-        )
-    yield from kept
-
-
-def _equal(a: list[Pass], b: list[Pass]) -> bool:
-    keys = ("forward_pass_id", "positions", "input_ids", "topk_ids_of_layer")
-    same = (np.array_equal(getattr(x, key), getattr(y, key)) for x, y in zip(a, b, strict=False) for key in keys)
-    return len(a) == len(b) and all(same)
-
-
-def _rows(path: Path, batch: Pass, mapping: NDArray[np.integer]) -> NDArray[np.integer]:
-    """[tokens, layers, 8] logical ids of a pass, -1: not routed."""
-    physical, tokens = (
-        integers(batch.topk_ids_of_layer, f"{path} {batch.place}", "topk_ids_of_layer"),
-        len(batch.positions),
+    joined = [np.concatenate(column) for column in zip(*rows, strict=True)]
+    order = np.argsort(joined[0], kind="stable")
+    request, phase, step, position, experts, token_id = (column[order] for column in joined)
+    begins = np.flatnonzero(np.diff(request, prepend=-1))
+    cached = np.repeat(begins, position[begins])  # the tokens before a request's first row, without experts
+    token_id = np.insert(token_id, cached, -1).astype(np.int32)
+    return Dump(
+        np.insert(experts, cached, -1, axis=0),
+        np.append(begins + np.cumsum(position[begins]) - position[begins], len(token_id)),
+        source.requests([Request(id=name) for name in names]),
+        phase=np.insert(phase, cached, PREFILL).astype(np.uint8),
+        step=np.insert(step, cached, step[cached]).astype(np.uint32),
+        token_id=token_id if (token_id >= 0).any() else None,
+        num_experts=max(int(content["last_physical_to_logical_map"].max()) + 1 for _, content in files),
     )
-    if batch.forward_mode not in (EXTEND, DECODING):
+
+
+def _logical(one: dict[str, Any], mapping: NDArray[np.integer]) -> NDArray[np.integer]:
+    """[tokens, layers, 8] logical ids of a pass, -1: not routed."""
+    mode, physical, tokens = one["forward_mode"], one["topk_ids_of_layer"], len(one["positions"])
+    if mode not in (EXTEND, DECODING):
         raise InputError(
-            f"{path} {batch.place} has forward_mode {batch.forward_mode}: only prefill (1) and decode (2) can be told "
-            "apart by request; record without mixed chunks and speculative decoding"
+            f"forward_mode {mode}: only prefill (1) and decode (2) can be told apart by request; record without mixed "
+            "chunks and speculative decoding"
         )
-    if physical.shape[:2] != (len(mapping), tokens) or sum(batch.lengths) != tokens:
+    of_requests = sum(one["extend_seq_lens"]) if mode == EXTEND else tokens
+    if physical.shape[:2] != (len(mapping), tokens) or of_requests != tokens:
         raise InputError(
-            f"{path} {batch.place}: topk_ids_of_layer is {physical.shape} [layers, tokens, k], but there are "
-            f"{len(mapping)} layers, {tokens} positions and {sum(batch.lengths)} tokens of requests"
+            f"topk_ids_of_layer is {physical.shape} [layers, tokens, k], but there are {len(mapping)} layers, "
+            f"{tokens} positions and {of_requests} tokens of requests"
         )
     logical = mapping[np.arange(len(mapping))[:, None, None], physical]
     return np.where(physical < 0, -1, logical).astype(np.int32).transpose(1, 0, 2)
-
-
-def _dump(source: Source, pieces: list[Piece], names: list[str], E: int) -> Dump:
-    pieces.sort(key=lambda piece: piece[0])  # stable: the order of passes stays
-    request, phase, first, step = (np.array(column) for column in zip(*(piece[:4] for piece in pieces), strict=True))
-    lengths = np.array([len(piece[4]) for piece in pieces])
-    begins = np.cumsum(lengths) - lengths
-    experts, token_id = (np.concatenate([piece[part] for piece in pieces]) for part in (4, 5))
-    used = np.flatnonzero((experts >= 0).any(axis=(0, 1)))
-    return Dump(
-        experts[:, :, : int(used[-1]) + 1 if used.size else 1],
-        np.concatenate([[0], np.cumsum(np.bincount(request, lengths, len(names)))]).astype(np.int64),
-        source.requests([Request(id=name) for name in names]),
-        phase=np.repeat(phase, lengths).astype(np.uint8),
-        position=(np.arange(lengths.sum()) - np.repeat(begins - first, lengths)).astype(np.uint32),
-        step=np.repeat(step, lengths).astype(np.uint32),
-        token_id=token_id.astype(np.int32) if (token_id >= 0).any() else None,
-        num_experts=E,
-    )
