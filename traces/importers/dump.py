@@ -47,11 +47,10 @@ class Sequence:
     """Routing of one request: its prompt and its generated tokens but the last, which is never fed back."""
 
     place: str  # for messages
-    id: str
     experts: NDArray[np.integer]  # [rows, layers, k]
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    token_id: NDArray[np.int32] | None = None  # [rows] -1 where the source states none
+    request: Request
+    prompt_ids: list[int] | None = None
+    output_ids: list[int] | None = None
 
 
 def integers(array: Any, place: str, what: str = "experts", ndim: int = 3) -> NDArray[np.integer]:
@@ -64,47 +63,38 @@ def integers(array: Any, place: str, what: str = "experts", ndim: int = 3) -> ND
 
 def join(source: Source, sequences: list[Sequence]) -> Dump:
     """Return sequences as one dump, prompt and generated tokens told apart. Raises InputError for wrong lengths."""
-    requests = source.requests(
-        [Request(one.id, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens) for one in sequences]
-    )
-    _, layers, k = sequences[0].experts.shape
-    for one, request in zip(sequences, requests, strict=True):
-        if one.experts.shape[1:] != (layers, k):
-            raise InputError(f"{one.place}: [layers, k] is {one.experts.shape[1:]}, but {(layers, k)} before")
-        _check_length(one, request)
+    requests = source.requests([one.request for one in sequences])
+    starts = np.array([request.start for request in requests], np.int64)
     known = [request.prompt_tokens is not None for request in requests]
-    if not all(known) and (any(known) or not (source.options.phase or source.facts.phase)):
+    if not all(known) and (any(known) or starts.any() or not (source.options.phase or source.facts.phase)):
         raise InputError(
             f"{sequences[known.index(False)].place} does not say where the prompt ends: give requests[].prompt_tokens "
             "with --meta, or --phase prefill or decode if all tokens are of one phase"
         )
-    starts = np.array([request.start for request in requests], np.int64)
-    lengths = starts + np.array([len(one.experts) for one in sequences])
+    arrays = [integers(one.experts, one.place) for one in sequences]
+    lengths = starts + np.array([len(array) for array in arrays])
+    for one, request, rows, start in zip(sequences, requests, lengths.tolist(), starts.tolist(), strict=True):
+        if one.experts.shape[1:] != (shape := arrays[0].shape[1:]):
+            raise InputError(f"{one.place}: [layers, k] is {one.experts.shape[1:]}, but {shape} before")
+        prompt, output = request.prompt_tokens or 0, request.output_tokens
+        if rows < prompt or start > prompt or (known[0] and output is not None and rows != prompt + output - 1):
+            generated = "" if output is None else f" and {output} generated tokens less the last"
+            raise InputError(
+                f"{one.place}: {rows - start} rows after {start} left out, but {prompt} prompt{generated}; "
+                "where the server was told to leave leading tokens out, say how many with --start"
+            )
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if starts.any():
         source.notes.append(f"{source.path}: {starts.sum()} tokens were left out of prompts: {UNROUTED}")
-    kind = np.result_type(np.int16, *{one.experts.dtype for one in sequences})
-    experts, token_id = np.full((offsets[-1], layers, k), -1, kind), np.full(offsets[-1], -1, np.int32)
-    for one, end in zip(sequences, offsets[1:], strict=True):
-        experts[end - len(one.experts) : end] = one.experts
-        if one.token_id is not None:
-            token_id[end - len(one.token_id) : end] = one.token_id
+    experts = np.full((offsets[-1], *arrays[0].shape[1:]), -1, np.result_type(np.int16, *arrays))
+    token_id = np.full(offsets[-1], -1, np.int32)
+    for one, array, begin, end, request in zip(sequences, arrays, offsets, offsets[1:], requests, strict=False):
+        experts[end - len(array) : end] = array
+        counted = request.prompt_tokens
+        for first, ids, count in ((0, one.prompt_ids, counted), (counted, one.output_ids, request.output_tokens)):
+            if ids and first is not None and len(ids) == count:
+                token_id[begin + first : end][: len(ids)] = ids[: end - begin - first]
     phase = None
     if all(known):
         phase = in_turn(lengths, np.array([request.prompt_tokens for request in requests]))["phase"]
     return Dump(experts, offsets, requests, phase, token_id=token_id if (token_id >= 0).any() else None)
-
-
-def _check_length(one: Sequence, request: Request) -> None:
-    start, prompt, output = request.start or 0, request.prompt_tokens, request.output_tokens
-    if prompt is None:
-        if start:
-            raise InputError(f"{one.place}: {start} tokens were left out of a prompt of unknown length")
-        return
-    rows = len(one.experts) + start
-    if rows < prompt or start > prompt or (output is not None and rows != prompt + output - 1):
-        generated = "" if output is None else f" and {output} generated tokens less the last"
-        raise InputError(
-            f"{one.place}: {len(one.experts)} rows after {start} left out, but {prompt} prompt{generated}; "
-            "where the server was told to leave leading tokens out, say how many with --start"
-        )

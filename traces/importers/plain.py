@@ -69,9 +69,7 @@ def read_npy(source: Source, files: list[Path]) -> Dump | Counts:
         frame = pd.DataFrame({"layer": layer, "expert": expert, "count": experts.ravel()})
         return routing_of([(source.stem, frame)], source)
     if offsets is None:
-        return join(
-            source, [Sequence(str(file), file.stem, integers(array, str(file))) for file, array in held.items()]
-        )
+        return join(source, [Sequence(str(file), array, Request(file.stem)) for file, array in held.items()])
     return _dump(source, {"experts": experts, "offsets": offsets})
 
 

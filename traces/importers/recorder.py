@@ -107,13 +107,13 @@ def _of_counts(source: Source, files: list[File]) -> Counts:
     for _, content in files:
         if "records" in content:
             mapping, passes = content["last_physical_to_logical_map"], content["records"]
-            counts = np.zeros((1, len(mapping), int(mapping.max()) + 1), np.int64)
+            counts = np.zeros((len(mapping), int(mapping.max()) + 1), np.int64)
             physical = sum(one["global_physical_count"] for one in passes)
-            np.add.at(counts[0], (np.arange(len(mapping))[:, None], mapping), physical)
+            np.add.at(counts, (np.arange(len(mapping))[:, None], mapping), physical)
         else:
-            counts = np.asarray(content["logical_count"])
-            counts = integers(counts[None] if counts.ndim == 2 else counts, "logical_count")
-        counted.append(counts.astype(np.int64).sum(axis=0))
+            held = np.asarray(content["logical_count"])
+            counts = integers(held[None] if held.ndim == 2 else held, "logical_count").astype(np.int64).sum(axis=0)
+        counted.append(counts)
     if min(counts.min() for counts in counted) < 0:
         raise InputError("logical_count has negative numbers")
     return Counts(np.stack(counted), source.requests([Request(id=path.stem) for path, _ in files]))
@@ -135,9 +135,8 @@ def _distinct(source: Source, files: list[File]) -> list[File]:
     return kept
 
 
-def _equal(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
-    pairs = zip(a, b, strict=False)
-    return len(a) == len(b) and all(np.array_equal(x.get(key), y.get(key)) for x, y in pairs for key in PASS)
+def _equal(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(np.array_equal(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in PASS)
 
 
 def _of_passes(source: Source, files: list[File]) -> Dump:
@@ -155,9 +154,9 @@ def _of_passes(source: Source, files: list[File]) -> Dump:
                 of = rebuilt.extend(positions, one["extend_seq_lens"]) if mode == EXTEND else rebuilt.decode(positions)
             except InputError as error:
                 raise InputError(f"{path.name}, forward pass {one['forward_pass_id']}: {error}") from None
-            phase, n, ids = PREFILL if mode == EXTEND else DECODE, len(positions), one.get("input_ids")
-            known = [-1] * n if ids is None else ids
-            rows.append((np.array(of) + len(names), [phase] * n, [len(rows)] * n, positions, experts, known))
+            n, known = len(positions), one["input_ids"] or [-1] * len(positions)
+            kind = PREFILL if mode == EXTEND else DECODE
+            rows.append((np.array(of) + len(names), [kind] * n, [len(rows)] * n, positions, experts, known))
         for amount, text in (
             (rebuilt.chunks, "prefills start where the one before them ended: they are taken as chunks of one prompt"),
             (rebuilt.cached, f"tokens came from the prefix cache: {UNROUTED}"),
@@ -168,10 +167,10 @@ def _of_passes(source: Source, files: list[File]) -> Dump:
         names += [str(n) if len(files) == 1 else f"{path.stem}-{n}" for n in range(rebuilt.count)]
     joined = [np.concatenate(column) for column in zip(*rows, strict=True)]
     order = np.argsort(joined[0], kind="stable")
-    request, phase, step, position, experts, token_id = (column[order] for column in joined)
+    request, phase, step, position, experts, ids = (column[order] for column in joined)
     begins = np.flatnonzero(np.diff(request, prepend=-1))
     cached = np.repeat(begins, position[begins])  # the tokens before a request's first row, without experts
-    token_id = np.insert(token_id, cached, -1).astype(np.int32)
+    token_id = np.insert(ids, cached, -1).astype(np.int32)
     return Dump(
         np.insert(experts, cached, -1, axis=0),
         np.append(begins + np.cumsum(position[begins]) - position[begins], len(token_id)),
