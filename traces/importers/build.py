@@ -38,38 +38,41 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     where, layers = str(source.path), _layers(source, dump.experts.shape[1])
     if dump.phase is not None and source.options.phase is not None:
         raise InputError(f"{where} says itself which tokens are prompt: leave --phase out")
+    if source.options.token_ids is not None:
+        if dump.token_id is not None:
+            raise InputError(f"{where} holds token ids itself: leave --token-ids out")
+        dump = replace(dump, token_id=token_ids(source.options.token_ids, len(dump.experts)))
     if layers is not None:
-        at, numbers = _index(layers), layers if dump.layers is None else tuple(dump.layers[each] for each in layers)
-        weights = None if dump.weights is None else dump.weights[:, at]
-        dump = replace(dump, experts=dump.experts[:, at], weights=weights, layers=numbers)
+        weights = None if dump.weights is None else dump.weights[:, layers]
+        numbers = layers if dump.layers is None else tuple(dump.layers[each] for each in layers)
+        dump = replace(dump, experts=dump.experts[:, layers], weights=weights, layers=numbers)
     E, profile = source.agreed("experts", dump.num_experts), _profile(source)
     if E is None and profile is not None and dump.experts.max(initial=-1) < profile.experts:
         E = profile.experts
-    dump = _sound(_from_zero(dump, source, E), source, E)
-    experts = dump.experts
+    dump = _sound(dump, source, E)
     if E is None:
-        E = int(experts.max(initial=-1)) + 1
+        E = int(dump.experts.max(initial=-1)) + 1
         source.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
-    phase = dump.phase if dump.phase is not None else np.full(len(experts), _phase(source), np.uint8)
-    meta = _meta(source, experts.shape[1], experts.shape[2], E, dump.layers, IMPORT)
-    requests = _frame(dump.requests, dump.offsets, phase)
-    prefilled = np.diff(np.concatenate([[0], np.cumsum(phase == PREFILL)])[dump.offsets])
-    columns = in_turn(np.diff(dump.offsets), prefilled)
-    position, step = dump.position, dump.step if dump.step is not None else columns["step"]
+    phase = dump.phase if dump.phase is not None else np.full(len(dump.experts), _phase(source), np.uint8)
+    _, L, k = dump.experts.shape
+    meta = _meta(source, L, k, E, dump.layers, IMPORT)
+    requests, lengths = _frame(dump.requests, dump.offsets, phase, IMPORT), np.diff(dump.offsets)
+    prefilled = _prefilled(dump.offsets, phase)
+    columns, position = in_turn(lengths, prefilled), dump.position
     if position is None:  # after the prompt where only decoded tokens are there
         before = np.where(prefilled > 0, 0, requests["prompt_tokens"].fillna(0).to_numpy(np.int64))
-        position = columns["position"] + np.repeat(before, np.diff(dump.offsets)).astype(np.uint32)
+        position = columns["position"] + np.repeat(before, lengths).astype(np.uint32)
+    step = dump.step if dump.step is not None else columns["step"]
     index = Index(len(requests))
-    index.add(np.repeat(np.arange(len(requests)), np.diff(dump.offsets)), position, phase)
+    index.add(np.repeat(np.arange(len(requests)), lengths), position, phase)
     index.check(meta, requests, where)
     check_steps(step, phase, dump.offsets, where)
-    ids = np.where(experts < 0, meta.sentinel, experts) if experts.dtype.kind == "i" else experts
     return Trace(
         name=source.stem,
         meta=meta,
         requests=requests,
         offsets=dump.offsets,
-        experts=ids.astype(meta.id_type),
+        experts=np.where(dump.experts < 0, meta.sentinel, dump.experts).astype(meta.id_type),
         phase=phase,
         position=position,
         step=step,
@@ -78,35 +81,24 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     )
 
 
-def _from_zero(dump: Dump, source: Source, E: int | None) -> Dump:
-    """Return the dump with ids from 0, where they run from 1 to the number of experts."""
-    routed = dump.experts[dump.experts >= 0]
-    if E is None or routed.size < 64 or routed.min() != 1 or routed.max() != E:
-        return dump
-    source.notes.append(f"expert ids run from 1 to {E}: they are taken as 0 to {E - 1}")
-    return replace(dump, experts=np.where(dump.experts > 0, dump.experts.astype(np.int64) - 1, -1))
-
-
 def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
     """Return the dump as `traces.defects` leaves it: its findings are the source's, and those unfixed may refuse it."""
-    if source.options.token_ids is not None:
-        if dump.token_id is not None:
-            raise InputError(f"{source.path} holds token ids itself: leave --token-ids out")
-        dump = replace(dump, token_id=token_ids(source.options.token_ids, len(dump.experts)))
     experts = dump.experts if dump.experts.dtype.kind == "i" else dump.experts.astype(np.int32)
+    routed = experts[experts >= 0]
+    if E is not None and routed.size >= 64 and routed.min() == 1 and routed.max() == E:
+        source.notes.append(f"expert ids run from 1 to {E}: they are taken as 0 to {E - 1}")
+        experts = np.where(experts > 0, experts.astype(np.int64) - 1, -1)
+    stated, profile = source.agreed("top_k") or 0, _profile(source)
     used = int((experts != -1).any(axis=(0, 1)).nonzero()[0].max(initial=0)) + 1
-    used = min(experts.shape[2], max(used, source.agreed("top_k") or 0))  # slots behind are padding
-    ids = [str(one.id) for one in dump.requests]
-    profile = _profile(source)
-    top_k = max(source.agreed("top_k") or 0, 0 if profile is None else profile.top_k) or None
+    used = min(experts.shape[2], max(used, stated))  # slots behind are padding
     held = Routing(
         experts[:, :, :used],
         dump.offsets,
-        ids,
+        [str(one.id) for one in dump.requests],
         dump.phase,
         None if dump.weights is None else dump.weights[:, :, :used],
         E,
-        top_k,
+        max(stated, 0 if profile is None else profile.top_k) or None,
         dump.layers,
         dump.restarts,
     )
@@ -118,30 +110,19 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
     for one in findings:
         if one.unusable and (one.fixed is None or not source.options.fix):
             raise InputError(f"{source.path}: {one}")
-    named, rows = dict(zip(ids, dump.requests, strict=True)), sound.rows
-    alike = len(sound.requests) == len(ids) and len(rows) == len(experts)
-    requests = (
-        dump.requests
-        if alike
-        else [
-            replace(named.get(name, Request(dataset="", task="")), id=name, output_tokens=None)
-            for name in sound.requests
-        ]
-    )
-    taken = {
-        name: array[rows] for name in ("position", "step", "token_id") if (array := getattr(dump, name)) is not None
+    per_row = {
+        name: array[sound.rows]
+        for name in ("position", "step", "token_id")
+        if (array := getattr(dump, name)) is not None
     }
-    if len(sound.requests) > len(ids):
-        taken.pop("position", None)
-    return replace(
-        dump,
-        experts=sound.experts,
-        weights=sound.weights,
-        phase=sound.phase,
-        offsets=sound.offsets,
-        requests=requests,
-        **taken,
-    )
+    requests, named = dump.requests, {str(one.id): one for one in dump.requests}
+    if len(sound.requests) != len(requests) or len(sound.rows) != len(experts):
+        other = Request(dataset="", task="")
+        requests = [replace(named.get(name, other), id=name, output_tokens=None) for name in sound.requests]
+    if len(requests) > len(dump.requests):
+        per_row.pop("position", None)
+    same = {name: getattr(sound, name) for name in ("experts", "weights", "phase", "offsets")}
+    return replace(dump, requests=requests, **same, **per_row)
 
 
 def _profile(source: Source) -> ModelProfile | None:
@@ -151,22 +132,22 @@ def _profile(source: Source) -> ModelProfile | None:
 
 def aggregate_of(counts: Counts, source: Source) -> Trace:
     """Return the trace of counts: EAMs, and no sequences. Raises InputError."""
-    whole, finding = parts_of_counts(counts.counts, [str(one.id) for one in counts.requests])
+    held, finding = parts_of_counts(counts.counts, [str(one.id) for one in counts.requests])
+    requests = counts.requests
     if finding is not None:
         source.findings.append(finding)
         if finding.unusable and not source.options.fix:
             raise InputError(f"{source.path}: {finding}; --fix does it")
-        counts = replace(counts, counts=whole, requests=[replace(counts.requests[0], id=source.stem)])
-    R, dumped, E = counts.counts.shape
-    layers = _layers(source, dumped) or counts.layers
-    if layers is None and (empty := np.flatnonzero(~counts.counts.any(axis=(0, 2)))).size:
+        requests = [replace(requests[0], id=source.stem)]
+    R, dumped, E = held.shape
+    layers, k = _layers(source, dumped) or counts.layers, source.agreed("top_k")
+    if layers is None and (empty := np.flatnonzero(~held.any(axis=(0, 2)))).size:
         raise InputError(f"{source.path}: layer {empty[0]} counts no token; {layer_map(dumped)}")
-    held = counts.counts if layers is None else counts.counts[:, _index(layers)]
+    held = held if layers is None else held[:, layers]
     if held.max() >= 2**32:
         raise InputError(f"{source.path}: a count of {held.max()} is more than a trace can hold (2^32 - 1)")
     if source.options.token_ids is not None:
         raise InputError(f"{source.path} holds counts, which have no tokens: leave --token-ids out")
-    k = source.agreed("top_k")
     if k is None:
         raise InputError(f"{source.path} holds counts, which do not tell how many experts a token chose: give --top-k")
     source.agreed("experts", E)
@@ -177,7 +158,7 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
     return Trace(
         name=source.stem,
         meta=meta,
-        requests=_frame(counts.requests, columns["offsets"], columns["phase"], AGGREGATE),
+        requests=_frame(requests, columns["offsets"], columns["phase"], AGGREGATE),
         experts=np.zeros((0, meta.layers, k), meta.id_type),
         aggregate=aggregate,
         **columns,
@@ -203,19 +184,13 @@ def _layers(source: Source, dumped: int) -> tuple[int, ...] | None:
     return None if source.options.layer_map is None else parse_layer_map(source.options.layer_map, dumped)
 
 
-def _index(layers: tuple[int, ...]) -> slice | NDArray[np.int64]:
-    """Return an index that takes `layers`: without a copy where they are consecutive."""
-    first, last = layers[0], layers[-1]
-    return slice(first, last + 1) if last - first + 1 == len(layers) else np.array(layers)
-
-
 def _phase(source: Source) -> int:
     """Return the phase of all tokens of a dump that does not state it."""
-    said = source.options.phase or source.facts.phase or source.stated.get("phase") or ""
-    word = next(iter(str(said).replace(",", " ").split()), None)
-    if word is None:
+    said = source.options.phase or source.facts.phase or source.stated.get("phase")
+    if not said:
         source.notes.append("no phase is stated: the tokens are taken as decoded (--phase prefill says otherwise)")
-    if word not in ("prefill", "decode", None):
+    word = str(said or "decode").replace(",", " ").split()[0]
+    if word not in ("prefill", "decode"):
         raise InputError(f"phase {word!r} is neither prefill nor decode; say --phase prefill or decode")
     return PREFILL if word == "prefill" else DECODE
 
@@ -258,22 +233,23 @@ def _of_the_model(source: Source, layers: tuple[int, ...]) -> tuple[int, ...]:
     return layers
 
 
-def _frame(
-    requests: list[Request], offsets: NDArray[np.int64], phase: NDArray[np.uint8], mode: str = IMPORT
-) -> pd.DataFrame:
+def _prefilled(offsets: NDArray[np.int64], phase: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return how many rows of each request are prefill."""
+    return np.diff(np.concatenate([[0], np.cumsum(phase == PREFILL)])[offsets])
+
+
+def _frame(requests: list[Request], offsets: NDArray[np.int64], phase: NDArray[np.uint8], mode: str) -> pd.DataFrame:
     """Return a row for each request; what the dump does not count follows from its rows."""
-    decoded = np.diff(np.concatenate([[0], np.cumsum(phase == DECODE)])[offsets]).tolist()
-    prefilled = [rows - d for rows, d in zip(np.diff(offsets).tolist(), decoded, strict=True)]
-    outputs = [
-        0 if mode == AGGREGATE else one.output_tokens if one.output_tokens is not None else d + 1 if d else 0
-        for one, d in zip(requests, decoded, strict=True)
-    ]
+    prefilled = _prefilled(offsets, phase)
+    decoded = np.diff(offsets) - prefilled
+    follows = np.where(decoded > 0, decoded + 1, 0).tolist()
+    outputs = [n if one.output_tokens is None else one.output_tokens for one, n in zip(requests, follows, strict=True)]
     return listed(
         [str(one.id) for one in requests],
         [str(one.dataset) for one in requests],
         [str(one.task) for one in requests],
-        [p or one.prompt_tokens for one, p in zip(requests, prefilled, strict=True)],
-        outputs,
+        [n or one.prompt_tokens for one, n in zip(requests, prefilled.tolist(), strict=True)],
+        [0] * len(requests) if mode == AGGREGATE else outputs,
         mode,
         [one.arrival_ns for one in requests],
     )
