@@ -19,7 +19,6 @@ from traces.importers.dump import Counts, Dump
 from traces.importers.plain import token_ids
 from traces.importers.source import Request, Source
 from traces.index import Index
-from traces.models import ModelProfile, known_shape
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace, in_turn, listed
@@ -46,7 +45,7 @@ def trace_of(dump: Dump, source: Source) -> Trace:
         weights = None if dump.weights is None else dump.weights[:, layers]
         numbers = layers if dump.layers is None else tuple(dump.layers[each] for each in layers)
         dump = replace(dump, experts=dump.experts[:, layers], weights=weights, layers=numbers)
-    E, profile = source.agreed("experts", dump.num_experts), _profile(source)
+    E, profile = source.agreed("experts", dump.num_experts), source.profile
     if E is None and profile is not None and dump.experts.max(initial=-1) < profile.experts:
         E = profile.experts
     dump = _sound(dump, source, E)
@@ -88,7 +87,7 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
     if E is not None and routed.size >= 64 and routed.min() == 1 and routed.max() == E:
         source.notes.append(f"expert ids run from 1 to {E}: they are taken as 0 to {E - 1}")
         experts = np.where(experts > 0, experts.astype(np.int64) - 1, -1)
-    stated, profile = source.agreed("top_k") or 0, _profile(source)
+    stated, profile = source.agreed("top_k") or 0, source.profile
     used = int((experts != -1).any(axis=(0, 1)).nonzero()[0].max(initial=0)) + 1
     used = min(experts.shape[2], max(used, stated))  # slots behind are padding
     held = Routing(
@@ -123,11 +122,6 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
         per_row.pop("position", None)
     same = {name: getattr(sound, name) for name in ("experts", "weights", "phase", "offsets")}
     return replace(dump, requests=requests, **same, **per_row)
-
-
-def _profile(source: Source) -> ModelProfile | None:
-    """Return the profile of the model that the dump or its JSON names; None if none is known."""
-    return known_shape(str(source.facts.model or source.stated.get("model") or ""))
 
 
 def aggregate_of(counts: Counts, source: Source) -> Trace:
@@ -202,8 +196,14 @@ def _meta(source: Source, L: int, k: int, E: int, layers: tuple[int, ...] | None
         raise InputError(f"{source.facts_path} says moe_layers {facts.moe_layers}, but {source.path} has {L}{hint}")
     if (most := source.agreed("top_k")) is not None and k > most:
         raise InputError(f"{source.path} has {k} experts of a token in a layer, top_k is said to be {most}")
-    first = facts.first_moe_layer or 0
-    numbers = _of_the_model(source, tuple(layers or range(first, first + L)))
+    first, profile = facts.first_moe_layer or 0, source.profile
+    numbers = tuple(layers or range(first, first + L))
+    if facts.first_moe_layer is None and profile and profile.moe_layers == L == numbers[-1] - numbers[0] + 1:
+        of_model = tuple(number for number, kind in enumerate(profile.order) if kind.routed)
+        if of_model != numbers:  # the dump counts MoE layers only, or from 1
+            whose = f"the layers {of_model[0]} to {of_model[-1]} of {profile.name}"
+            source.says(f"layers {numbers[0]} to {numbers[-1]} are {whose}")
+            numbers = of_model
     names = facts.layer_names or tuple(f"layers.{layer}" for layer in numbers)
     stated: dict[str, Any] = {name: getattr(facts, name) for name in _AS_STATED}
     hidden, inner = facts.hidden_size, facts.expert_intermediate_size
@@ -215,22 +215,7 @@ def _meta(source: Source, L: int, k: int, E: int, layers: tuple[int, ...] | None
             stated |= {"layer_expert_bytes": by_layer, "expert_bytes": max(by_layer)}
     tools = {"moe-expert-cache": version("moe-expert-cache")}
     with located(str(source.facts_path or source.path)):
-        model = facts.model if facts.model is not None else str(source.stated.get("model") or source.stem)
-        return TraceMeta(model, L, E, k, names, mode=mode, tools=tools, **stated)
-
-
-def _of_the_model(source: Source, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the layers as the model's profile numbers them, where the dump counts MoE layers only, or from 1."""
-    profile = _profile(source)
-    if profile is None or profile.moe_layers != len(layers) or layers[-1] - layers[0] + 1 != len(layers):
-        return layers
-    numbers = tuple(number for number, kind in enumerate(profile.order) if kind.routed)
-    if numbers != layers and source.facts.first_moe_layer is None:
-        source.says(
-            f"layers {layers[0]} to {layers[-1]} are the layers {numbers[0]} to {numbers[-1]} of {profile.name}"
-        )
-        return numbers
-    return layers
+        return TraceMeta(source.model or source.stem, L, E, k, names, mode=mode, tools=tools, **stated)
 
 
 def _prefilled(offsets: NDArray[np.int64], phase: NDArray[np.uint8]) -> NDArray[np.int64]:

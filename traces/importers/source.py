@@ -7,7 +7,7 @@ agree.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -17,14 +17,13 @@ from traces.errors import InputError
 from traces.facts import parse_json
 from traces.files import unpacked_name
 from traces.importers.words import ROLES, Columns
+from traces.models import ModelProfile, known_shape
 from traces.typed import Natural, Option, Positive
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Size = Annotated[int, Meta(ge=1, lt=2**31)]
 Nanoseconds = Annotated[int, Meta(ge=0, lt=2**63 - 1)]
 Label = str | int  # ids and tasks are often numbered
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,16 +122,28 @@ class Source:
         source = Source(path, Facts(), facts_path, options, load_pt, Columns.parse(options.columns))
         if facts_path is None:
             return source
-        content = read_json(facts_path)
+        content = parse_json(facts_path.read_bytes(), str(facts_path))
         known = {each.name for each in fields(Facts)}
         for key in sorted(content.keys() - known if isinstance(content, dict) else ()):
             if key.lower() in known:
                 source.notes.append(f"{facts_path}: {key} was ignored: write {key.lower()}")
-        return replace(source, facts=convert(content, Facts, str(facts_path)))
+        try:
+            return replace(source, facts=msgspec.convert(content, Facts))
+        except msgspec.ValidationError as error:
+            raise InputError(f"{facts_path}: {error}") from None
 
     @property
     def stem(self) -> str:
         return unpacked_name(self.path).stem
+
+    @property
+    def model(self) -> str:
+        return str(self.facts.model or self.stated.get("model") or "")
+
+    @property
+    def profile(self) -> ModelProfile | None:
+        """Return that of the model that the dump or its JSON names; None if none is known."""
+        return known_shape(self.model)
 
     def says(self, text: str) -> None:
         """Add a line about what was found, once."""
@@ -148,11 +159,11 @@ class Source:
         """Return the number `name` that the dump, the JSON and the option state; None if none does."""
         stated = {
             f"{self.path} has": dumped,
-            f"{self.path} states": self.stated.get(name) if isinstance(self.stated.get(name), int) else None,
+            f"{self.path} states": self.stated.get(name),
             f"{self.facts_path} says": getattr(self.facts, name, None),
             f"--{name.replace('_', '-')} says": getattr(self.options, name, None),
         }
-        numbers = {who: number for who, number in stated.items() if number is not None}
+        numbers = {who: number for who, number in stated.items() if isinstance(number, int)}
         if len(set(numbers.values())) > 1:
             raise InputError(f"{name}: {', '.join(f'{who} {number}' for who, number in numbers.items())}")
         return next(iter(numbers.values()), None)
@@ -160,30 +171,16 @@ class Source:
     def requests(self, dumped: Sequence[Request]) -> list[Request]:
         """Return the dump's requests, completed by the JSON's: by id where both have ids, else in their order."""
         listed = self.facts.requests if self.facts.requests is not None else len(dumped)
-        number = listed if isinstance(listed, int) else len(listed)
-        if number != len(dumped):
-            raise InputError(f"{self.facts_path} lists {number} requests, but {self.path} holds {len(dumped)}")
-        stated = [Request()] * number if isinstance(listed, int) else listed
+        stated = [Request()] * listed if isinstance(listed, int) else listed
+        if len(stated) != len(dumped):
+            raise InputError(f"{self.facts_path} lists {len(stated)} requests, but {self.path} holds {len(dumped)}")
         if all(one.id is not None for one in [*dumped, *stated]):
             by_id = {str(one.id): one for one in stated}
             stated = [by_id[str(one.id)] for one in dumped]
-        return [self._request(*each) for each in zip(map(str, range(number)), dumped, stated, strict=True)]
-
-    def _request(self, number: str, dumped: Request, stated: Request) -> Request:
-        default = Request(id=number, dataset=self.facts.dataset or "", task=stated.category or "", start=self.start)
-        known = {
-            key: value for one in (default, dumped, stated) for key, value in vars(one).items() if value is not None
-        }
-        return Request(**{**known, **{key: str(known[key]) for key in ("id", "dataset", "task")}})
-
-
-def convert(value: Any, kind: type[T], where: str) -> T:
-    """Return what was read from JSON or a torch file as `kind`; keys that it does not name are ignored."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise InputError(f"{where}: {error}") from None
-
-
-def read_json(path: Path) -> Any:
-    return parse_json(path.read_bytes(), str(path))
+        requests = []
+        for number, (own, told) in enumerate(zip(dumped, stated, strict=True)):
+            default = Request(number, self.facts.dataset or "", told.category or "", start=self.start)
+            held = [*vars(default).items(), *vars(own).items(), *vars(told).items()]
+            known = {key: value for key, value in held if value is not None}
+            requests.append(Request(**known | {key: str(known[key]) for key in ("id", "dataset", "task")}))
+        return requests

@@ -26,17 +26,17 @@ KEYS = ("step", "token")
 def routing_of(frames: Sequence[tuple[str, pd.DataFrame]], source: Source) -> Dump | Counts:
     """Return what the rows of files hold, each with its name. Raises InputError where a role is missing."""
     frame, found = _joined([(name, _without_facts(frame, source)) for name, frame in frames], source)
+    there = ", ".join(map(str, frame.columns))
     columns = {role: frame[name].to_numpy() for role, name in found.items() if role not in ("expert", "weight")}
-    stated = {role: name for role, name in source.columns.stated.items() if name and role not in found}
-    for role, name in stated.items():
-        if not name.isdigit():
-            raise InputError(f"{source.path} has no column {name!r}; there are: {', '.join(map(str, frame.columns))}")
-        columns[role] = np.full(len(frame), int(name))
+    for role, name in source.columns.stated.items():
+        if name and role not in found:
+            if not name.isdigit():
+                raise InputError(f"{source.path} has no column {name!r}; there are: {there}")
+            columns[role] = np.full(len(frame), int(name))
     if "layer" not in columns:
         raise InputError(
             f"{source.path} does not say the layer of its rows: name its column with --columns layer=NAME, state the "
-            "layer as --columns layer=7, or put it into the file's name as layer7; there are: "
-            + ", ".join(map(str, frame.columns))
+            f"layer as --columns layer=7, or put it into the file's name as layer7; there are: {there}"
         )
     columns["layer"] = _layers(columns["layer"], source)
     single = "expert" in found and pd.api.types.is_numeric_dtype(frame[found["expert"]])
@@ -54,19 +54,14 @@ def _said(found: dict[str, str]) -> str:
 
 def _without_facts(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
     """Return a frame without columns that state one fact in all rows, such as top_k."""
-    frame = frame.rename(columns=str).drop(
-        columns=[name for name in map(str, frame.columns) if name[0] == "#" and name != "#record"]
-    )
-    for name in frame.columns if len(frame) else ():
-        if (
-            (known := fact(name))
-            and np.ndim(frame[name].iloc[0]) == 0
-            and name not in source.columns.stated.values()
-            and frame[name].nunique() == 1
-        ):
-            source.stated.setdefault(known, frame[name].iloc[0])
-            frame = frame.drop(columns=name)
-    return frame
+    frame, stated = frame.rename(columns=str), source.columns.stated.values()
+    known = {name: fact(name) for name in frame.columns if name not in stated and len(frame)}
+    facts = {name: what for name, what in known.items() if what and np.ndim(frame[name].iloc[0]) == 0}
+    facts = {name: what for name, what in facts.items() if frame[name].nunique() == 1}
+    for name, what in facts.items():
+        source.stated.setdefault(what, frame[name].iloc[0])
+    beside = [name for name in frame.columns if name[0] == "#" and name != "#record"]
+    return frame.drop(columns=[*facts, *beside])
 
 
 def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.DataFrame, dict[str, str]]:
@@ -83,8 +78,10 @@ def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.
             found = _found(frame, source)
         # the place in a list is the token, so a record is a request
         listed = found.get("token") == "token" and "#record" in frame.columns and not {"request", "step"} & found.keys()
-        if listed and frame["#record"].nunique() > 1 and not _numbers_records(frame):
-            frame = frame.rename(columns={"#record": "request"})
+        if listed and frame["#record"].nunique() > 1:
+            tokens = frame[["#record", "token"]].drop_duplicates()
+            if not (tokens["#record"].is_unique and tokens["token"].is_unique):  # else it numbers the records
+                frame = frame.rename(columns={"#record": "request"})
         frames[i] = name, frame
         layers.append(set(frame[own]) if (own := _found(frame, source).get("layer")) else set())
     if len(frames) > 1:
@@ -102,12 +99,6 @@ def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.
             frames[i] = name, frame.drop(columns=[own] if own else []).assign(request_id=ids)
     whole = pd.concat([frame for _, frame in frames], ignore_index=True) if len(frames) > 1 else frames[0][1]
     return whole, _found(whole, source)
-
-
-def _numbers_records(frame: pd.DataFrame) -> bool:
-    """Return whether `token` is a record's own number, not a place in its lists: one in each, and no two alike."""
-    tokens = frame[["#record", "token"]].drop_duplicates()
-    return tokens["#record"].is_unique and tokens["token"].is_unique
 
 
 def _named_axes(frame: pd.DataFrame, source: Source) -> dict[str, str]:
@@ -143,8 +134,8 @@ def _found(frame: pd.DataFrame, source: Source) -> dict[str, str]:
 
 def _experts(frame: pd.DataFrame, found: dict[str, str], source: Source) -> tuple[Int, NDArray[np.float64] | None]:
     """Return experts [n, k], -1 behind the last, and weights [n, k] if there are any. Raises InputError."""
-    names, weighted = source.columns.numbered(frame.columns, "expert"), source.columns.numbered(frame.columns, "weight")
-    weights = None
+    names, weighted = (source.columns.numbered(frame.columns, role) for role in ("expert", "weight"))
+    weights: NDArray[np.float64] | None = None
     if names and found.get("expert") not in source.columns.stated.values():
         found["expert"] = f"{names[0]} to {names[-1]}"
         values = frame[names].to_numpy(np.float64)
@@ -216,7 +207,6 @@ def _counts(columns: dict[str, NDArray[Any]], expert: Int, source: Source) -> Co
 
 def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: str, source: Source) -> Dump:
     """Return rows as routing by request."""
-    n, slot = len(experts), None
     layers: Any
     layers, layer = np.unique(columns["layer"], return_inverse=True)
     if "token_id" in columns and not columns.keys() & set(KEYS):
@@ -224,18 +214,19 @@ def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: st
         if len(counted) > 1 and np.array_equal(counted, np.arange(len(counted))):  # it is no id: it counts the tokens
             columns["token"] = columns.pop("token_id")
     phase = phase_codes(columns["phase"], "phase") if "phase" in columns else None
-    request, names = pd.factorize(columns.get("request", np.zeros(n, np.int64)))
+    request, names = pd.factorize(columns.get("request", np.zeros(len(experts), np.int64)))
     keys = {key: _numbers(columns[key]) for key in KEYS if key in columns}
     frame = pd.DataFrame({"request": request, **({} if phase is None else {"phase": phase}), **keys})
-    by_token = list(frame.columns)
-    frame["layer"] = layer
+    cells = frame.assign(layer=layer)
+    slot: Any = np.arange(experts.shape[1])[None]
     if experts.shape[1] == 1 and (keys or "slot" in columns):  # a row for each expert
-        slot, again = _slots(frame, columns.get("slot"))
+        slot, again = _slots(cells, columns.get("slot"))
+        slot = slot[:, None]
     else:
-        again = frame.groupby(list(frame.columns), sort=False).cumcount().to_numpy()
-    frame["again"] = again
+        again = _before(cells)
     restarts = bool(keys) and bool(again.any())
-    token = frame.groupby([*by_token, "again"], sort=False).ngroup().to_numpy()
+    frame["again"] = again
+    token = frame.groupby(list(frame.columns), sort=False).ngroup().to_numpy()
     first = np.unique(token, return_index=True)[1]  # the first row of each token, in the order of the file
     rows: Any = frame.iloc[first]
     order_by = [] if restarts else list(keys) or ["again"]
@@ -243,28 +234,26 @@ def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: st
         order_by = ["phase", *order_by]
     order = np.lexsort((*(rows[key] for key in reversed(order_by)), request[first]))
     first, place = first[order], np.argsort(order)
-    at: tuple[Any, ...] = (place[token], layer) if slot is None else (place[token], layer, slot)
-    k = experts.shape[1] if slot is None else int(slot.max()) + 1
-    ids = np.full((len(first), len(layers), k), -1, np.int64)
-    ids[at] = experts if slot is None else experts[:, 0]
+    at = place[token][:, None], layer[:, None], slot
+    ids = np.full((len(first), len(layers), int(slot.max()) + 1), -1, np.int64)
+    ids[at] = experts
     held = None
     if weights is not None:
         held = np.zeros(ids.shape, np.float16)
-        held[at] = weights if slot is None else weights[:, 0]
+        held[at] = weights
     phases = phase[first] if phase is not None else _phases(frame.iloc[first])
-    cuts = request[first]
-    starts = cuts[1:] != cuts[:-1]
+    starts = np.diff(request[first]) != 0
     if phases is not None:
         starts |= (phases[1:] == PREFILL) & (phases[:-1] == DECODE)
     elif not starts.any():
         starts |= _sequences(name, len(first), source)
     offsets = np.concatenate([[0], np.flatnonzero(starts) + 1, [len(first)]]).astype(np.int64)
-    names_of = [str(names[cuts[start]]) if "request" in columns else str(i) for i, start in enumerate(offsets[:-1])]
-    labels = [label if names_of.count(label) == 1 else f"{label}-{i}" for i, label in enumerate(names_of)]
+    own = pd.Series([str(names[each]) for each in request[first][offsets[:-1]]])
+    if "request" not in columns:
+        own = pd.Series(range(len(own))).astype(str)
+    labels = own.where(~own.duplicated(keep=False), own + "-" + own.index.astype(str))
     index = keys.get("token", keys.get("step"))
-    again_at = (
-        np.flatnonzero(np.diff(index[first]) <= 0) + 1 if restarts and index is not None else np.zeros(0, np.int64)
-    )
+    again_at: Any = np.flatnonzero(np.diff(index[first]) <= 0) + 1 if restarts and index is not None else []
     return Dump(
         ids,
         offsets,
@@ -273,28 +262,26 @@ def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: st
         weights=held,
         token_id=_numbers(columns["token_id"])[first].astype(np.int32) if "token_id" in columns else None,
         layers=tuple(layers.tolist()),
-        restarts=np.setdiff1d(again_at, offsets),
+        restarts=np.setdiff1d(again_at, offsets).astype(np.int64),
     )
 
 
-def _slots(frame: pd.DataFrame, slot: NDArray[Any] | None) -> tuple[Int, Int]:
+def _before(frame: pd.DataFrame) -> Int:
+    """Return how often each row was there before."""
+    return frame.groupby(list(frame.columns), sort=False).cumcount().to_numpy()
+
+
+def _slots(cells: pd.DataFrame, slot: NDArray[Any] | None) -> tuple[Int, Int]:
     """Return of rows with one expert each its place among the token's k, and how often the place was there before."""
-    cell = list(frame.columns)
     if slot is not None:
-        frame["slot"] = np.unique(_numbers(slot), return_inverse=True)[1]
-        again = frame.groupby([*cell, "slot"], sort=False).cumcount().to_numpy()
-        return frame.pop("slot").to_numpy(np.int64), again
-    place = frame.groupby(cell, sort=False).cumcount().to_numpy()
-    if frame.groupby(cell, sort=False).size().nunique() == 1:
-        return place, np.zeros(len(frame), np.int64)
-    starts = np.flatnonzero((frame.diff() != 0).any(axis=1))  # of runs of one cell
-    run, lengths = np.zeros(len(frame), np.int64), np.diff(np.append(starts, len(frame)))
-    run[starts[1:]] = 1
-    run = np.cumsum(run)
-    seen = frame.iloc[starts].groupby(cell, sort=False).cumcount().to_numpy()
-    if len(np.unique(lengths)) > 1:  # neither cells nor runs are of one length: a choice is what has one key
-        return place, np.zeros(len(frame), np.int64)
-    return np.arange(len(frame)) - starts[run], seen[run]
+        number = np.unique(_numbers(slot), return_inverse=True)[1]
+        return number, _before(cells.assign(slot=number))
+    starts = np.flatnonzero((cells.diff() != 0).any(axis=1))  # of runs of one cell
+    lengths = np.diff(np.append(starts, len(cells)))
+    if cells.groupby(list(cells.columns), sort=False).size().nunique() == 1 or len(np.unique(lengths)) > 1:
+        return _before(cells), np.zeros(len(cells), np.int64)  # a choice is what has one key
+    run = np.repeat(np.arange(len(starts)), lengths)
+    return np.arange(len(cells)) - starts[run], _before(cells.iloc[starts])[run]
 
 
 def _phases(rows: pd.DataFrame) -> NDArray[np.uint8] | None:
@@ -307,8 +294,8 @@ def _phases(rows: pd.DataFrame) -> NDArray[np.uint8] | None:
 
 def _sequences(name: str, tokens: int, source: Source) -> NDArray[np.bool_]:
     """Return where requests begin, [tokens - 1], if the file's name states how many of one length it has: `32seqs`."""
-    stated, begins = re.search(r"(\d+)seqs", name), np.zeros(tokens - 1, bool)
-    if stated and int(stated[1]) and tokens % int(stated[1]) == 0:
-        source.says(f"{stated[1]} requests of {tokens // int(stated[1])} tokens: from the file's name")
-        begins[tokens // int(stated[1]) - 1 :: tokens // int(stated[1])] = True
-    return begins
+    stated = re.search(r"(\d+)seqs", name)
+    length = tokens // int(stated[1]) if stated and int(stated[1]) and tokens % int(stated[1]) == 0 else tokens
+    if length < tokens:
+        source.says(f"{tokens // length} requests of {length} tokens: from the file's name")
+    return np.asarray(np.arange(1, tokens) % length == 0)

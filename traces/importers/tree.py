@@ -176,19 +176,17 @@ def depth(value: Any) -> int:
 def _by_layer(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return a mapping whose keys are such as `layers.3.experts` or `l3` as {"layers": {3: {"experts": ...}}}."""
     layers: dict[int, Any] = {}
+    rest = {}
     for name, one in value.items():
         found = FLAT.fullmatch(re.sub(r"[\[\]]+\.?", ".", str(name)).rstrip("."))
         if found and found[2]:
             layers.setdefault(int(found[1]), {})[found[2]] = one
         elif found:
             layers[int(found[1])] = one
+        else:
+            rest[name] = one
     if not layers or layers.keys() == value.keys():
         return value
-    rest = {
-        name: one
-        for name, one in value.items()
-        if not FLAT.fullmatch(re.sub(r"[\[\]]+\.?", ".", str(name)).rstrip("."))
-    }
     return {**rest, "layers": layers} if rest else layers
 
 
