@@ -52,39 +52,31 @@ def read_dump(source: Source) -> Trace:
 
 
 def _read(source: Source) -> Dump | Counts:
-    paths = files_of(source.path)
-    kind = {path: unpacked_name(path).suffix.lower() for path in paths}
-    kinds = set(kind.values()) - {".json"} or {".json"}
-    paths = [path for path in paths if kind[path] in kinds]
-    if not paths:
+    kinds = {path: unpacked_name(path).suffix.lower() for path in files_of(source.path)}
+    for kind, read in ((".npz", plain.read_npz), (".npy", plain.read_npy)):
+        if kind in kinds.values():
+            return read(source, [path for path in kinds if kinds[path] == kind])
+    paths = [path for path in kinds if kinds[path] != ".json"] or list(kinds)  # beside others, JSONs state facts
+    loaded = [(path, _content(source, path)) for path in paths]
+    if not loaded:
         raise InputError(f"{source.path} holds no files that could be dumps")
-    if kinds == {".npz"}:
-        return plain.read_npz(source, paths)
-    if kinds == {".npy"}:
-        return plain.read_npy(source, paths)
-    loaded: list[tuple[str, Any]] = []  # name, and a frame or records
-    for path in paths:
-        if kind[path] in (".pt", ".pth"):
-            assert source.load_pt
-            loaded.append((path.stem, [source.load_pt(path)]))
-        elif (raw := unpacked(path)).lstrip()[:1] in (b"{", b"["):
-            loaded.append((unpacked_name(path).stem, records_of(path, raw)))
-        else:
-            loaded.append((unpacked_name(path).stem, frame_of(source, path, raw)))
     first = loaded[0][1][0] if isinstance(loaded[0][1], list) else None
     if recorder.is_recording(first):
-        return recorder.read(source, [(path, records[0]) for path, (_, records) in zip(paths, loaded, strict=True)])
+        return recorder.read(source, [(path, records[0]) for path, records in loaded])
     if answers.is_answer(first):
-        return answers.read(
-            source,
-            [
-                (f"{path} answer {i}", f"{path.stem}-{i}", one)
-                for path, (_, records) in zip(paths, loaded, strict=True)
-                for i, one in enumerate(records)
-            ],
-        )
-    frames = [(name, frame) for name, held in loaded if len(frame := _rows(source, held)) or len(loaded) == 1]
+        return answers.read(source, loaded)
+    frames = [(unpacked_name(path).stem, _rows(source, held)) for path, held in loaded]
+    frames = [one for one in frames if len(one[1])] or frames[:1]
     return routing_of(frames, _known(source, loaded[-1][1]))
+
+
+def _content(source: Source, path: Path) -> Any:
+    """Return a file as rows or as a list of records."""
+    if path.suffix in (".pt", ".pth"):
+        assert source.load_pt
+        return [source.load_pt(path)]
+    raw = unpacked(path)
+    return records_of(path, raw) if raw.lstrip()[:1] in (b"{", b"[") else frame_of(source, path, raw)
 
 
 def _known(source: Source, held: Any) -> Source:

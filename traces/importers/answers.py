@@ -12,8 +12,8 @@ generated tokens' but the last.
 """
 
 from base64 import b64decode
-from collections.abc import Sequence as Items
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,11 @@ def is_answer(record: Any) -> bool:
     return isinstance(body, dict) and bool({"choices", "meta_info"} & body.keys())
 
 
-def read(source: Source, answers: Items[tuple[str, str, Any]]) -> Dump:
-    """Read answers: place, name where one has none of its own, and content. Raises InputError."""
+def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Dump:
+    """Read the answers of files. Raises InputError."""
     sequences, dropped, kinds = [], 0, set()
-    for place, name, content in answers:
+    for path, i, content in [(path, i, one) for path, held in files for i, one in enumerate(held)]:
+        place, name = f"{path} answer {i}", f"{path.stem}-{i}"
         body = body_of(content)
         if not isinstance(body, dict) or body.get("error"):
             raise InputError(f"{place} is an error of the server, or no answer: {str(body)[:200]}")
@@ -103,22 +104,15 @@ def _of_sglang(source: Source, place: str, name: str, body: Body, holder: Body |
     prompt, output = counts.get("prompt_tokens"), counts.get("completion_tokens")
     kind = np.dtype(holder.get("routed_experts_dtype") or "int32").newbyteorder("<")
     flat = np.frombuffer(b64decode(holder["routed_experts"], validate=True), kind)
-    rows = None if prompt is None or output is None else prompt + output - 1 - source.start
-    experts = flat.reshape(-1, *_shape(source, place, flat.size, rows))
+    rows = -1 if prompt is None or output is None else prompt + output - 1 - source.start
+    k, layers = source.agreed("top_k") or -1, source.options.layers or -1
+    if layers < 0 and source.options.layer_map is None:
+        layers = source.facts.moe_layers or -1
+    if [rows, layers, k].count(-1) > 1:
+        raise InputError(f"{place} does not tell the shape of its {flat.size} ids: give --layers and --top-k")
+    experts = flat.reshape(rows if -1 in (layers, k) else -1, layers, k)  # one of the two gives the other
     # the prompt's ids: with logprobs, all of which are there if `logprob_start_len` was 0, or by themselves
     logged = [one[1] for one in counts.get("input_token_logprobs") or ()]
     ids = logged if len(logged) == prompt else body.get("prompt_token_ids")
     request = Request(name, prompt_tokens=prompt, output_tokens=output)
     return Sequence(place, experts, request, ids, body.get("output_ids"))
-
-
-def _shape(source: Source, place: str, ids: int, rows: int | None) -> tuple[int, int]:
-    """Return (layers, k) of flat ids: as stated by options or JSON; one gives the other."""
-    k, layers = source.agreed("top_k"), source.options.layers
-    if layers is None and source.options.layer_map is None:
-        layers = source.facts.moe_layers
-    if rows and rows > 0:
-        layers, k = layers or (ids // (rows * k) if k else None), k or (ids // (rows * layers) if layers else None)
-    if not layers or not k:
-        raise InputError(f"{place} does not tell the shape of its {ids} ids: give --layers and --top-k")
-    return layers, k

@@ -24,6 +24,7 @@ from traces.importers.words import fact
 K3, K3_END = b"K3ROUTE\0", struct.Struct("<8sQII")
 K3_RECORD = "magic length ordinal:u8 request:u8 ubatch:u8 phase layer:i4 row token:i4 sequences sequence:i4 k"
 TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.weight\.counts")
+CUT = re.compile(r"(\d+)")
 OTHER = re.compile(r"readme|license|notice|\.(md|png|py|txt|ipynb|sh|toml)$|^\.", re.IGNORECASE)
 """Files of a folder that are no dumps."""
 
@@ -33,9 +34,7 @@ def files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = [one for one in path.rglob("*") if one.is_file() and not OTHER.search(one.name)]
-    return sorted(
-        found, key=lambda one: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(one))]
-    )
+    return sorted(found, key=lambda one: [int(part) if part.isdigit() else part for part in CUT.split(str(one))])
 
 
 def records_of(path: Path, raw: bytes) -> list[Any]:

@@ -42,15 +42,11 @@ def read_npz(source: Source, files: list[Path]) -> Dump | Counts:
 
 
 def read_npy(source: Source, files: list[Path]) -> Dump | Counts:
-    """Read a .npy with offsets beside it or in the JSON, of counts, of a layer each, or of a request each."""
+    """Read a .npy with offsets beside it or in the JSON, of a layer each, or of a request each."""
     beside = [file for file in files if file.name.endswith(BESIDE) or file.stem in LENGTHS]
     held = {file: arrays.read_npy(file) for file in files if file not in beside}
     beside += [own for own in [source.path.with_suffix(BESIDE)] if own.is_file()]
     experts, layers = next(iter(held.values())), None
-    if experts.ndim == 2 and len(held) == 1:
-        layer, expert = (each.ravel() for each in np.indices(experts.shape))
-        frame = pd.DataFrame({"layer": layer, "expert": expert, "count": experts.ravel()})
-        return routing_of([(source.stem, frame)], source)
     if experts.ndim == 2:
         by_layer = {layer_number(file.stem): array for file, array in held.items()}
         layers = tuple(sorted(number for number in by_layer if number is not None))
