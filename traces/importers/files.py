@@ -74,13 +74,12 @@ def _csv(source: Source, path: Path, text: str) -> pd.DataFrame:
     _state(source, [line for line in lines if line.startswith("#")])
     head = next((line for line in lines if line.strip() and not line.startswith("#")), "")
     delimiter = max("\t,;|", key=head.count)
-    names = ["layer", "expert", "count"] if head.split(delimiter)[0].strip().isdigit() else None
-    if names is not None and head.count(delimiter) not in (1, 2):
-        raise InputError(
-            f"{path} has {head.count(delimiter) + 1} columns without names: write a line with their names first"
-        )
+    columns, names = head.count(delimiter) + 1, None
+    if head.split(delimiter)[0].strip().isdigit():
+        names = ["layer", "expert", "count"][:columns]
+        if columns not in (2, 3):
+            raise InputError(f"{path} has {columns} columns without names: write a line with their names first")
     try:
-        names = names and names[: head.count(delimiter) + 1]
         return pd.read_csv(io.StringIO(text), sep=delimiter, comment="#", names=names, skipinitialspace=True)
     except ValueError as error:
         raise InputError(f"{path} is no table with columns: {error}") from None
@@ -131,8 +130,5 @@ def _imatrix(path: Path) -> pd.DataFrame:
     counted = {int(name[1]): one.data for one in gguf.GGUFReader(path).tensors if (name := TENSOR.fullmatch(one.name))}
     if not counted:
         raise InputError(f"{path} has no counts by expert: it is no imatrix of an MoE model")
-    tables = [
-        pd.DataFrame({"layer": layer, "expert": np.arange(data.size), "count": np.ravel(data).astype(np.int64)})
-        for layer, data in sorted(counted.items())
-    ]
-    return pd.concat(tables, ignore_index=True)
+    held = [(layer, e, int(n)) for layer, data in sorted(counted.items()) for e, n in enumerate(np.ravel(data))]
+    return pd.DataFrame(held, columns=["layer", "expert", "count"])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traces.errors import InputError
+from traces.errors import InputError, located
 from traces.importers.dump import UNROUTED, Counts, Dump, integers
 from traces.importers.source import Request, Source
 from traces.steps import DECODE, PREFILL
@@ -24,6 +24,10 @@ EXTEND, DECODING, IDLE = 1, 2, 4
 
 PASS = ("forward_pass_id", "positions", "input_ids", "topk_ids_of_layer")
 """In what the records of tensor-parallel ranks are alike. [tokens], and [layers, tokens, 8] physical ids, -1: none."""
+
+CHUNKS = "prefills start where the one before them ended: they are taken as chunks of one prompt"
+CACHED = f"tokens came from the prefix cache: {UNROUTED}"
+SHARED = "decoded tokens share their position with others: the order of the batch told them apart"
 
 ADVICE = (
     'record with requests sent one at a time and say {"concurrency": 1} in --meta, '
@@ -41,9 +45,7 @@ class Rebuilt:
     count: int = 0  # requests so far
     next: dict[int, int] = field(default_factory=dict)  # position of those that may continue, in the batch's order
     unfinished: int | None = None  # whose prompt the pass before may have left unfinished
-    chunks: int = 0
-    cached: int = 0
-    shared: int = 0
+    said: Counter[str] = field(default_factory=Counter)  # how often what was assumed
 
     def extend(self, positions: list[int], lengths: list[int]) -> list[int]:
         """Return the request of each token of a prefill of requests of these lengths."""
@@ -55,13 +57,13 @@ class Rebuilt:
                 raise InputError(f"the positions of request {i} are not consecutive")
             if own[0] and before is not None and self.next.get(before) == own[0]:
                 request, before = before, None
-                self.chunks += 1
+                self.said[CHUNKS] += 1
             else:
                 if self.alone:
                     self.next.clear()
                 request = self.count
                 self.count += 1
-                self.cached += own[0]
+                self.said[CACHED] += own[0]
             self.next[request] = own[0] + length
             self.unfinished = request
             requests += [request] * length
@@ -77,7 +79,7 @@ class Rebuilt:
             if fitting != count:
                 advice = ADVICE if fitting > count else "the recording began in the middle of a request"
                 raise InputError(f"{count} tokens at position {position} may be of {fitting} requests: {advice}")
-            self.shared += count if count > 1 else 0
+            self.said[SHARED] += count if count > 1 else 0
         requests = [waiting[position].pop(0) for position in positions]
         self.unfinished = None
         self.next = {request: place + 1 for request, place in zip(requests, positions, strict=True)}
@@ -123,7 +125,9 @@ def _distinct(source: Source, files: list[File]) -> list[File]:
     """Return the files without those that repeat another: tensor-parallel ranks all record the same passes."""
     kept: list[File] = []
     for path, content in files:
-        if not any(_equal(content["records"], other["records"]) for _, other in kept):
+        own = [one[key] for one in content["records"] for key in PASS]
+        others = ([one[key] for one in other["records"] for key in PASS] for _, other in kept)
+        if not any(len(own) == len(other) and all(map(np.array_equal, own, other)) for other in others):
             kept.append((path, content))
     if len(kept) < len(files):
         source.notes.append(f"{len(files) - len(kept)} of {len(files)} files repeat another rank's passes: left out")
@@ -133,10 +137,6 @@ def _distinct(source: Source, files: list[File]) -> list[File]:
             "each with the routing of its own tokens (so with DeepEP; other dispatch mixes them up)"
         )
     return kept
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(np.array_equal(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in PASS)
 
 
 def _of_passes(source: Source, files: list[File]) -> Dump:
@@ -149,21 +149,13 @@ def _of_passes(source: Source, files: list[File]) -> Dump:
             mode, positions = one["forward_mode"], one["positions"]
             if mode == IDLE and not positions:
                 continue
-            try:
+            with located(f"{path.name}, forward pass {one['forward_pass_id']}"):
                 experts = _logical(one, content["last_physical_to_logical_map"])
                 of = rebuilt.extend(positions, one["extend_seq_lens"]) if mode == EXTEND else rebuilt.decode(positions)
-            except InputError as error:
-                raise InputError(f"{path.name}, forward pass {one['forward_pass_id']}: {error}") from None
             n, known = len(positions), one["input_ids"] or [-1] * len(positions)
             kind = PREFILL if mode == EXTEND else DECODE
             rows.append((np.array(of) + len(names), [kind] * n, [len(rows)] * n, positions, experts, known))
-        for amount, text in (
-            (rebuilt.chunks, "prefills start where the one before them ended: they are taken as chunks of one prompt"),
-            (rebuilt.cached, f"tokens came from the prefix cache: {UNROUTED}"),
-            (rebuilt.shared, "decoded tokens share their position with others: the order of the batch told them apart"),
-        ):
-            if amount:
-                source.notes.append(f"{path}: {amount} {text}")
+        source.notes.extend(f"{path}: {amount} {text}" for text, amount in rebuilt.said.items() if amount)
         names += [str(n) if len(files) == 1 else f"{path.stem}-{n}" for n in range(rebuilt.count)]
     joined = [np.concatenate(column) for column in zip(*rows, strict=True)]
     order = np.argsort(joined[0], kind="stable")
@@ -192,9 +184,6 @@ def _logical(one: dict[str, Any], mapping: NDArray[np.integer]) -> NDArray[np.in
         )
     of_requests = sum(one["extend_seq_lens"]) if mode == EXTEND else tokens
     if physical.shape[:2] != (len(mapping), tokens) or of_requests != tokens:
-        raise InputError(
-            f"topk_ids_of_layer is {physical.shape} [layers, tokens, k], but there are {len(mapping)} layers, "
-            f"{tokens} positions and {of_requests} tokens of requests"
-        )
+        raise InputError(f"ids {physical.shape}, but {len(mapping)} layers, {tokens} positions, {of_requests} tokens")
     logical = mapping[np.arange(len(mapping))[:, None, None], physical]
     return np.where(physical < 0, -1, logical).astype(np.int32).transpose(1, 0, 2)

@@ -40,16 +40,13 @@ def routing_of(frames: Sequence[tuple[str, pd.DataFrame]], source: Source) -> Du
         )
     columns["layer"] = _layers(columns["layer"], source)
     single = "expert" in found and pd.api.types.is_numeric_dtype(frame[found["expert"]])
-    if single and ("count" in columns or not {*KEYS, "slot", "request", "phase"} & columns.keys()):
-        source.says(f"counts: {_said(found)}")
-        return _counts(columns, frame[found["expert"]].to_numpy(np.int64), source)
-    experts, weights = _experts(frame, found, source)
-    source.says(_said(found))
+    counted = single and ("count" in columns or not {*KEYS, "slot", "request", "phase"} & columns.keys())
+    experts, weights = (frame[found["expert"]].to_numpy(), None) if counted else _experts(frame, found, source)
+    said = ", ".join(role if role == column else f"{role} is {column}" for role, column in found.items())
+    source.says(f"counts: {said}" if counted else said)
+    if counted:
+        return _counts(columns, experts.astype(np.int64), source)
     return _dump(columns, experts, weights, frames[0][0], source)
-
-
-def _said(found: dict[str, str]) -> str:
-    return ", ".join(role if role == column else f"{role} is {column}" for role, column in found.items())
 
 
 def _without_facts(frame: pd.DataFrame, source: Source) -> pd.DataFrame:

@@ -72,7 +72,7 @@ def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
         axis = AXES.get(str(role))
         for number, each in enumerate(value):
             if axis == "slot" and "id" in each:
-                each = {"expert" if name == "id" else name: one for name, one in each.items()}
+                each = {**each, "expert": each["id"]}
             own = axis is not None and not any(columns.role(name) == axis for name in each)
             yield from _rows(each, {**above, str(axis): number} if own else above, key, columns)
     elif role == "count" and isinstance(value, list | np.ndarray):
@@ -90,8 +90,7 @@ def _numbered(value: Mapping[Any, Any], above: Row, key: str, columns: Columns) 
     """Yield the rows of a mapping from numbers: of experts with counts, of tokens, else of layers."""
     role, layered = columns.role(key), _has_layer(above, columns)
     counts = (layered or role == "count") and all(isinstance(one, int | float) for one in value.values())
-    axis = "expert" if counts else "layer"
-    axis = "token" if axis == "layer" and (layered or role in ("token", "step")) else axis
+    axis = "expert" if counts else "token" if layered or role in ("token", "step") else "layer"
     for name, one in value.items():
         within = {**above, axis: int(name)}
         if axis == "expert":
@@ -118,9 +117,8 @@ def _record(value: Mapping[Any, Any], above: Row, columns: Columns) -> Iterator[
     if expert in lone or (expert is None and columns.numbered(lone, "expert")):
         yield within
     elif expert is not None and depth(value[expert]) >= 0:
-        yield from _cells(
-            value[expert], (weight, value.get(weight)), within, str(expert), _axes(value[expert], within, columns)
-        )
+        held, axes = value[expert], _axes(value[expert], within, columns)
+        yield from _cells(held, (weight, value.get(weight)), within, str(expert), axes)
     for name, one in value.items():
         if name not in lone and name not in along and name != weight and not (name == expert and depth(one) >= 0):
             yield from _rows(one, within, str(name), columns)

@@ -181,12 +181,11 @@ def phase_codes(values: NDArray[Any], name: str) -> NDArray[np.uint8] | None:
     texts = [plain(word.removesuffix(".0")) for word in words]
     if set(texts) == {"1", "2"}:  # as forward_mode of SGLang's
         return place.astype(np.uint8)
-    odd = next((word for word, text in zip(words, texts, strict=True) if text not in _PHASE), None)
-    if odd is not None and plain(name) == "stage":
-        return None
-    if odd is not None:
+    if odd := [word for word, text in zip(words, texts, strict=True) if text not in _PHASE]:
+        if plain(name) == "stage":
+            return None
         raise InputError(
-            f"{name} {odd!r} is neither prefill nor decode: --columns phase=NAME names another, phase= none"
+            f"{name} {odd[0]!r} is neither prefill nor decode: --columns phase=NAME names another, phase= none"
         )
     codes = np.array([_PHASE[text][1] for text in texts], np.uint8)
     return (1 - codes if plain(name) == "isdecode" and {"true", "false"} & set(texts) else codes)[place]
