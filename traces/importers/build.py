@@ -215,7 +215,8 @@ def _meta(source: Source, L: int, k: int, E: int, layers: tuple[int, ...] | None
             stated |= {"layer_expert_bytes": by_layer, "expert_bytes": max(by_layer)}
     tools = {"moe-expert-cache": version("moe-expert-cache")}
     with located(str(source.facts_path or source.path)):
-        return TraceMeta(source.model or source.stem, L, E, k, names, mode=mode, tools=tools, **stated)
+        model = source.stem if facts.model is None and not source.model else source.model
+        return TraceMeta(model, L, E, k, names, mode=mode, tools=tools, **stated)
 
 
 def _prefilled(offsets: NDArray[np.int64], phase: NDArray[np.uint8]) -> NDArray[np.int64]:
