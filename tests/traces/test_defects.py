@@ -214,3 +214,11 @@ def test_import_refuses_repeats_and_fixes_them_when_told_to(tmp_path: Path) -> N
     trace = Trace.read(tmp_path / "t")
     assert trace.experts[5, 1].tolist() == [held.experts[5, 1, 0], trace.sentinel, *held.experts[5, 1, 2:]]
     assert [finding.name for finding in source.findings] == ["fill values and repeats"]
+
+
+def test_a_phase_that_is_stated_beside_a_dump_counts(tmp_path: Path) -> None:
+    prompts = last_only(healthy())
+    np.savez(tmp_path / "x.npz", experts=prompts.experts.astype(np.int16), offsets=prompts.offsets)
+    source = Source.of(tmp_path / "x.npz", None, Options(phase="prefill", experts=32), None)
+    read_dump(source)
+    assert [finding.name for finding in source.findings] == ["last token only"]

@@ -94,7 +94,7 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
         experts[:, :, :used],
         dump.offsets,
         [str(one.id) for one in dump.requests],
-        dump.phase,
+        dump.phase if dump.phase is not None or not _said(source) else np.full(len(experts), _phase(source), np.uint8),
         None if dump.weights is None else dump.weights[:, :, :used],
         E,
         max(stated, 0 if profile is None else profile.top_k) or None,
@@ -178,9 +178,14 @@ def _layers(source: Source, dumped: int) -> tuple[int, ...] | None:
     return None if source.options.layer_map is None else parse_layer_map(source.options.layer_map, dumped)
 
 
+def _said(source: Source) -> str | None:
+    """Return what is said of the phase of all tokens beside the dump."""
+    return source.options.phase or source.facts.phase or source.stated.get("phase")
+
+
 def _phase(source: Source) -> int:
     """Return the phase of all tokens of a dump that does not state it."""
-    said = source.options.phase or source.facts.phase or source.stated.get("phase")
+    said = _said(source)
     if not said:
         source.notes.append("no phase is stated: the tokens are taken as decoded (--phase prefill says otherwise)")
     word = str(said or "decode").replace(",", " ").split()[0]
