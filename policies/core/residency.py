@@ -17,7 +17,7 @@ the calls of an engine and when it makes them. Evicting moves no bytes (rule 7).
 no case of its own: its demands wait in the queue until what was computed can be evicted (rule 9).
 
 A score policy is served wholly by the compiled core. Any other names its victims in Python, which the core calls where
-it needs one (`policies.core.asking`).
+it needs one (`policies.core.calling`).
 
 The slots may be divided into partitions, one for each layer (`policies.core.scope`). Then "a slot" in rule 5 is one of
 the expert's partition, and of the queued prefetches the link takes the best that can have one; a demand is first in any

@@ -45,7 +45,7 @@ SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, LOWES
 # (PROPOSAL: the number of the one in force; its experts that may be queued have ids from LOWEST to HIGHEST - 1)
 # (SIZED: whether a cache is given in bytes, else every SIZE is 1; EVICTED: how many victims of the latest
 # transfer m[VICTIMS] then holds; PARTIAL: whether the tier below may lack experts, else the row BELOW is not looked at;
-# ASKED: the address of a policy that names its victims in Python (`policies.core.asking`), and whether it also HEARS of
+# ASKED: the address of a policy that names its victims in Python (`policies.core.calling`); whether it also HEARS of
 # hits, insertions or evictions; FAILED: whether a policy in Python has raised an error)
 # (the last four: the addresses of a score policy's hooks, `policies.core.dispatch.HOOKS`)
 SIZED, EVICTED, PARTIAL, ASKED, HEARS_HIT, HEARS_INSERT, HEARS_EVICT, FAILED, HIGHEST = range(12, 21)
