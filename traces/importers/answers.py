@@ -109,7 +109,7 @@ def _of_sglang(source: Source, place: str, name: str, body: Body, holder: Body |
     if layers < 0 and source.options.layer_map is None:
         layers = source.facts.moe_layers or -1
     if [rows, layers, k].count(-1) > 1:
-        raise InputError(f"{place} does not tell the shape of its {flat.size} ids: give --layers and --top-k")
+        raise InputError(f"{place} does not state the shape of its {flat.size} ids: give --layers and --top-k")
     experts = flat.reshape(rows if -1 in (layers, k) else -1, layers, k)  # one of the two gives the other
     # the prompt's ids: with logprobs, all of which are there if `logprob_start_len` was 0, or by themselves
     logged = [one[1] for one in counts.get("input_token_logprobs") or ()]

@@ -143,7 +143,7 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
     if source.options.token_ids is not None:
         raise InputError(f"{source.path} holds counts, which have no tokens: leave --token-ids out")
     if k is None:
-        raise InputError(f"{source.path} holds counts, which do not tell how many experts a token chose: give --top-k")
+        raise InputError(f"{source.path} holds counts, which do not say how many experts a token chose: give --top-k")
     source.agreed("experts", E)
     meta = _meta(source, held.shape[1], k, E, layers, AGGREGATE)
     aggregate = np.zeros((2, R, held.shape[1] * E), np.uint32)

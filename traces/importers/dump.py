@@ -62,7 +62,7 @@ def integers(array: Any, place: str, what: str = "experts", ndim: int = 3) -> ND
 
 
 def join(source: Source, sequences: list[Sequence]) -> Dump:
-    """Return sequences as one dump, prompt and generated tokens told apart. Raises InputError for wrong lengths."""
+    """Return sequences as one dump, with the phase of each token. Raises InputError for wrong lengths."""
     requests = source.requests([one.request for one in sequences])
     starts = np.array([request.start for request in requests], np.int64)
     known = [request.prompt_tokens is not None for request in requests]
@@ -81,7 +81,7 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
             generated = "" if output is None else f" and {output} generated tokens less the last"
             raise InputError(
                 f"{one.place}: {rows - start} rows after {start} left out, but {prompt} prompt{generated}; "
-                "where the server was told to leave leading tokens out, say how many with --start"
+                "where the server left leading tokens out, say how many with --start"
             )
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if starts.any():

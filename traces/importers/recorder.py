@@ -27,7 +27,7 @@ PASS = ("forward_pass_id", "positions", "input_ids", "topk_ids_of_layer")
 
 CHUNKS = "prefills start where the one before them ended: they are taken as chunks of one prompt"
 CACHED = f"tokens came from the prefix cache: {UNROUTED}"
-SHARED = "decoded tokens share their position with others: the order of the batch told them apart"
+SHARED = "decoded tokens share their position with others: the order of the batch decided whose they are"
 
 ADVICE = (
     'record with requests sent one at a time and say {"concurrency": 1} in --meta, '
@@ -179,7 +179,7 @@ def _logical(one: dict[str, Any], mapping: NDArray[np.integer]) -> NDArray[np.in
     mode, physical, tokens = one["forward_mode"], one["topk_ids_of_layer"], len(one["positions"])
     if mode not in (EXTEND, DECODING):
         raise InputError(
-            f"forward_mode {mode}: only prefill (1) and decode (2) can be told apart by request; record without mixed "
+            f"forward_mode {mode}: only prefill (1) and decode (2) can be divided by request; record without mixed "
             "chunks and speculative decoding"
         )
     of_requests = sum(one["extend_seq_lens"]) if mode == EXTEND else tokens

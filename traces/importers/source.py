@@ -178,9 +178,9 @@ class Source:
             by_id = {str(one.id): one for one in stated}
             stated = [by_id[str(one.id)] for one in dumped]
         requests = []
-        for number, (own, told) in enumerate(zip(dumped, stated, strict=True)):
-            default = Request(number, self.facts.dataset or "", told.category or "", start=self.start)
-            held = [*vars(default).items(), *vars(own).items(), *vars(told).items()]
+        for number, (own, beside) in enumerate(zip(dumped, stated, strict=True)):
+            default = Request(number, self.facts.dataset or "", beside.category or "", start=self.start)
+            held = [*vars(default).items(), *vars(own).items(), *vars(beside).items()]
             known = {key: value for key, value in held if value is not None}
             requests.append(Request(**known | {key: str(known[key]) for key in ("id", "dataset", "task")}))
         return requests

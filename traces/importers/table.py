@@ -1,7 +1,7 @@
 """The one long table that all rows become, and how it becomes routing by request, token and layer.
 
 A row is a token's choice in a layer, one expert of it, or a count. Experts of a row are one id, a list ("1;5;9",
-"[1, 5]"), numbered columns e0, e1, ..., or a weight for each expert. What belongs to one token is told by the columns
+"[1, 5]"), numbered columns e0, e1, ..., or a weight for each expert. What belongs to one token follows from the columns
 request, step and token where they are there, and by the order in the file where they are not, or start again.
 """
 

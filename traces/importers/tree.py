@@ -2,7 +2,7 @@
 
 Lists of experts are found wherever they lie. What stands above one belongs to it: values of keys, keys that are
 numbers, and the places in lists. A list with two axes before its k leaves them as `axis0` and `axis1`, which `table`
-tells apart.
+names.
 """
 
 import re

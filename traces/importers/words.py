@@ -93,7 +93,7 @@ SHORT = {"expert": {"", "e", "exp", "top", "sel", "slot", "k"}, "weight": {"wt",
 
 
 LIKE = (("weight", "weight|prob|gate|score"), ("expert", "expert|topk"), ("layer", "layer"))
-"""Parts of names that tell a role where no name in ROLES does, unless a word of OTHER is there too."""
+"""Parts of names that show a role where no name in ROLES does, unless a word of OTHER is there too."""
 
 OTHER = (
     "num number count bytes size hit hits load per used total text type entropy logit logits shape time ms us shared "
