@@ -30,20 +30,25 @@ BLOCK_ROWS, BLOCK_ROWS_OF_FEW_LAYERS = 8, 32
 layers no two in a row are equal, and at most 14 in a single layer."""
 
 
+PER_ROW = ("experts", "phase", "weights", "position", "step", "token_id")
+
+
 @dataclass(frozen=True)
 class Routing:
     """Routing of R requests, T rows, as a dump or a trace has it."""
 
-    experts: NDArray[np.integer]  # [T, L, k] ids, negative: not routed
+    experts: NDArray[np.integer]  # [T, L, k] ids within a layer, negative: not routed
     offsets: Int  # [R + 1]
-    requests: Sequence[str]  # [R] names
-    phase: NDArray[np.uint8] | None = None  # [T]
+    requests: Sequence[Any]  # [R] their texts are their names
+    phase: NDArray[np.uint8] | None = None  # [T]; None: all rows have one phase, which is not stated
     weights: NDArray[np.floating] | None = None  # [T, L, k]
     E: int | None = None
     model_top_k: int | None = None  # of the model, or as the dump states it
-    layers: Sequence[int] | None = None  # their numbers
+    layers: Sequence[int] | None = None  # their numbers; None: from 0
     restarts: Int | None = None  # rows whose token index does not follow the one before
-    kept: Int | None = None  # [T] rows of the routing that was checked; None: all
+    position: NDArray[np.uint32] | None = None  # [T]; None: consecutive
+    step: NDArray[np.uint32] | None = None  # [T]; None: a prefill is one, and each decoded token
+    token_id: NDArray[np.int32] | None = None  # [T]
 
     @staticmethod
     def of(trace: Trace) -> "Routing":
@@ -66,10 +71,6 @@ class Routing:
     def routed(self) -> NDArray[np.bool_]:
         return self.experts >= 0
 
-    @property
-    def rows(self) -> Int:
-        return np.arange(len(self.experts)) if self.kept is None else self.kept
-
     def layer(self, at: int) -> int:
         return at if self.layers is None else self.layers[at]
 
@@ -78,22 +79,20 @@ class Routing:
         request = int(np.searchsorted(self.offsets, row, side="right")) - 1
         first = row - int(self.offsets[request])
         rows = f"row {first}" if last in (None, row) else f"rows {first} to {first + (last or row) - row}"
-        return f"request {self.requests[request]!r}, {rows}"
+        return f"request {str(self.requests[request])!r}, {rows}"
 
     def without(self, drop: NDArray[np.bool_]) -> "Routing":
         """Return it without some rows, [T], and without requests of which none is left."""
         lengths = np.diff(np.concatenate([[0], np.cumsum(~drop)])[self.offsets])
         held = (lengths > 0) | (np.diff(self.offsets) == 0)
-        rows = {
-            name: array[~drop] for name in ("experts", "phase", "weights") if (array := getattr(self, name)) is not None
-        }
+        rows = {name: array[~drop] for name in PER_ROW if (array := getattr(self, name)) is not None}
         names = [name for name, there in zip(self.requests, held, strict=True) if there]
         offsets = np.concatenate([[0], np.cumsum(lengths[held])]).astype(np.int64)
         restarts = None
         if self.restarts is not None:
             after = np.cumsum(~drop) - 1
             restarts = np.setdiff1d(np.unique(after[self.restarts[~drop[self.restarts]]]), offsets)
-        return replace(self, offsets=offsets, requests=names, restarts=restarts, kept=self.rows[~drop], **rows)
+        return replace(self, offsets=offsets, requests=names, restarts=restarts, **rows)
 
 
 @dataclass(frozen=True)
@@ -196,15 +195,13 @@ def parts_of_ranks(held: Routing) -> Finding | None:
                 weights = np.take_along_axis(stacked, order, axis=2)
             first = len(total)
             fixed = replace(
-                held,
+                held.without(np.arange(T) >= first),
                 experts=experts,
                 weights=weights,
                 offsets=held.offsets[: R // n + 1],
                 requests=held.requests[: R // n],
-                phase=None if held.phase is None else held.phase[:first],
-                kept=held.rows[:first],
             )
-            names = ", ".join(map(repr, held.requests[:: R // n][:4]))
+            names = ", ".join(repr(str(name)) for name in held.requests[:: R // n][:4])
             what = f"requests {names} have the same {first} tokens and other experts"
             return Finding("parts of ranks", what, f"{n} ranks each hold a part: put the parts together", fixed)
     lowest, highest = int(held.experts[held.routed].min(initial=0)), int(held.experts.max())
@@ -302,11 +299,12 @@ def restarted_index(held: Routing) -> Finding | None:
         for name, a, b in zip(held.requests, held.offsets[:-1], held.offsets[1:], strict=True)
         for i in range(int(((cuts >= a) & (cuts < b)).sum()) or 1)
     ]
+    fixed = replace(held, offsets=cuts, requests=names, restarts=None, position=None)
     return Finding(
         "restarted index",
         f"{held.place(row)}: the token index starts again, {n} times in all; the order is that of the file",
         "if each start is a new request, split there; if each is a pass over a batch, record one request at a time",
-        replace(held, offsets=cuts, requests=names, restarts=None) if len(cuts) == len(names) + 1 else None,
+        fixed if len(cuts) == len(names) + 1 else None,
     )
 
 

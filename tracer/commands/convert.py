@@ -48,9 +48,9 @@ def import_(
     check_target(folder, overwrite)
     made = read_dump(source)
     if not quiet:
-        for text in source.found:
+        for text in dict.fromkeys(source.found):
             console.note(f"found: {text}")
-    for text in source.notes:
+    for text in dict.fromkeys(source.notes):
         console.warn(text)
     for finding in source.findings:
         console.warn(f"fixed: {finding.name}: {finding.what}" if options.fix and finding.fixed else str(finding))

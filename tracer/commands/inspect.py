@@ -57,7 +57,7 @@ def check(
     if file.exists() and not (file.is_dir() and any((file / name).exists() for name in (REQUESTS, GROWING, ROUTING))):
         source = source_of(file, meta, replace(options, fix=True), quiet=False)
         made, findings = read_dump(source), source.findings
-        for text in source.found:
+        for text in dict.fromkeys(source.found):
             console.note(f"found: {text}")
         what, following = f"{len(made.requests)} requests, {len(made.experts)} tokens", "import"
     else:

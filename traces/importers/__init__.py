@@ -13,11 +13,13 @@ from typing import Any
 
 import pandas as pd
 
+from traces.arrays import read_npy, read_npz
+from traces.defects import Routing
 from traces.errors import InputError
 from traces.files import unpacked, unpacked_name
 from traces.importers import answers, plain, recorder, tree
 from traces.importers.build import aggregate_of, trace_of
-from traces.importers.dump import Counts, Dump
+from traces.importers.dump import Counts
 from traces.importers.files import files_of, frame_of, records_of
 from traces.importers.source import Options, Source
 from traces.importers.table import routing_of
@@ -40,41 +42,40 @@ def import_dump(
     EAMs only. Raises InputError.
     """
     source = Source.of(path, meta, options or Options(), load_pt)
-    return read_dump(source), source.notes
+    return read_dump(source), list(dict.fromkeys(source.notes))
 
 
 def read_dump(source: Source) -> Trace:
     """Return the dump as a trace; what was found, assumed and is wrong is added to the source. Raises InputError."""
-    if not source.path.exists():
-        raise InputError(f"no file {source.path} to import")
     dump = _read(source)
-    return trace_of(dump, source) if isinstance(dump, Dump) else aggregate_of(dump, source)
+    return aggregate_of(dump, source) if isinstance(dump, Counts) else trace_of(dump, source)
 
 
-def _read(source: Source) -> Dump | Counts:
-    kinds = {path: unpacked_name(path).suffix.lower() for path in files_of(source.path)}
-    for kind, read in ((".npz", plain.read_npz), (".npy", plain.read_npy)):
-        if kind in kinds.values():
-            return read(source, [path for path in kinds if kinds[path] == kind])
-    paths = [path for path in kinds if kinds[path] != ".json"] or list(kinds)  # beside others, JSONs state facts
-    loaded = [(path, _content(source, path)) for path in paths]
+def _read(source: Source) -> Routing | Counts:
+    files = files_of(source.path)
+    arrays = [[path for path in files if path.suffix == kind] for kind in (".npz", ".npy")]
+    others = [path for path in files if unpacked_name(path).suffix.lower() != ".json"]  # beside others it states facts
+    loaded = [(path, _content(source, path)) for path in next(filter(None, (*arrays, others, files)), ())]
     if not loaded:
         raise InputError(f"{source.path} holds no files that could be dumps")
     first = loaded[0][1][0] if isinstance(loaded[0][1], list) else None
-    if recorder.is_recording(first):
-        return recorder.read(source, [(path, records[0]) for path, records in loaded])
-    if answers.is_answer(first):
+    if recorder.reads(first):
+        return recorder.read(source, [(path, content) for path, (content,) in loaded])
+    if answers.reads(first):
         return answers.read(source, loaded)
+    if plain.reads(first):
+        return plain.read(source, loaded)
+    source = _known(source, loaded[-1][1])
     frames = [(unpacked_name(path).stem, _rows(source, held)) for path, held in loaded]
-    frames = [one for one in frames if len(one[1])] or frames[:1]
-    return routing_of(frames, _known(source, loaded[-1][1]))
+    frames = [one for one in frames if len(one[1])] or [(frames[0][0], pd.DataFrame(loaded[0][1]))]
+    return routing_of(frames, source)
 
 
 def _content(source: Source, path: Path) -> Any:
     """Return a file as rows or as a list of records."""
-    if path.suffix in (".pt", ".pth"):
-        assert source.load_pt
-        return [source.load_pt(path)]
+    readers = {".npz": read_npz, ".npy": read_npy, ".pt": source.load_pt, ".pth": source.load_pt}
+    if (read := readers.get(path.suffix)) is not None:
+        return [read(path)]
     raw = unpacked(path)
     return records_of(path, raw) if raw.lstrip()[:1] in (b"{", b"[") else frame_of(source, path, raw)
 
@@ -85,8 +86,8 @@ def _known(source: Source, held: Any) -> Source:
     if (found := format_of(names)) is None:
         return source
     kind, declared = found
-    source.says(kind)
-    if declared.note and declared.note not in source.notes:
+    source.found.append(kind)
+    if declared.note:
         source.notes.append(declared.note)
     source.stated.setdefault("phase", declared.phase)
     return replace(source, columns=Columns({**declared.columns, **source.columns.stated}))
@@ -94,14 +95,8 @@ def _known(source: Source, held: Any) -> Source:
 
 def _rows(source: Source, held: Any) -> pd.DataFrame:
     """Return records as flat rows; rows with columns of several layers are records."""
-    columns = _known(source, held).columns
     if isinstance(held, pd.DataFrame):
         if not tree.nested(dict.fromkeys(held.columns)):
             return held
-        held = tree.with_lists(held)
-    elif not any(not isinstance(one, dict) or tree.nested(one) for one in held):  # flat already
-        routed = [one for one in held if tree.routes(one, columns)]
-        for one in held if len(routed) < len(held) else ():
-            tree.state(one, source.stated)
-        return pd.DataFrame(routed or held)
-    return pd.DataFrame(list(tree.rows(held, columns, source.stated)))
+        held = held.to_dict("records")
+    return pd.DataFrame(list(tree.rows(held, source.columns, source.stated)))

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from traces.arrays import read_npy
+from traces.defects import Routing
 from traces.errors import InputError
-from traces.importers.dump import Dump, Sequence, join
+from traces.importers.dump import Sequence, join
 from traces.importers.source import Request, Source
 
 Body = dict[str, Any]
@@ -33,14 +34,15 @@ def body_of(record: Any) -> Any:
     return record["response"].get("body") if batch else record
 
 
-def is_answer(record: Any) -> bool:
+def reads(record: Any) -> bool:
+    """Return whether a record is an answer."""
     body = body_of(record)
     return isinstance(body, dict) and bool({"choices", "meta_info"} & body.keys())
 
 
-def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Dump:
+def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Routing:
     """Read the answers of files. Raises InputError."""
-    sequences, dropped, kinds = [], 0, set()
+    sequences: list[Sequence] = []
     for path, i, content in [(path, i, one) for path, held in files for i, one in enumerate(held)]:
         place, name = f"{path} answer {i}", f"{path.stem}-{i}"
         body = body_of(content)
@@ -52,25 +54,17 @@ def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Dump:
         extra = [one.get(key) or {} for one in (body, choices[0]) for key in ("sglext", "sgl_ext")]
         holder = next((one for one in (meta, *extra) if one.get("routed_experts") is not None), None)
         if holder is not None or meta:
-            kinds.add("SGLang")
+            source.found.append("answers of SGLang")
             sequences.append(_of_sglang(source, place, name, body, holder))
             continue
-        kinds.add("vLLM")
+        source.found.append("answers of vLLM")
         for i, choice in enumerate(choices):  # each repeats the prompt
             at, own = (place, name) if len(choices) == 1 else (f"{place} choice {i}", f"{name}-{i}")
-            sequence, last = _of_vllm(at, own, body, choice)
-            sequences.append(sequence)
-            dropped += last
-    if dropped:
-        source.notes.append(
-            f"{dropped} choices have a row for their last token, which decoding never feeds back: it is left out"
-        )
-    source.says(f"{source.path}: {len(sequences)} requests of {' and '.join(sorted(kinds))}")
+            sequences.append(_of_vllm(source, at, own, body, choice))
     return join(source, sequences)
 
 
-def _of_vllm(place: str, name: str, body: Body, choice: Body) -> tuple[Sequence, int]:
-    """Return a choice as a request, and how many rows of a last token it had."""
+def _of_vllm(source: Source, place: str, name: str, body: Body, choice: Body) -> Sequence:
     usage, held, apart = body.get("usage") or {}, choice.get("routed_experts"), body.get("prompt_routed_experts")
     if held is None:
         raise InputError(
@@ -80,11 +74,13 @@ def _of_vllm(place: str, name: str, body: Body, choice: Body) -> tuple[Sequence,
     ids, generated = choice.get("prompt_token_ids") or body.get("prompt_token_ids"), choice.get("token_ids")
     prompt = usage.get("prompt_tokens") if ids is None else len(ids)
     counted = usage.get("completion_tokens") if len(body["choices"]) == 1 else None
-    output, dropped = counted if generated is None else len(generated), 0
+    output: Any = counted if generated is None else len(generated)
     if apart is not None:
-        if output is None:
-            raise InputError(f"{place} does not say how many tokens were generated: it has no usage or token_ids")
-        prompt, dropped = len(apart) if prompt is None else prompt, max(0, len(held) - (output - 1))
+        prompt = len(apart) if prompt is None else prompt
+        if len(held) >= output:
+            source.notes.append(
+                "decoding never feeds the last token back: the row that a choice has for it is left out"
+            )
         held = [*apart, *held[: output - 1]]
     if isinstance(held, str):
         experts = read_npy(BytesIO(b64decode(held, validate=True)), f"{place}: routed_experts")
@@ -92,7 +88,7 @@ def _of_vllm(place: str, name: str, body: Body, choice: Body) -> tuple[Sequence,
         experts = np.array(held)
     if output is None and prompt is not None:
         output = len(experts) - prompt + 1
-    return Sequence(place, experts, Request(name, prompt_tokens=prompt, output_tokens=output), ids, generated), dropped
+    return Sequence(place, experts, Request(name, prompt_tokens=prompt, output_tokens=output), ids, generated)
 
 
 def _of_sglang(source: Source, place: str, name: str, body: Body, holder: Body | None) -> Sequence:

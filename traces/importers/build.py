@@ -3,6 +3,7 @@ anything is written.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from traces.check import check_steps
 from traces.defects import Routing, find, layer_map, parts_of_counts
 from traces.errors import InputError, located
-from traces.importers.dump import Counts, Dump
+from traces.importers.dump import Counts
 from traces.importers.plain import token_ids
 from traces.importers.source import Request, Source
 from traces.index import Index
@@ -33,30 +34,28 @@ _AS_STATED = ("expert_bytes", "layer_expert_bytes", "dtype", "revision", "hidden
 """Facts of the JSON that are taken as they are."""
 
 
-def trace_of(dump: Dump, source: Source) -> Trace:
+def trace_of(dump: Routing, source: Source) -> Trace:
     where, layers = str(source.path), _layers(source, dump.experts.shape[1])
     if dump.phase is not None and source.options.phase is not None:
         raise InputError(f"{where} says itself which tokens are prompt: leave --phase out")
     if source.options.token_ids is not None:
-        if dump.token_id is not None:
-            raise InputError(f"{where} holds token ids itself: leave --token-ids out")
         dump = replace(dump, token_id=token_ids(source.options.token_ids, len(dump.experts)))
     if layers is not None:
         weights = None if dump.weights is None else dump.weights[:, layers]
         numbers = layers if dump.layers is None else tuple(dump.layers[each] for each in layers)
         dump = replace(dump, experts=dump.experts[:, layers], weights=weights, layers=numbers)
-    E, profile = source.agreed("experts", dump.num_experts), source.profile
+    E, profile = source.agreed("experts", dump.E), source.profile
     if E is None and profile is not None and dump.experts.max(initial=-1) < profile.experts:
         E = profile.experts
+    if dump.phase is None and source.phase is not None:
+        dump = replace(dump, phase=np.full(len(dump.experts), _phase(source), np.uint8))
     dump = _sound(dump, source, E)
-    if E is None:
-        E = int(dump.experts.max(initial=-1)) + 1
-        source.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
+    E = source.experts_of(dump.experts) if E is None else E
     phase = dump.phase if dump.phase is not None else np.full(len(dump.experts), _phase(source), np.uint8)
     _, L, k = dump.experts.shape
     meta = _meta(source, L, k, E, dump.layers, IMPORT)
-    requests, lengths = _frame(dump.requests, dump.offsets, phase, IMPORT), np.diff(dump.offsets)
-    prefilled = _prefilled(dump.offsets, phase)
+    prefilled = np.diff(np.concatenate([[0], np.cumsum(phase == PREFILL)])[dump.offsets])
+    requests, lengths = _frame(dump.requests, dump.offsets, prefilled, IMPORT), np.diff(dump.offsets)
     columns, position = in_turn(lengths, prefilled), dump.position
     if position is None:  # after the prompt where only decoded tokens are there
         before = np.where(prefilled > 0, 0, requests["prompt_tokens"].fillna(0).to_numpy(np.int64))
@@ -80,7 +79,7 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     )
 
 
-def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
+def _sound(dump: Routing, source: Source, E: int | None) -> Routing:
     """Return the dump as `traces.defects` leaves it: its findings are the source's, and those unfixed may refuse it."""
     experts = dump.experts if dump.experts.dtype.kind == "i" else dump.experts.astype(np.int32)
     routed = experts[experts >= 0]
@@ -90,17 +89,9 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
     stated, profile = source.agreed("top_k") or 0, source.profile
     used = int((experts != -1).any(axis=(0, 1)).nonzero()[0].max(initial=0)) + 1
     used = min(experts.shape[2], max(used, stated))  # slots behind are padding
-    held = Routing(
-        experts[:, :, :used],
-        dump.offsets,
-        [str(one.id) for one in dump.requests],
-        dump.phase if dump.phase is not None or not _said(source) else np.full(len(experts), _phase(source), np.uint8),
-        None if dump.weights is None else dump.weights[:, :, :used],
-        E,
-        max(stated, 0 if profile is None else profile.top_k) or None,
-        dump.layers,
-        dump.restarts,
-    )
+    weights = None if dump.weights is None else dump.weights[:, :, :used]
+    top_k = max(stated, 0 if profile is None else profile.top_k) or None
+    held = replace(dump, experts=experts[:, :, :used], weights=weights, E=E, model_top_k=top_k)
     findings, sound = find(held, source.options.fix)
     if source.facts.layer_names is not None:  # who names the layers says that they are MoE layers
         findings = [one for one in findings if one.name != "dense layer"]
@@ -109,19 +100,10 @@ def _sound(dump: Dump, source: Source, E: int | None) -> Dump:
     for one in findings:
         if one.unusable and (one.fixed is None or not source.options.fix):
             raise InputError(f"{source.path}: {one}")
-    per_row = {
-        name: array[sound.rows]
-        for name in ("position", "step", "token_id")
-        if (array := getattr(dump, name)) is not None
-    }
-    requests, named = dump.requests, {str(one.id): one for one in dump.requests}
-    if len(sound.requests) != len(requests) or len(sound.rows) != len(experts):
-        other = Request(dataset="", task="")
-        requests = [replace(named.get(name, other), id=name, output_tokens=None) for name in sound.requests]
-    if len(requests) > len(dump.requests):
-        per_row.pop("position", None)
-    same = {name: getattr(sound, name) for name in ("experts", "weights", "phase", "offsets")}
-    return replace(dump, requests=requests, **same, **per_row)
+    if len(sound.requests) == len(dump.requests) and len(sound.experts) == len(experts):
+        return sound
+    parts = (one if isinstance(one, Request) else Request(one, dataset="", task="") for one in sound.requests)
+    return replace(sound, requests=[replace(one, output_tokens=None) for one in parts])
 
 
 def aggregate_of(counts: Counts, source: Source) -> Trace:
@@ -138,10 +120,8 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
     if layers is None and (empty := np.flatnonzero(~held.any(axis=(0, 2)))).size:
         raise InputError(f"{source.path}: layer {empty[0]} counts no token; {layer_map(dumped)}")
     held = held if layers is None else held[:, layers]
-    if held.max() >= 2**32:
-        raise InputError(f"{source.path}: a count of {held.max()} is more than a trace can hold (2^32 - 1)")
-    if source.options.token_ids is not None:
-        raise InputError(f"{source.path} holds counts, which have no tokens: leave --token-ids out")
+    if held.min() < 0 or held.max() >= 2**32:
+        raise InputError(f"{source.path} has counts from {held.min()} to {held.max()}; a trace holds 0 to 2^32 - 1")
     if k is None:
         raise InputError(f"{source.path} holds counts, which do not say how many experts a token chose: give --top-k")
     source.agreed("experts", E)
@@ -152,7 +132,7 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
     return Trace(
         name=source.stem,
         meta=meta,
-        requests=_frame(requests, columns["offsets"], columns["phase"], AGGREGATE),
+        requests=_frame(requests, columns["offsets"], np.zeros(R, np.int64), AGGREGATE),
         experts=np.zeros((0, meta.layers, k), meta.id_type),
         aggregate=aggregate,
         **columns,
@@ -178,27 +158,16 @@ def _layers(source: Source, dumped: int) -> tuple[int, ...] | None:
     return None if source.options.layer_map is None else parse_layer_map(source.options.layer_map, dumped)
 
 
-def _said(source: Source) -> str | None:
-    """Return what is said of the phase of all tokens beside the dump."""
-    return source.options.phase or source.facts.phase or source.stated.get("phase")
-
-
 def _phase(source: Source) -> int:
     """Return the phase of all tokens of a dump that does not state it."""
-    said = _said(source)
-    if not said:
+    if source.phase is None:
         source.notes.append("no phase is stated: the tokens are taken as decoded (--phase prefill says otherwise)")
-    word = str(said or "decode").replace(",", " ").split()[0]
-    if word not in ("prefill", "decode"):
-        raise InputError(f"phase {word!r} is neither prefill nor decode; say --phase prefill or decode")
-    return PREFILL if word == "prefill" else DECODE
+    return DECODE if source.phase is None else source.phase
 
 
-def _meta(source: Source, L: int, k: int, E: int, layers: tuple[int, ...] | None, mode: str) -> TraceMeta:
+def _meta(source: Source, L: int, k: int, E: int, layers: Sequence[int] | None, mode: str) -> TraceMeta:
     facts = source.facts
-    if facts.moe_layers not in (None, L):
-        hint = f"; {layer_map(L)}" if facts.moe_layers < L else ""
-        raise InputError(f"{source.facts_path} says moe_layers {facts.moe_layers}, but {source.path} has {L}{hint}")
+    source.agreed("moe_layers", L)
     if (most := source.agreed("top_k")) is not None and k > most:
         raise InputError(f"{source.path} has {k} experts of a token in a layer, top_k is said to be {most}")
     first, profile = facts.first_moe_layer or 0, source.profile
@@ -207,7 +176,7 @@ def _meta(source: Source, L: int, k: int, E: int, layers: tuple[int, ...] | None
         of_model = tuple(number for number, kind in enumerate(profile.order) if kind.routed)
         if of_model != numbers:  # the dump counts MoE layers only, or from 1
             whose = f"the layers {of_model[0]} to {of_model[-1]} of {profile.name}"
-            source.says(f"layers {numbers[0]} to {numbers[-1]} are {whose}")
+            source.found.append(f"layers {numbers[0]} to {numbers[-1]} are {whose}")
             numbers = of_model
     names = facts.layer_names or tuple(f"layers.{layer}" for layer in numbers)
     stated: dict[str, Any] = {name: getattr(facts, name) for name in _AS_STATED}
@@ -224,14 +193,10 @@ def _meta(source: Source, L: int, k: int, E: int, layers: tuple[int, ...] | None
         return TraceMeta(model, L, E, k, names, mode=mode, tools=tools, **stated)
 
 
-def _prefilled(offsets: NDArray[np.int64], phase: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return how many rows of each request are prefill."""
-    return np.diff(np.concatenate([[0], np.cumsum(phase == PREFILL)])[offsets])
-
-
-def _frame(requests: list[Request], offsets: NDArray[np.int64], phase: NDArray[np.uint8], mode: str) -> pd.DataFrame:
+def _frame(
+    requests: Sequence[Request], offsets: NDArray[np.int64], prefilled: NDArray[np.int64], mode: str
+) -> pd.DataFrame:
     """Return a row for each request; what the dump does not count follows from its rows."""
-    prefilled = _prefilled(offsets, phase)
     decoded = np.diff(offsets) - prefilled
     follows = np.where(decoded > 0, decoded + 1, 0).tolist()
     outputs = [n if one.output_tokens is None else one.output_tokens for one, n in zip(requests, follows, strict=True)]

@@ -1,5 +1,5 @@
-"""What the readers of formats return: routing by request (Dump), or counts only (Counts); and how sequences of prompt
-and generated tokens, the unit of what servers answer, become a Dump.
+"""What the readers of formats return beside `traces.defects.Routing`: counts only (Counts); and how sequences of prompt
+and generated tokens, the unit of what servers answer, become a Routing.
 """
 
 from dataclasses import dataclass
@@ -8,29 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from traces.defects import Routing
 from traces.errors import InputError
 from traces.importers.source import Request, Source
 from traces.trace import in_turn
 
 UNROUTED = "they are in the trace without experts, so a run computes all else of them"
 """Of tokens whose routing a server did not compute again, as it had them in its cache."""
-
-
-@dataclass(frozen=True)
-class Dump:
-    """Routing of R requests, T rows, layers as the dump counts them."""
-
-    experts: NDArray[np.integer]  # [T, layers, k] ids within a layer, -1: not routed
-    offsets: NDArray[np.int64]  # [R + 1]
-    requests: list[Request]  # [R]
-    phase: NDArray[np.uint8] | None = None  # [T]; None: all rows have one phase, which the user states
-    position: NDArray[np.uint32] | None = None  # [T]; None: consecutive
-    step: NDArray[np.uint32] | None = None  # [T]; None: a prefill is one, and each decoded token
-    weights: NDArray[np.float16] | None = None  # [T, layers, k]
-    token_id: NDArray[np.int32] | None = None  # [T]
-    num_experts: int | None = None  # E, where the dump states it
-    layers: tuple[int, ...] | None = None  # numbers of its layers, where it numbers them; None: from 0
-    restarts: NDArray[np.int64] | None = None  # rows whose token index does not follow the one before
 
 
 @dataclass(frozen=True)
@@ -53,16 +37,15 @@ class Sequence:
     output_ids: list[int] | None = None
 
 
-def integers(array: Any, place: str, what: str = "experts", ndim: int = 3) -> NDArray[np.integer]:
+def integers(array: NDArray[Any], place: str, what: str = "experts", ndim: int = 3) -> NDArray[np.integer]:
     """Return an array of integers with `ndim` axes in the machine's byte order. Raises InputError for any other."""
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != ndim:
-        have = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise InputError(f"{place}: {what} is {have}; an array of integers with {ndim} axes is needed")
+    if array.dtype.kind not in "iu" or array.ndim != ndim:
+        raise InputError(f"{place}: {what} is {array.dtype} {array.shape}; integers with {ndim} axes are needed")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def join(source: Source, sequences: list[Sequence]) -> Dump:
-    """Return sequences as one dump, with the phase of each token. Raises InputError for wrong lengths."""
+def join(source: Source, sequences: list[Sequence]) -> Routing:
+    """Return sequences as one routing, with the phase of each token. Raises InputError for wrong lengths."""
     requests = source.requests([one.request for one in sequences])
     starts = np.array([request.start for request in requests], np.int64)
     known = [request.prompt_tokens is not None for request in requests]
@@ -94,7 +77,6 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
         for first, ids, count in ((0, one.prompt_ids, counted), (counted, one.output_ids, request.output_tokens)):
             if ids and first is not None and len(ids) == count:
                 token_id[begin + first : end][: len(ids)] = ids[: end - begin - first]
-    phase = None
-    if all(known):
-        phase = in_turn(lengths, np.array([request.prompt_tokens for request in requests]))["phase"]
-    return Dump(experts, offsets, requests, phase, token_id=token_id if (token_id >= 0).any() else None)
+    prompts = [request.prompt_tokens or 0 for request in requests]
+    phase = in_turn(lengths, np.array(prompts))["phase"] if all(known) else None
+    return Routing(experts, offsets, requests, phase, token_id=token_id if (token_id >= 0).any() else None)

@@ -56,15 +56,11 @@ def frame_of(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
     if raw.startswith(b"PAR1"):
         return pd.read_parquet(io.BytesIO(raw))
     if 0 < int.from_bytes(raw[4:8], "little") < 256 and re.match(rb"blk\.\d+\.|output|token_embd", raw[8:32]):
-        raise InputError(
-            f"{path} is an imatrix of the older format, which holds no counts by expert: write it again as GGUF"
-        )
+        raise InputError(f"{path} is an imatrix of the older format, with no counts by expert: write it again as GGUF")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise InputError(
-            f"{path} is no dump of a known kind: JSON, CSV, Parquet, .npz, .npy, .pt, K3 or imatrix"
-        ) from None
+        raise InputError(f"{path} is of no known kind: JSON, CSV, Parquet, .npz, .npy, .pt, K3, imatrix") from None
     return _csv(source, path, text)
 
 
@@ -100,7 +96,7 @@ def _state(source: Source, comments: list[str]) -> None:
                 source.stated.setdefault(known, int(value))
     if sizes:
         source.stated["expert_bytes_by_layer"] = sizes
-        source.says(f"bytes of an expert of {len(sizes)} layers, from the header")
+        source.found.append(f"bytes of an expert of {len(sizes)} layers, from the header")
 
 
 def _k3(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
@@ -117,7 +113,7 @@ def _k3(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
     held = np.frombuffer(body, record) if len(body) == count * record.itemsize else np.zeros(0, record)
     if len(held) != count or (held["sequences"] != 1).any() or (held["ordinal"] != np.arange(count)).any():
         raise InputError(f"{path}: its {count} records are not in order, of one sequence and {k} experts each")
-    source.says(f"{path.name}: K3 route trace, {count} records, checksum right")
+    source.found.append(f"{path.name}: K3 route trace, {count} records, checksum right")
     frame = pd.DataFrame({role: held[role].astype(np.int64) for role in ("request", "phase", "layer", "token")})
     wide = {f"{name}{j}": held[name][:, j] for name in "ew" for j in range(k)}
     return frame.assign(phase=np.where(frame["phase"] == 1, "prefill", "decode"), **wide)

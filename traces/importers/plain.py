@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from traces import arrays
+from traces.defects import Routing
 from traces.errors import InputError
-from traces.importers import tree
-from traces.importers.dump import Counts, Dump, Sequence, integers, join
+from traces.importers.dump import Sequence, integers, join
 from traces.importers.source import Request, Source
-from traces.importers.table import routing_of
 from traces.importers.words import layer_number
 
 BESIDE = ".offsets.npy"
@@ -30,39 +28,43 @@ _PER_TOKEN = {"phase": np.uint8, "position": np.uint32, "step": np.uint32, "toke
 """Optional arrays [tokens], and their types in a trace."""
 
 
-def read_npz(source: Source, files: list[Path]) -> Dump | Counts:
-    """Read .npz files, one behind the other. Raises InputError."""
-    held = [arrays.read_npz(file) for file in files]
-    if any("experts" not in each for each in held):
-        frames = [pd.DataFrame(list(tree.rows([each], source.columns, source.stated))) for each in held]
-        return routing_of([(file.stem, frame) for file, frame in zip(files, frames, strict=True)], source)
+def reads(content: Any) -> bool:
+    """Return whether the content of a file is routing as arrays."""
+    return isinstance(content, np.ndarray) or (
+        isinstance(content, dict) and isinstance(content.get("experts"), np.ndarray)
+    )
+
+
+def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Routing:
+    """Return arrays by name, one file behind the other, or files of one array each. Raises InputError."""
+    held = [content for _, (content,) in files]
+    if isinstance(held[0], np.ndarray):
+        return _of_arrays(source, dict(zip([path for path, _ in files], held, strict=True)))
     names = [name for name in ("experts", "weights", *_PER_TOKEN) if name in held[0]]
     whole = {name: np.concatenate([each[name] for each in held]) for name in names}
     return _dump(source, whole, np.concatenate([_lengths(each) for each in held]))
 
 
-def read_npy(source: Source, files: list[Path]) -> Dump | Counts:
-    """Read a .npy with offsets beside it or in the JSON, of a layer each, or of a request each."""
-    beside = [file for file in files if file.name.endswith(BESIDE) or file.stem in LENGTHS]
-    held = {file: arrays.read_npy(file) for file in files if file not in beside}
-    beside += [own for own in [source.path.with_suffix(BESIDE)] if own.is_file()]
-    experts, layers = next(iter(held.values())), None
+def _of_arrays(source: Source, files: dict[Path, NDArray[Any]]) -> Routing:
+    """Return arrays with offsets beside them or in the JSON, of a layer each, or of a request each."""
+    own, layers = source.path.with_suffix(BESIDE), None
+    files |= {own: arrays.read_npy(own)} if own.is_file() else {}
+    beside = {file: "offsets" if file.name.endswith(BESIDE) else file.stem for file in files}
+    values = {name: files[file] for file, name in beside.items() if name in ("offsets", *LENGTHS)}
+    held = {file: array for file, array in files.items() if beside[file] not in values}
+    if source.facts.offsets is not None:
+        values.setdefault("offsets", np.array(source.facts.offsets))
+    experts = next(iter(held.values()))
     if experts.ndim == 2:
         by_layer = {layer_number(file.stem): array for file, array in held.items()}
         layers = tuple(sorted(number for number in by_layer if number is not None))
         if len(layers) < len(held):
-            raise InputError(
-                f"{source.path}: files of arrays [tokens, k] need the numbers of their layers in their names"
-            )
-        source.says(f"a layer a file: {len(layers)} layers, from the files' names")
+            raise InputError(f"{source.path}: files of arrays [tokens, k] need their layers' numbers as names")
+        source.found.append(f"a layer a file: {len(layers)} layers, from the files' names")
         experts = np.stack([by_layer[layer] for layer in layers], axis=1)
-    values: dict[str, Any] = {"experts": experts}
-    if beside:
-        values["offsets" if beside[0].name.endswith(BESIDE) else LENGTHS[0]] = arrays.read_npy(beside[0])
-    elif source.facts.offsets is not None:
-        values["offsets"] = np.array(source.facts.offsets)
-    elif layers is None:
+    if not values and layers is None:
         return join(source, [Sequence(str(file), array, Request(file.stem)) for file, array in held.items()])
+    values["experts"] = experts
     return _dump(source, values, _lengths(values), layers)
 
 
@@ -81,7 +83,7 @@ def _lengths(values: dict[str, NDArray[Any]]) -> NDArray[Any]:
 
 def _dump(
     source: Source, values: dict[str, NDArray[Any]], lengths: NDArray[Any], layers: tuple[int, ...] | None = None
-) -> Dump:
+) -> Routing:
     path, weights = source.path, values.get("weights")
     experts, lengths = integers(values["experts"], str(path)), integers(lengths, str(path), "offsets", ndim=1)
     if weights is not None and (weights.shape != experts.shape or weights.dtype.kind != "f"):
@@ -92,16 +94,14 @@ def _dump(
     columns: dict[str, Any] = {
         name: _column(path, name, values[name], len(experts)) for name in _PER_TOKEN if name in values
     }
-    source.says(f"experts [tokens, layers, k] {experts.shape}, {len(lengths)} requests")
+    source.found.append(f"experts [tokens, layers, k] {experts.shape}, {len(lengths)} requests")
     requests = source.requests([Request()] * len(lengths))
-    if any(one.start for one in requests):
-        raise InputError(f"{path} is of no server, and only servers leave leading tokens out: leave `start` out")
     position = columns.get("position")  # that of the file is taken where it ascends within requests
     if position is not None:
         again = np.setdiff1d(np.flatnonzero(position[1:] <= position[:-1]) + 1, offsets)
         columns |= {"position": None, "restarts": again} if again.size else {}
     weights = None if weights is None else weights.astype(np.float16)
-    return Dump(experts, offsets, requests, weights=weights, layers=layers, **columns)
+    return Routing(experts, offsets, requests, weights=weights, layers=layers, **columns)
 
 
 def _column(path: Path, name: str, values: NDArray[Any], tokens: int) -> NDArray[Any]:

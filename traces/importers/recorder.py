@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from traces.defects import Routing
 from traces.errors import InputError, located
-from traces.importers.dump import UNROUTED, Counts, Dump, integers
+from traces.importers.dump import UNROUTED, Counts, integers
 from traces.importers.source import Request, Source
 from traces.steps import DECODE, PREFILL
 
@@ -86,21 +87,18 @@ class Rebuilt:
         return requests
 
 
-def is_recording(content: Any) -> bool:
+def reads(content: Any) -> bool:
     """Return whether a loaded file is of the recorder."""
     return isinstance(content, dict) and ("logical_count" in content or "last_physical_to_logical_map" in content)
 
 
-def read(source: Source, files: list[File]) -> Dump | Counts:
+def read(source: Source, files: list[File]) -> Routing | Counts:
     """Return the loaded files of all ranks: passes (per_token) or counts (per_pass, stat). Raises InputError."""
     first = files[0][1]
     passes = "records" in first and "topk_ids_of_layer" in first["records"][0]
-    source.says(f"{source.path}: SGLang's recorder, {'passes' if passes else 'counts'} of {len(files)} files")
-    try:
+    source.found.append(f"{source.path}: SGLang's recorder, {'passes' if passes else 'counts'} of {len(files)} files")
+    with located(str(source.path)):
         return _of_passes(source, _distinct(source, files)) if passes else _of_counts(source, files)
-    except (LookupError, TypeError, ValueError) as error:
-        text = error if isinstance(error, InputError) else f"no whole recording: {error!r}"
-        raise InputError(f"{source.path}: {text}") from None
 
 
 def _of_counts(source: Source, files: list[File]) -> Counts:
@@ -116,19 +114,13 @@ def _of_counts(source: Source, files: list[File]) -> Counts:
             held = np.asarray(content["logical_count"])
             counts = integers(held[None] if held.ndim == 2 else held, "logical_count").astype(np.int64).sum(axis=0)
         counted.append(counts)
-    if min(counts.min() for counts in counted) < 0:
-        raise InputError("logical_count has negative numbers")
     return Counts(np.stack(counted), source.requests([Request(id=path.stem) for path, _ in files]))
 
 
 def _distinct(source: Source, files: list[File]) -> list[File]:
     """Return the files without those that repeat another: tensor-parallel ranks all record the same passes."""
-    kept: list[File] = []
-    for path, content in files:
-        own = [one[key] for one in content["records"] for key in PASS]
-        others = ([one[key] for one in other["records"] for key in PASS] for _, other in kept)
-        if not any(len(own) == len(other) and all(map(np.array_equal, own, other)) for other in others):
-            kept.append((path, content))
+    passes = [tuple(np.asarray(one[key]).tobytes() for one in held["records"] for key in PASS) for _, held in files]
+    kept = [file for i, file in enumerate(files) if passes[i] not in passes[:i]]
     if len(kept) < len(files):
         source.notes.append(f"{len(files) - len(kept)} of {len(files)} files repeat another rank's passes: left out")
     if len(kept) > 1:
@@ -139,7 +131,7 @@ def _distinct(source: Source, files: list[File]) -> list[File]:
     return kept
 
 
-def _of_passes(source: Source, files: list[File]) -> Dump:
+def _of_passes(source: Source, files: list[File]) -> Routing:
     """Return the requests of the files of ranks that recorded different passes."""
     rows: list[tuple[Any, ...]] = []  # of each pass, for its tokens: request, phase, step, position, experts, token id
     names: list[str] = []
@@ -163,14 +155,14 @@ def _of_passes(source: Source, files: list[File]) -> Dump:
     begins = np.flatnonzero(np.diff(request, prepend=-1))
     cached = np.repeat(begins, position[begins])  # the tokens before a request's first row, without experts
     token_id = np.insert(ids, cached, -1).astype(np.int32)
-    return Dump(
+    return Routing(
         np.insert(experts, cached, -1, axis=0),
         np.append(begins + np.cumsum(position[begins]) - position[begins], len(token_id)),
         source.requests([Request(id=name) for name in names]),
         phase=np.insert(phase, cached, PREFILL).astype(np.uint8),
         step=np.insert(step, cached, step[cached]).astype(np.uint32),
         token_id=token_id if (token_id >= 0).any() else None,
-        num_experts=max(int(content["last_physical_to_logical_map"].max()) + 1 for _, content in files),
+        E=max(int(content["last_physical_to_logical_map"].max()) + 1 for _, content in files),
     )
 
 

@@ -4,19 +4,22 @@ The JSON's schema is `Facts`; keys that it does not name are ignored. Where two 
 agree.
 """
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from traces.defects import Finding
 from traces.errors import InputError
 from traces.facts import parse_json
 from traces.files import unpacked_name
-from traces.importers.words import ROLES, Columns
+from traces.importers.words import ROLES, Columns, phase_codes
 from traces.models import ModelProfile, known_shape
 from traces.typed import Natural, Option, Positive
 
@@ -76,6 +79,9 @@ class Request:
     arrival_ns: Nanoseconds | None = None
     start: Count | None = None  # position of its first row
 
+    def __str__(self) -> str:
+        return str(self.id)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -123,10 +129,6 @@ class Source:
         if facts_path is None:
             return source
         content = parse_json(facts_path.read_bytes(), str(facts_path))
-        known = {each.name for each in fields(Facts)}
-        for key in sorted(content.keys() - known if isinstance(content, dict) else ()):
-            if key.lower() in known:
-                source.notes.append(f"{facts_path}: {key} was ignored: write {key.lower()}")
         try:
             return replace(source, facts=msgspec.convert(content, Facts))
         except msgspec.ValidationError as error:
@@ -145,10 +147,18 @@ class Source:
         """Return that of the model that the dump or its JSON names; None if none is known."""
         return known_shape(self.model)
 
-    def says(self, text: str) -> None:
-        """Add a line about what was found, once."""
-        if text not in self.found:
-            self.found.append(text)
+    @property
+    def phase(self) -> int | None:
+        """PREFILL or DECODE, where one of them is stated of all tokens beside the routing."""
+        stated = self.options.phase or self.facts.phase or self.stated.get("phase")
+        codes = phase_codes(np.array(re.findall(r"\w+", stated or "")[:1]), "phase")
+        return int(codes[0]) if codes is not None and len(codes) else None
+
+    def experts_of(self, ids: NDArray[np.integer]) -> int:
+        """Return the number of experts by the largest id, where nothing states it, and note so."""
+        E = int(ids.max(initial=-1)) + 1
+        self.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
+        return E
 
     @property
     def start(self) -> int:

@@ -7,14 +7,16 @@ request, step and token where they are there, and by the order in the file where
 
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from traces.defects import Routing
 from traces.errors import InputError
-from traces.importers.dump import Counts, Dump
+from traces.importers.dump import Counts
 from traces.importers.source import Request, Source
 from traces.importers.words import fact, layer_number, phase_codes
 from traces.steps import DECODE, PREFILL
@@ -23,7 +25,7 @@ Int = NDArray[Any]
 KEYS = ("step", "token")
 
 
-def routing_of(frames: Sequence[tuple[str, pd.DataFrame]], source: Source) -> Dump | Counts:
+def routing_of(frames: Sequence[tuple[str, pd.DataFrame]], source: Source) -> Routing | Counts:
     """Return what the rows of files hold, each with its name. Raises InputError where a role is missing."""
     frame, found = _joined([(name, _without_facts(frame, source)) for name, frame in frames], source)
     there = ", ".join(map(str, frame.columns))
@@ -43,7 +45,7 @@ def routing_of(frames: Sequence[tuple[str, pd.DataFrame]], source: Source) -> Du
     counted = single and ("count" in columns or not {*KEYS, "slot", "request", "phase"} & columns.keys())
     experts, weights = (frame[found["expert"]].to_numpy(), None) if counted else _experts(frame, found, source)
     said = ", ".join(role if role == column else f"{role} is {column}" for role, column in found.items())
-    source.says(f"counts: {said}" if counted else said)
+    source.found.append(f"counts: {said}" if counted else said)
     if counted:
         return _counts(columns, experts.astype(np.int64), source)
     return _dump(columns, experts, weights, frames[0][0], source)
@@ -63,39 +65,42 @@ def _without_facts(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
 
 def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return the rows of all files, and the column of each role. Files of other layers each have the same tokens."""
-    layers = []
-    for i, (name, frame) in enumerate(frames):
-        found = _found(frame, source)
-        own, named = found.get("layer"), layer_number(name)
-        if named is not None and (own is None or (named and set(frame[own].astype(str)) == {"0"})):
-            source.says("the layer is from the file's name")
-            frame = frame.drop(columns=[own] if own else []).assign(layer=named)
-        if "axis0" in frame.columns:
-            frame = frame.rename(columns=_named_axes(frame, source))
-            found = _found(frame, source)
-        # the place in a list is the token, so a record is a request
-        listed = found.get("token") == "token" and "#record" in frame.columns and not {"request", "step"} & found.keys()
-        if listed and frame["#record"].nunique() > 1:
-            tokens = frame[["#record", "token"]].drop_duplicates()
-            if not (tokens["#record"].is_unique and tokens["token"].is_unique):  # else it numbers the records
-                frame = frame.rename(columns={"#record": "request"})
-        frames[i] = name, frame
-        layers.append(set(frame[own]) if (own := _found(frame, source).get("layer")) else set())
-    if len(frames) > 1:
-        apart = all(layers) and sum(map(len, layers)) == len(set().union(*layers))
-        found = _found(frames[0][1], source)
-        keys = [found[role] for role in ("request", "phase", *KEYS, "layer") if role in found]
-        cut = "request" in found and len(keys) > 2 and all(set(keys) <= set(frame.columns) for _, frame in frames)
-        cut = cut and not pd.concat([frame[keys].drop_duplicates() for _, frame in frames]).duplicated().any()
-        kind = "layers of the same tokens" if apart else "one table in parts" if cut else "requests of their own"
-        source.says(f"{len(frames)} files: {kind}")
-        for i, (name, frame) in enumerate(frames if not apart and not cut else ()):
-            own = _found(frame, source).get("request")
-            alone = own is None or frame[own].nunique() == 1
-            ids = name if alone else name + "-" + frame[own].astype(str)
-            frames[i] = name, frame.drop(columns=[own] if own else []).assign(request_id=ids)
-    whole = pd.concat([frame for _, frame in frames], ignore_index=True) if len(frames) > 1 else frames[0][1]
-    return whole, _found(whole, source)
+    placed = [_placed(name, frame, source) for name, frame in frames]
+    if len(frames) == 1:
+        return placed[0], _found(placed[0], source)
+    file = np.repeat([name for name, _ in frames], list(map(len, placed)))
+    whole = pd.concat(placed, ignore_index=True).assign(**{"#file": file})
+    found = _found(whole, source)
+    layer, request = found.get("layer"), found.get("request")
+    apart = layer is not None and (whole.groupby(layer)["#file"].nunique() == 1).all()
+    keys = [found[role] for role in ("request", "phase", *KEYS, "layer") if role in found]
+    cut = request and len(keys) > 2 and not whole.drop_duplicates([*keys, "#file"]).duplicated(keys).any()
+    kind = "layers of the same tokens" if apart else "one table in parts" if cut else "requests of their own"
+    source.found.append(f"{len(frames)} files: {kind}")
+    if not apart and not cut:
+        request = request or "#file"
+        several = whole.groupby("#file")[request].transform("nunique") > 1
+        own = np.where(several, whole["#file"] + "-" + whole[request].astype(str), whole["#file"])
+        whole = whole.drop(columns=request).assign(request_id=own)
+    return whole.drop(columns="#file", errors="ignore"), _found(whole, source)
+
+
+def _placed(name: str, frame: pd.DataFrame, source: Source) -> pd.DataFrame:
+    """Return the rows of a file with their layer, where its name states it, and with named axes."""
+    if "axis0" in frame.columns:
+        frame = frame.rename(columns=_named_axes(frame, source))
+    found, named = _found(frame, source), layer_number(name)
+    own = found.get("layer")
+    if named is not None and (own is None or (named and set(frame[own].astype(str)) == {"0"})):
+        source.found.append("the layer is from the file's name")
+        frame = frame.drop(columns=[own] if own else []).assign(layer=named)
+    # the place in a list is the token, so a record is a request
+    listed = found.get("token") == "token" and "#record" in frame.columns and not {"request", "step"} & found.keys()
+    if listed and frame["#record"].nunique() > 1:
+        tokens = frame[["#record", "token"]].drop_duplicates()
+        if not (tokens["#record"].is_unique and tokens["token"].is_unique):  # else it numbers the records
+            frame = frame.rename(columns={"#record": "request"})
+    return frame
 
 
 def _named_axes(frame: pd.DataFrame, source: Source) -> dict[str, str]:
@@ -163,10 +168,8 @@ def _lists(values: "pd.Series[Any]", fill: float) -> NDArray[np.float64]:
     if any(isinstance(row, str) for row in rows[:1]):
         rows = [[float(one) for one in re.findall(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?", str(row))] for row in rows]
     rows = [list(row) if np.ndim(row) else [] if pd.isna(row) else [row] for row in rows]
-    width = max(1, *map(len, rows)) if rows else 1
-    if any(len(row) != width for row in rows):
-        rows = [row + [fill] * (width - len(row)) for row in rows]
-    return np.array(rows, np.float64).reshape(-1, width)
+    filled = np.array(list(zip_longest(*rows, fillvalue=fill)), np.float64)
+    return filled.T if filled.size else np.full((len(rows), 1), fill)
 
 
 def _layers(values: NDArray[Any], source: Source) -> Int:
@@ -188,21 +191,15 @@ def _numbers(values: NDArray[Any]) -> Int:
 def _counts(columns: dict[str, NDArray[Any]], expert: Int, source: Source) -> Counts:
     """Return rows of layer, expert and count, 1 where there is none, as counts by request."""
     count = _numbers(columns["count"]) if "count" in columns else np.ones(len(expert), np.int64)
-    if (count < 0).any():
-        raise InputError(f"{source.path} has negative counts")
-    E = source.agreed("experts")
-    if E is None:
-        E = int(expert.max()) + 1
-        source.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
+    E = source.agreed("experts") or source.experts_of(expert)
     request, names = pd.factorize(columns.get("request", np.full(len(expert), source.stem)))
     counts = np.zeros((len(names), int(columns["layer"].max()) + 1, E), np.int64)
     np.add.at(counts, (request, columns["layer"], expert), count)
-    return Counts(
-        counts, source.requests([Request(id=str(name)) for name in names]), tuple(np.unique(columns["layer"]).tolist())
-    )
+    requests = source.requests([Request(id=str(name)) for name in names])
+    return Counts(counts, requests, tuple(np.unique(columns["layer"]).tolist()))
 
 
-def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: str, source: Source) -> Dump:
+def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: str, source: Source) -> Routing:
     """Return rows as routing by request."""
     layers: Any
     layers, layer = np.unique(columns["layer"], return_inverse=True)
@@ -251,7 +248,7 @@ def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: st
     labels = own.where(~own.duplicated(keep=False), own + "-" + own.index.astype(str))
     index = keys.get("token", keys.get("step"))
     again_at: Any = np.flatnonzero(np.diff(index[first]) <= 0) + 1 if restarts and index is not None else []
-    return Dump(
+    return Routing(
         ids,
         offsets,
         source.requests([Request(id=label) for label in labels]),
@@ -294,5 +291,5 @@ def _sequences(name: str, tokens: int, source: Source) -> NDArray[np.bool_]:
     stated = re.search(r"(\d+)seqs", name)
     length = tokens // int(stated[1]) if stated and int(stated[1]) and tokens % int(stated[1]) == 0 else tokens
     if length < tokens:
-        source.says(f"{tokens // length} requests of {length} tokens: from the file's name")
+        source.found.append(f"{tokens // length} requests of {length} tokens: from the file's name")
     return np.asarray(np.arange(1, tokens) % length == 0)

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from traces.importers.words import Columns, fact, layer_number
 
 Row = dict[str, Any]
 FLAT = re.compile(r"(?:layers?|blk|block|l)[_.\-]?(\d+)(?:[_.\-](.+))?", re.IGNORECASE)
 """Keys of one layer beside those of others: `l3`, `layer_3`, `layers.3.experts`."""
+
+LISTED = re.compile(r"[\[( ]*-?\d+([,; ]+-?\d+)*[\]) ]*")
+"""A list of whole numbers as text."""
 
 AXES = {"layer": "layer", "token": "token", "step": "token", "request": "request", "expert": "slot"}
 """What the places in a list of records are, by the role of its key."""
@@ -30,19 +32,16 @@ def rows(records: Iterable[Any], columns: Columns, stated: Row) -> Iterator[Row]
     for number, record in enumerate(records):
         row: Row = {}
         record = {"experts": record} if depth(record) > 0 else record
-        for row in _rows(record, {"#record": number}, "", columns):
-            stated |= {name[1:]: one for name, one in row.items() if str(name)[0] == "#" and name[1:] not in stated}
+        flat = isinstance(record, Mapping) and not nested(record)
+        found = _rows(record, {"#record": number}, "", columns) if not flat else [record] * _routes(record, columns)
+        for row in found:
+            stated |= {name[1:]: one for name, one in row.items() if str(name)[:1] == "#" and name[1:] not in stated}
             yield row
-        if not row and isinstance(record, Mapping):
-            state(record, stated)
+        if not row and isinstance(record, Mapping):  # it holds facts alone
+            stated |= {known: one for name, one in record.items() if (known := fact(name)) and np.ndim(one) == 0}
 
 
-def state(record: Mapping[Any, Any], stated: Row) -> None:
-    """Add the facts of a record that holds nothing else."""
-    stated |= {known: one for name, one in record.items() if (known := fact(name)) and np.ndim(one) == 0}
-
-
-def routes(record: Mapping[Any, Any], columns: Columns) -> bool:
+def _routes(record: Mapping[Any, Any], columns: Columns) -> bool:
     """Return whether a flat record holds experts: a list, a number that is no fact, or numbered ones."""
     name = columns.pick(name for name, one in record.items() if np.ndim(one) or fact(name) is None).get("expert")
     return record.get(name) is not None or bool(columns.numbered(record, "expert"))
@@ -52,7 +51,7 @@ def nested(record: Mapping[Any, Any]) -> bool:
     """Return whether a record holds more than values and lists of values, or keys that are numbers or of layers."""
     inner = (one[0] if isinstance(one, list) and one else one for one in record.values())
     several = str(next(iter(record), ""))[:1].isdigit() or sum(bool(FLAT.fullmatch(str(name))) for name in record) > 1
-    return several or any(isinstance(one, list | Mapping) for one in inner)
+    return several or any(isinstance(one, list | Mapping | np.ndarray) for one in inner)
 
 
 def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
@@ -131,12 +130,12 @@ def _axes(value: Any, above: Row, columns: Columns) -> list[str]:
         return ["request", "token"][-axes:] if axes > 0 else []
     layers, tokens = above.get("#layers"), above.get("#tokens")
     tokens = next((len(one) for one in above.values() if isinstance(one, list)), tokens)
-    sizes = (len(value), len(value[0])) if axes > 1 else (len(value), 0)
     if axes == 1:
-        return ["token" if tokens == sizes[0] != layers and "token" not in above else "layer"]
-    if sizes[0] != sizes[1] and (layers == sizes[0] or tokens == sizes[1]):
+        return ["token" if tokens == len(value) != layers and "token" not in above else "layer"]
+    first, second = (len(value), len(value[0])) if axes > 1 else (0, 0)
+    if first != second and (layers == first or tokens == second):
         return ["layer", "token"]
-    if sizes[0] != sizes[1] and (layers == sizes[1] or tokens == sizes[0]):
+    if first != second and (layers == second or tokens == first):
         return ["token", "layer"]
     return ["axis0", "axis1"] if axes == 2 else ["request", "axis0", "axis1"][:axes]
 
@@ -162,7 +161,9 @@ def _cells(value: Any, weights: Any, above: Row, key: str, axes: list[str]) -> I
 
 
 def depth(value: Any) -> int:
-    """Return how deep lists of whole numbers are nested, 0: one number; -1: it is something else."""
+    """Return how deep lists of whole numbers, or their texts, are nested, 0: one number; -1: it is something else."""
+    if isinstance(value, str):
+        return 1 if LISTED.fullmatch(value) else -1
     if isinstance(value, np.ndarray):
         return value.ndim if value.dtype.kind in "iu" else -1
     if isinstance(value, list):
@@ -173,26 +174,13 @@ def depth(value: Any) -> int:
 
 def _by_layer(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return a mapping whose keys are such as `layers.3.experts` or `l3` as {"layers": {3: {"experts": ...}}}."""
-    layers: dict[int, Any] = {}
+    layers: dict[int, dict[str | None, Any]] = {}
     rest = {}
     for name, one in value.items():
         found = FLAT.fullmatch(re.sub(r"[\[\]]+\.?", ".", str(name)).rstrip("."))
-        if found and found[2]:
+        if found:
             layers.setdefault(int(found[1]), {})[found[2]] = one
-        elif found:
-            layers[int(found[1])] = one
         else:
             rest[name] = one
-    if not layers or layers.keys() == value.keys():
-        return value
-    return {**rest, "layers": layers} if rest else layers
-
-
-def with_lists(frame: pd.DataFrame) -> list[Row]:
-    """Return rows as records, texts of lists as lists."""
-    made: list[Row] = frame.to_dict("records")  # type: ignore[assignment]
-    for record in made:
-        for name, one in record.items():
-            if isinstance(one, str) and re.fullmatch(r"[\[( ]*-?\d+([,; ]+-?\d+)*[\]) ]*", one):
-                record[name] = [int(each) for each in re.findall(r"-?\d+", one)]
-    return made
+    whole = {number: held.get(None, held) for number, held in layers.items()}
+    return {**rest, "layers": whole} if rest and layers else whole or value

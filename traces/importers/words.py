@@ -87,10 +87,8 @@ FORMATS = {
 }
 """What the table of words cannot know. Most dumps need no entry."""
 
-
 SHORT = {"expert": {"", "e", "exp", "top", "sel", "slot", "k"}, "weight": {"wt", "g", "pr"}}
 """Names of columns with numbers, beside those of the roles."""
-
 
 LIKE = (("weight", "weight|prob|gate|score"), ("expert", "expert|topk"), ("layer", "layer"))
 """Parts of names that show a role where no name in ROLES does, unless a word of OTHER is there too."""
@@ -184,9 +182,7 @@ def phase_codes(values: NDArray[Any], name: str) -> NDArray[np.uint8] | None:
     if odd := [word for word, text in zip(words, texts, strict=True) if text not in _PHASE]:
         if plain(name) == "stage":
             return None
-        raise InputError(
-            f"{name} {odd[0]!r} is neither prefill nor decode: --columns phase=NAME names another, phase= none"
-        )
+        raise InputError(f"{name} {str(odd[0])!r} is neither prefill nor decode: say --phase, or --columns phase=NAME")
     codes = np.array([_PHASE[text][1] for text in texts], np.uint8)
     return (1 - codes if plain(name) == "isdecode" and {"true", "false"} & set(texts) else codes)[place]
 
