@@ -65,10 +65,9 @@ def _read(source: Source) -> Routing | Counts:
         return answers.read(source, loaded)
     if plain.reads(first):
         return plain.read(source, loaded)
-    source = _known(source, loaded[-1][1])
     frames = [(unpacked_name(path).stem, _rows(source, held)) for path, held in loaded]
     frames = [one for one in frames if len(one[1])] or [(frames[0][0], pd.DataFrame(loaded[0][1]))]
-    return routing_of(frames, source)
+    return routing_of(frames, _known(source, loaded[-1][1]))
 
 
 def _content(source: Source, path: Path) -> Any:
@@ -94,9 +93,9 @@ def _known(source: Source, held: Any) -> Source:
 
 
 def _rows(source: Source, held: Any) -> pd.DataFrame:
-    """Return records as flat rows; rows with columns of several layers are records."""
+    """Return records as flat rows, each file's by its own format; rows with columns of several layers are records."""
     if isinstance(held, pd.DataFrame):
         if not tree.nested(dict.fromkeys(held.columns)):
             return held
         held = held.to_dict("records")
-    return pd.DataFrame(list(tree.rows(held, source.columns, source.stated)))
+    return pd.DataFrame(list(tree.rows(held, _known(source, held).columns, source.stated)))
