@@ -91,7 +91,7 @@ SHORT = {"expert": {"", "e", "exp", "top", "sel", "slot", "k"}, "weight": {"wt",
 """Names of columns with numbers, beside those of the roles."""
 
 LIKE = (("weight", "weight|prob|gate|score"), ("expert", "expert|topk"), ("layer", "layer"))
-"""Parts of names that show a role where no name in ROLES does, unless a word of OTHER is there too."""
+"""A role, and parts of names that show it: for names that ROLES does not list and that hold no word of OTHER."""
 
 OTHER = (
     "num number count bytes size hit hits load per used total text type entropy logit logits shape time ms us shared "
