@@ -80,6 +80,8 @@ def test_minus_one_is_not_routed(tmp_path: Path) -> None:
         {"requests": [{"id": "a"}, {"id": "a"}]},
         {"phase": "both"},
         {"layer_names": ["a"]},
+        {"start": 2},
+        {"requests": [{}, {"start": 2}]},
     ],
 )
 def test_a_json_that_disagrees_with_the_arrays_is_refused(tmp_path: Path, meta: Any) -> None:
@@ -190,3 +192,8 @@ def test_a_real_dump_comes_in_without_json() -> None:
     trace, assumed = import_dump(SHARED / "mixtral-8x7b.npz")
     assert (len(trace.requests), trace.layers, trace.num_experts, trace.top_k) == (4, 32, 8, 2)
     assert len(assumed) == 2
+
+
+def test_a_file_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no file .*nowhere"):
+        import_dump(tmp_path / "nowhere.npz")

@@ -47,6 +47,8 @@ def import_dump(
 
 def read_dump(source: Source) -> Trace:
     """Return the dump as a trace; what was found, assumed and is wrong is added to the source. Raises InputError."""
+    if not source.path.exists():
+        raise InputError(f"no file {source.path} to import")
     dump = _read(source)
     return aggregate_of(dump, source) if isinstance(dump, Counts) else trace_of(dump, source)
 

@@ -96,6 +96,8 @@ def _dump(
     }
     source.found.append(f"experts [tokens, layers, k] {experts.shape}, {len(lengths)} requests")
     requests = source.requests([Request()] * len(lengths))
+    if any(one.start for one in requests):
+        raise InputError(f"{path} is of no server, and only servers leave leading tokens out: leave `start` out")
     position = columns.get("position")  # that of the file is taken where it ascends within requests
     if position is not None:
         again = np.setdiff1d(np.flatnonzero(position[1:] <= position[:-1]) + 1, offsets)
