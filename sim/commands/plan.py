@@ -22,7 +22,8 @@ class PlanOptions:
     """The machine, and how the model is run on it: the keywords of `sim.plan`."""
 
     gpu_memory: Annotated[
-        str | None, typer.Option(help="GPU memory (12GB, the same as 12GiB), 0 for none. Default: none.")
+        str | None,
+        typer.Option(help="GPU memory (12GB, the same as 12GiB; of two: '24GB, 12GB'), 0 for none. Default: none."),
     ] = None
     host_memory: Annotated[str | None, typer.Option(help="Host memory (32GB, the same as 32GiB). Default: none.")] = (
         None
@@ -50,7 +51,9 @@ class PlanOptions:
     ] = None
     gpu: Annotated[
         str | None,
-        typer.Option(help="GPU ('RTX 3090'): its memory, bandwidth and link. Default: one of that size."),
+        typer.Option(
+            help="GPU ('RTX 3090'; '2 x RTX 3090'): its memory, bandwidth and link. Default: one of that size."
+        ),
     ] = None
     gpu_bandwidth: Annotated[
         str | None, typer.Option(help="GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
@@ -58,6 +61,9 @@ class PlanOptions:
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of the CPU. Default: enough, memory limits it.")
     ] = None
+    unified: Annotated[
+        bool, typer.Option("--unified", help="CPU and GPU share --host-memory. Default: of Apple's GPUs.")
+    ] = False
 
 
 def plan(

@@ -51,7 +51,14 @@ def _common(layout: Layout) -> str:
     return (
         f"-c {layout.context}"
         + (f" -t {threads}" if threads else "")
+        + _tensor_split(layout)
         + (" --no-repack" if layout.missing_bytes else "")
+    )
+
+
+def _tensor_split(layout: Layout) -> str:
+    return (
+        f" -ts {','.join(map(str, layout.layers_by_gpu))}" if layout.on_gpu and len(layout.resources.gpus) > 1 else ""
     )
 
 

@@ -13,10 +13,10 @@ from sim.backtest.case import Case, Outcome
 from sim.backtest.file import Machine, Model, Row, Setting
 from sim.backtest.machine import Rates, rates
 from sim.backtest.model import profile_of
-from sim.planner.resources import GPU_RESERVED, HOST_RESERVED, Resources
+from sim.planner.resources import HOST_RESERVED, Resources
 from sim.profiles.precision import name_of
 from sim.quantities import show_bytes
-from traces.models.profile import ModelProfile
+from traces.models.profile import LayerKind, ModelProfile
 
 TOKENS = 12
 """Decoded tokens that are simulated where a cache is; where nothing moves, one is like another."""
@@ -81,17 +81,26 @@ class Layout:
     @property
     def gpu_free(self) -> float:
         """Bytes of GPU memory for experts; below 0 where not even the rest fits."""
-        return self.resources.gpu_memory - GPU_RESERVED - self.fixed_bytes
+        return self.resources.gpu_memory - sum(self.resources.reserved) - self.fixed_bytes
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the GPU computes attention and all else beside experts."""
-        return self.resources.has_gpu and self.gpu_free >= 0
+        """Whether the GPU computes attention and all else beside experts; of unified memory, experts too."""
+        needed = self.experts_bytes if self.resources.unified else 0
+        return self.resources.has_gpu and self.gpu_free >= needed and bool(self._split)
 
     @property
     def machine(self) -> Machine:
+        """The machine as the back-test takes it: GPUs that take turns are as one, by the bytes that a token reads."""
         machine = self.resources.machine
-        return machine if self.on_gpu else replace(machine, gpu="", gpu_data_sheet_gb_per_s=0.0)
+        if not self.on_gpu:
+            return machine
+        read, last = [0.0] * len(self.resources.gpus), self.layers_by_gpu
+        for layer, size in enumerate(self._read_bytes):
+            gpu = next(i for i in range(len(last)) if layer < sum(last[: i + 1]))
+            read[gpu] += size
+        seconds = sum(size / gpu.gb_per_s for size, gpu in zip(read, self.resources.gpus, strict=True))
+        return replace(machine, gpu_data_sheet_gb_per_s=sum(read) / seconds)
 
     @property
     def host_free(self) -> float:
@@ -101,12 +110,54 @@ class Layout:
 
     @cached_property
     def host_layers(self) -> int:
-        free, fitting = self.gpu_free, 0
-        for size in reversed(self.layer_bytes):
-            if not self.on_gpu or size > free:
-                break
-            free, fitting = free - size, fitting + 1
-        return self.profile.moe_layers - fitting
+        """MoE layers whose experts are not on a GPU: the first ones, as few as can be."""
+        return self._split[0] if self.on_gpu and self._split else self.profile.moe_layers
+
+    @property
+    def layers_by_gpu(self) -> tuple[int, ...]:
+        """Layers of the file that each GPU has, the vocabulary matmul counted as one more."""
+        return self._split[1] if self._split else ()
+
+    @cached_property
+    def _split(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return the layers whose experts the host has, and those of each GPU; None where nothing fits."""
+        kept = [self._kept(kind) for kind in self.profile.order]
+        rest = self.fixed_bytes - sum(kept)  # the vocabulary matmul, on the last GPU
+        for n in range(self.profile.moe_layers + 1):
+            here = kept.copy()
+            for layer, place in enumerate(self.profile.places):
+                here[place] += self.layer_bytes[layer] if layer >= n else 0
+            if counts := self._filled([*here, rest]):
+                return n, counts
+        return None
+
+    def _filled(self, sizes: list[float]) -> tuple[int, ...]:
+        """Return how many of these layers each GPU takes, each filled before the next; empty where they do not fit."""
+        gpus, counts = zip(self.resources.gpus, self.resources.reserved, strict=True), list[int]()
+        free = -1.0
+        for size in sizes:
+            while size > free:
+                if not (gpu := next(gpus, None)):
+                    return ()
+                free = gpu[0].memory - gpu[1]
+                counts.append(0)
+            free -= size
+            counts[-1] += 1
+        return tuple(counts + [0] * (len(self.resources.gpus) - len(counts)))
+
+    def _kept(self, kind: LayerKind) -> float:
+        """Return the bytes of a layer and of its part of the KV cache, routed experts aside."""
+        profile = self.profile
+        cache = kind.kept(self.context) * profile.kv_bytes_per_value + kind.state
+        return kind.parameters * profile.dense_bytes_per_parameter + cache
+
+    @property
+    def _read_bytes(self) -> list[float]:
+        """Of each layer of the file and of the vocabulary matmul, as far as GPUs read them for a token."""
+        profile, read = self.profile, [self._kept(kind) for kind in self.profile.order]
+        for layer, place in enumerate(profile.places):
+            read[place] += profile.top_k * profile.bytes_of(layer) if layer >= self.host_layers else 0
+        return [*read, profile.head_bytes]
 
     @property
     def host_bytes(self) -> int:
@@ -134,14 +185,14 @@ class Layout:
         if resources.has_gpu and not self.on_gpu and not resources.host_memory:
             return (
                 f"{show_bytes(resources.gpu_memory)} of GPU memory do not hold the dense part of {profile.name} and "
-                f"{kv_cache} ({show_bytes(self.fixed_bytes)}) beside {show_bytes(GPU_RESERVED)} for the runtime and a "
-                f"desktop: {show_bytes(-self.gpu_free)} are missing"
+                f"{kv_cache} ({show_bytes(self.fixed_bytes)}) beside {show_bytes(sum(resources.reserved))} for "
+                f"the runtime and a desktop: {show_bytes(-self.gpu_free)} are missing"
             )
         if not self.missing_bytes:
             return ""
         return (
             f"{profile.name} at {self.precision} and {kv_cache} have {show_bytes(self.total_bytes)}, the machine "
-            f"{show_bytes(resources.gpu_memory + resources.host_memory)}, of which "
+            f"{show_bytes(resources.gpu_memory * (not resources.unified) + resources.host_memory)}, of which "
             f"{show_bytes(sum(resources.margins))} are kept free: {show_bytes(self._more_bytes)} are missing"
         )
 

@@ -17,7 +17,7 @@ from sim.backtest.file import Model
 from sim.backtest.machine import Rates, rates
 from sim.planner import errors, flags, placements
 from sim.planner.placements import DIRECT, DISK, MMAP, RUNTIME, Factor, Layout, Placement
-from sim.planner.resources import GPU_RESERVED, Resources, described, resources
+from sim.planner.resources import Resources, described, resources
 from sim.profiles.precision import canonical, name_of
 from sim.quantities import show_bytes
 from traces.errors import InputError
@@ -185,15 +185,17 @@ def plan(
     gpu: str | None = None,
     gpu_bandwidth: str | None = None,
     threads: int | None = None,
+    unified: bool = False,
 ) -> Plan:
     """Return what `model`, a profile's name or a path, does on this machine, options as `moe-sim plan` takes them.
 
-    All are texts, such as gpu_memory="12GiB" and link="pcie4x8", but context, a number of tokens, and threads.
+    All are texts, such as gpu_memory="12GiB" and link="pcie4x8", but context, a number of tokens, threads, and unified,
+    whether CPU and GPU share host_memory. Several GPUs are a list: gpu="RTX 3090, RTX 3060".
     A model that does not fit without a disk at its published precision is planned at the best one of at least 4 bits
     that does, and if none does, at the fastest of these with the disk, unless `precision` names one. Raise InputError
     for an option that cannot be, and where the model does not fit.
     """
-    machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth, threads)
+    machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth, threads, unified)
     layout, notes = _layout(str(model), machine, context, precision)
     placement, own = placements.today(layout), rates(layout.machine, RUNTIME)
     seconds, _ = placement.simulated(own)
@@ -318,10 +320,11 @@ def _notes(placement: Placement) -> list[str]:
     layout, notes = placement.layout, []
     if layout.model.dense_precision:
         notes.append(f"all but the experts is {layout.model.dense_precision}, as in the GGUF files of such models")
-    if layout.resources.has_gpu and not layout.on_gpu:
+    if layout.resources.has_gpu and not layout.on_gpu and not layout.resources.unified:
         notes.append(
             f"the GPU is not used: its memory does not hold the dense part and the KV cache "
-            f"({show_bytes(layout.fixed_bytes)}) beside {show_bytes(GPU_RESERVED)} for the runtime and a desktop"
+            f"({show_bytes(layout.fixed_bytes)}) beside {show_bytes(layout.resources.margins[0])} for the runtime "
+            f"and a desktop"
         )
     if placement.kind != placements.RESIDENT and not layout.machine.host_threads:
         notes.append(
@@ -381,7 +384,7 @@ def _limit_s(layout: Layout) -> float:
     """Return the seconds of a token at the physical limit: see the head of this file."""
     profile, machine, read = layout.profile, layout.resources, layout.fixed_bytes
     beyond = _belady(layout, layout.gpu_free if layout.on_gpu else layout.host_free)
-    if not layout.on_gpu:
+    if not layout.on_gpu or machine.unified:
         disk_s = beyond / machine.disk_gb_per_s if beyond else 0.0
         return max((read + profile.token_bytes) / machine.host_gb_per_s, disk_s) / 1e9
     elsewhere = _belady(layout, layout.gpu_free + max(layout.host_free, 0.0))

@@ -16,8 +16,9 @@ from traces.errors import InputError, refuse, unknown
 
 GIB = 2**30
 
-GPU_RESERVED = 3 * GIB // 2
-"""The margin of GPU memory: 1 GiB for the context and the buffers of a compiled runtime, and 0.5 GiB for a desktop."""
+GPU_RESERVED, GPU_BUFFERS = 3 * GIB // 2, GIB
+"""The margin of the first GPU's memory: 1 GiB for the context and the buffers of a compiled runtime, and 0.5 GiB for a
+desktop. Other GPUs have the buffers alone."""
 
 HOST_RESERVED = 2 * GIB
 """The margin of host memory, for the operating system and the runtime."""
@@ -27,33 +28,60 @@ RAM = {"PCIe 3.0": "2 x DDR4-2666", "PCIe 4.0": "2 x DDR4-3200", "PCIe 5.0": "2 
 
 LINK = "PCIe 4.0 x16"
 
+UNIFIED = 0.75
+"""Of unified memory, what a GPU may use: what macOS grants by default on machines of more than 36 GB."""
+
 _LINK = re.compile(r"(?:pcie)?\s*-?([345])(?:\.0)?\s*[x ]*x(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: its memory in bytes, and GB/s of its data sheet."""
+
+    memory: int
+    gb_per_s: float
 
 
 @dataclass(frozen=True)
 class Resources:
     """A machine. Memories in bytes and bandwidths in GB/s; 0: it has none.
 
-    machine: the same as the back-test takes it, from which all times follow. assumed: sentences.
+    gpus: in the order in which a runtime lists them; layers of a model are split over them in that order. unified: GPU
+    and CPU share host_memory, of which the GPU may use a part. machine: the same as the back-test takes it, from which
+    all times follow. assumed: sentences.
     """
 
-    gpu_memory: int
+    gpus: tuple[Gpu, ...]
     host_memory: int
     machine: Machine
-    gpu_gb_per_s: float  # of the data sheet
     host_gb_per_s: float  # peak, or as measured
     link_gb_per_s: float
     disk_gb_per_s: float
+    unified: bool = False
     assumed: tuple[str, ...] = ()
 
     @property
+    def gpu_memory(self) -> int:
+        return sum(gpu.memory for gpu in self.gpus)
+
+    @property
+    def gpu_gb_per_s(self) -> float:
+        """GB/s of the GPUs' data sheets, one after another in proportion to their memories."""
+        return self.gpu_memory / sum(gpu.memory / gpu.gb_per_s for gpu in self.gpus) if self.gpus else 0.0
+
+    @property
     def has_gpu(self) -> bool:
-        return self.gpu_memory > 0
+        return bool(self.gpus)
+
+    @property
+    def reserved(self) -> tuple[int, ...]:
+        """Bytes of each GPU's memory that are kept free."""
+        return tuple(GPU_RESERVED if gpu is self.gpus[0] else GPU_BUFFERS for gpu in self.gpus)
 
     @property
     def margins(self) -> tuple[int, int]:
         """Bytes of GPU and of host memory that are kept free."""
-        return GPU_RESERVED * self.has_gpu, HOST_RESERVED * bool(self.host_memory)
+        return sum(self.reserved), HOST_RESERVED * bool(self.host_memory)
 
     @property
     def host_reads(self) -> float:
@@ -61,8 +89,10 @@ class Resources:
         return max(self.host_gb_per_s, self.link_gb_per_s)
 
     def with_more(self, **more: float) -> "Resources":
-        """Return the machine with more of some resources, by the names of the fields."""
-        grown = replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
+        """Return the machine with more of some resources, by the names of the fields; of GPUs, each has more."""
+        memory, reads = (more.pop(key, 0) for key in ("gpu_memory", "gpu_gb_per_s"))
+        gpus = tuple(Gpu(gpu.memory + int(memory), gpu.gb_per_s + reads) for gpu in self.gpus)
+        grown = replace(self, gpus=gpus, **{name: getattr(self, name) + value for name, value in more.items()})
         host = grown.host_gb_per_s / self.host_gb_per_s if self.host_gb_per_s else 1.0
         machine = replace(
             self.machine,
@@ -87,42 +117,70 @@ def resources(
     gpu: str | None = None,
     gpu_bandwidth: str | None = None,
     threads: int | None = None,
+    unified: bool = False,
 ) -> Resources:
-    """Return the machine of these options. Raise InputError for what cannot be read or would do nothing."""
+    """Return the machine of these options. Raise InputError for what cannot be read or would do nothing.
+
+    Several GPUs are a list: gpu="RTX 3090, 2 x RTX 3060" or gpu_memory="24GiB, 12GiB", and likewise gpu_bandwidth.
+    """
     assumed: list[str] = []
-    sheet = gpu_data_sheet(gpu or "")
-    memory = _memory(gpu_memory, "--gpu-memory")
-    if gpu_memory is None and gpu:
-        if not sheet.get("memory_gib"):
-            raise InputError(f"--gpu {gpu} shares its memory with the CPU: say how much of it with --gpu-memory 36GiB")
-        memory = int(sheet["memory_gib"]) * GIB
     host = _memory(host_memory, "--host-memory")
+    names, memories, rates = _listed(gpu), _listed(gpu_memory), _listed(gpu_bandwidth)
+    sheets = [gpu_data_sheet(name) for name in names]
+    if sheets and not gpu_memory and not all("memory_gib" in sheet for sheet in sheets):
+        if not host:
+            raise InputError(f"--gpu {gpu} shares its memory with the CPU: say how much there is with --host-memory")
+        unified = True
+    if unified and not (gpu_memory or host):
+        raise InputError("--unified without memory: say how much there is with --host-memory 36GiB")
+    sizes = [_memory(text, "--gpu-memory") for text in memories]
+    if unified and not sizes:
+        sizes = [int(host * UNIFIED)]
+    sizes = [size for size in sizes or [int(sheet["memory_gib"]) * GIB for sheet in sheets] if size]
     refuse(
-        (not memory and not host, "a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both"),
+        (not sizes and not host, "a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both"),
         (
-            not memory and (gpu or gpu_bandwidth),
+            not sizes and (gpu or gpu_bandwidth),
             "a GPU without memory: give --gpu-memory 12GiB, or leave --gpu and --gpu-bandwidth out",
         ),
         (not host and cpu_bandwidth, "--cpu-bandwidth without host memory: give --host-memory 32GiB, or leave it out"),
     )
-    reads, like = 0.0, ""
-    if memory:
-        reads, like = _gpu_reads(memory, sheet, gpu_bandwidth)
+    for option, stated in (("--gpu", names), ("--gpu-bandwidth", rates)):
+        if len(stated) not in (0, 1, len(sizes)):
+            raise InputError(f"{option} states {len(stated)} GPUs, the memories are {len(sizes)}")
+    if unified and cpu_bandwidth and not (rates or sheets):
+        rates = [cpu_bandwidth.removesuffix("measured")]
+    gpus, like = [], ""
+    for place, size in enumerate(sizes):
+        sheet = sheets[place % len(sheets)] if sheets else {}
+        reads, like = _gpu_reads(size, sheet, rates[place % len(rates)] if rates else None)
         if like:
             assumed.append(f"the GPU reads {reads:,.0f} GB/s, as the {like} does (--gpu or --gpu-bandwidth)")
-    lanes, carries = _link(link, sheet, like, assumed, bool(memory and host))
-    peak, stream = _host_reads(cpu_bandwidth, lanes, assumed, bool(host))
+        gpus.append(Gpu(size, reads))
+    if unified:
+        lanes, carries, peak, stream = "", gpus[0].gb_per_s, gpus[0].gb_per_s, 0.0
+    else:
+        lanes, carries = _link(link, sheets[0] if sheets else {}, like, assumed, bool(gpus and host))
+        peak, stream = _host_reads(cpu_bandwidth, lanes, assumed, bool(host))
     disk_reads = parse_gb_per_s(disk, "--disk") if disk else 0.0
     machine = Machine(
         name="the machine of the plan",
-        gpu_data_sheet_gb_per_s=reads,
         host_peak_gb_per_s=peak,
         host_stream_gb_per_s=stream,
         link_gb_per_s=carries,
         disk_gb_per_s=disk_reads,
         host_threads=threads or 0,
     )
-    return Resources(memory, host, machine, reads, stream or peak, carries, disk_reads, tuple(assumed))
+    return Resources(tuple(gpus), host, machine, stream or peak, carries, disk_reads, unified, tuple(assumed))
+
+
+def _listed(text: str | None) -> list[str]:
+    """Return the parts of a list; `2 x RTX 3060` are two."""
+    parts: list[str] = []
+    for part in (text or "").split(","):
+        times = re.fullmatch(r"\s*(\d{1,2})\s*x\s+(.+)", part)
+        parts += [times[2].strip()] * int(times[1]) if times else [part.strip()]
+    return [part for part in parts if part]
 
 
 def _memory(text: str | None, option: str) -> int:
@@ -186,8 +244,14 @@ def show_gib(size: int) -> str:
 def described(resources: Resources) -> str:
     gpu, host, each = "no GPU", "no host memory for experts", resources
     if each.has_gpu:
-        gpu = f"{show_gib(each.gpu_memory)} of GPU memory at {each.gpu_gb_per_s:,.0f} GB/s"
+        memories = " + ".join(show_gib(one.memory) for one in each.gpus)
+        reads = ", ".join(f"{one.gb_per_s:,.0f}" for one in each.gpus)
+        gpu = f"{memories} of GPU memory at {reads} GB/s"
+    if each.unified:
+        gpu = f"a GPU that may use {show_gib(each.gpu_memory)} of it"
     if each.host_memory:
         host = f"{show_gib(each.host_memory)} of host memory at {each.host_gb_per_s:,.1f} GB/s"
-    link = f", a link of {each.link_gb_per_s:g} GB/s" if each.has_gpu and each.host_memory else ""
-    return f"{gpu}, {host}{link}, " + (f"a disk of {each.disk_gb_per_s:g} GB/s" if each.disk_gb_per_s else "no disk")
+    has_link = each.has_gpu and each.host_memory and not each.unified
+    link = f", a link of {each.link_gb_per_s:g} GB/s" if has_link else ""
+    first = f"{host.replace('host', 'unified')}, {gpu}" if each.unified else f"{gpu}, {host}"
+    return f"{first}{link}, " + (f"a disk of {each.disk_gb_per_s:g} GB/s" if each.disk_gb_per_s else "no disk")

@@ -14,7 +14,7 @@ from sim.backtest import Model, file, score
 from sim.planner import Plan, errors, quick
 from sim.planner.placements import MMAP, TOKENS, Layout, cached, missed_bytes, today
 from sim.planner.plan import PRECISIONS, _limit_s, plan
-from sim.planner.resources import GPU_RESERVED, resources
+from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, Gpu, resources
 from tests.support.command import moe_sim
 from tests.support.profiles import QWEN3
 from traces import InputError
@@ -108,7 +108,7 @@ def test_a_split_helps_where_the_link_leaves_the_cpu_bandwidth_of_host_memory(me
 def test_a_cache_has_as_many_experts_as_its_bytes_hold():
     layout = Layout(Model("deepseek-v2-lite"), resources("8GiB", "64GiB"), 512)
     memory = int(GPU_RESERVED + layout.fixed_bytes) + 30 * layout.profile.expert_bytes
-    full = replace(layout, resources=replace(layout.resources, gpu_memory=memory))
+    full = replace(layout, resources=replace(layout.resources, gpus=(Gpu(memory, 448.0),)))
     assert {each.gpu_experts for each in cached(full)} == {30}
 
 
@@ -117,6 +117,36 @@ def test_a_model_that_fits_the_gpu_needs_no_host_and_no_cache():
     assert (found.kind, found.cache, found.host_bytes, found.vllm) == ("resident", None, 0, ("--max-model-len 8192",))
     assert found.llama_cpp == ("-ngl 99 -c 8192",)
     assert found.wall == "GPU memory"
+
+
+def test_layers_of_two_gpus_follow_their_memories_and_their_times_add_up():
+    """DeepSeek-V2-Lite in 16 bits: 27 layers, the first one without experts, and the vocabulary matmul."""
+    found = plan("deepseek-v2-lite", gpu="RTX 3090, RTX 3060", host_memory="64GiB", context=512)
+    layout = Layout(Model("deepseek-v2-lite"), resources(gpu="RTX 3090, RTX 3060", host_memory="64GiB"), 512)
+    first, second = layout.layers_by_gpu
+    assert found.llama_cpp == (f"-ngl 99 -c 512 -ts {first},{second}",)
+    assert (first + second, layout.host_layers) == (28, 0)
+    sizes = [layout._kept(kind) for kind in layout.profile.order]
+    experts = [0.0, *[layout.layer_bytes[0]] * 26]
+    assert sum(sizes[:first]) + sum(experts[:first]) <= 24 * 2**30 - GPU_RESERVED
+    assert sum(sizes[:first]) + sum(experts[: first + 1]) + sizes[first] > 24 * 2**30 - GPU_RESERVED
+    assert sum(sizes[first:]) + sum(experts[first:]) + layout.profile.head_bytes <= 12 * 2**30 - GPU_BUFFERS
+    token = [size + all_of * 6 / 64 for size, all_of in zip(sizes, experts, strict=True)]
+    seconds = sum(token[:first]) / 936e9 + (sum(token[first:]) + layout.profile.head_bytes) / 360e9
+    assert layout.machine.gpu_data_sheet_gb_per_s == pytest.approx(
+        (sum(token) + layout.profile.head_bytes) / seconds / 1e9
+    )
+
+
+def test_unified_memory_is_counted_once():
+    options: dict[str, Any] = {"host_memory": "36GiB", "context": 512, "precision": "q4_k_m"}
+    found = plan("qwen3-30b-a3b", gpu="M3 Max", **options)
+    assert (found.kind, found.host_bytes) == ("resident", 0)
+    assert "a GPU that may use 27 GiB of it" in found.machine
+    assert plan("qwen3-30b-a3b", gpu_bandwidth="400GB/s", unified=True, **options).speed == found.speed
+    profile = model("qwen3-30b-a3b").at(4.85 / 8, 4.85 / 8)
+    read = profile.token_bytes + profile.dense_bytes - profile.head_bytes + profile.kv_cache_bytes(512)
+    assert found.limit_tokens_per_s == pytest.approx(400e9 / read)
 
 
 @pytest.mark.parametrize("gpu_memory", [None, "0"])
