@@ -101,11 +101,12 @@ def rates(machine: Machine, system: str) -> Rates:
     copies = factors["links"][link] if link else of_base("link_bandwidth_gb_per_s")
     thread = machine.host_gflop_per_s_per_thread or factors["host_gflop_per_s_per_thread"]
     cores = machine.host_threads * thread / 1_000
+    sheet_tflop = sheet.get("tflop_per_s", data_sheet * factors["gpu_tflop_per_gb_per_s"])
     launches_us = factors["kernels_per_layer"] * (machine.launch_us or factors["launch_us"])
     return Rates(
         gpu_gb_per_s=machine.gpu_gb_per_s
         or (read or of_base("memory_bandwidth_gb_per_s")) * factors["gpu_kernels_of_read"],
-        gpu_tflop_per_s=machine.gpu_tflop_per_s or of_base("compute_tflop_per_s", factors["gpu_tflop_per_s"]),
+        gpu_tflop_per_s=machine.gpu_tflop_per_s or of_base("compute_tflop_per_s", sheet_tflop),
         host_gb_per_s=(machine.host_gb_per_s or experts) * overheads.get("host_kernels", 1.0),
         host_tflop_per_s=cores or of_base("host_compute_tflop_per_s", factors["host_tflop_per_s"]),
         hop_us=stated("hop_us", factors["hop_us"]),

@@ -42,6 +42,7 @@ class PlanOptions:
         ),
     ] = None
     context: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens in the KV cache.")] = planner.CONTEXT
+    prompt: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens of a prompt.")] = planner.PROMPT
     precision: Annotated[
         str | None,
         typer.Option(
@@ -92,6 +93,8 @@ def _shown(plan: Plan) -> Iterator[str | Table]:
     yield f"{plan.model} at {plan.precision}, {plan.context:,} tokens of context, on {plan.machine}"
     lines = {
         "expect": f"{_speed(plan.speed)} tokens/s",
+        "prompt": f"{plan.prompt_tokens_per_s:,.0f} tokens/s, {plan.prompt / plan.prompt_tokens_per_s:,.1f} s for "
+        f"{plan.prompt:,} tokens (an estimate without an interval)",
         "placement": plan.placement,
         "on the GPU": f"{plan.cache_experts:,} of {plan.all_experts:,} experts ({show_bytes(plan.cache_bytes)})",
         "kept free": _margins(plan),

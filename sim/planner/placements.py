@@ -99,8 +99,15 @@ class Layout:
         for layer, size in enumerate(self._read_bytes):
             gpu = next(i for i in range(len(last)) if layer < sum(last[: i + 1]))
             read[gpu] += size
-        seconds = sum(size / gpu.gb_per_s for size, gpu in zip(read, self.resources.gpus, strict=True))
-        return replace(machine, gpu_data_sheet_gb_per_s=sum(read) / seconds)
+        gpus = list(zip(read, self.resources.gpus, strict=True))
+        seconds = sum(size / gpu.gb_per_s for size, gpu in gpus)
+        known = all(gpu.tflop_per_s for gpu in self.resources.gpus)
+        flop_s = sum(size / gpu.tflop_per_s for size, gpu in gpus) if known else 0.0
+        return replace(
+            machine,
+            gpu_data_sheet_gb_per_s=sum(read) / seconds,
+            gpu_tflop_per_s=sum(read) / flop_s if flop_s else 0.0,
+        )
 
     @property
     def host_free(self) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sim.backtest.file import Model
 from sim.backtest.machine import Rates, rates
-from sim.planner import errors, flags, placements
+from sim.planner import errors, flags, placements, prefill
 from sim.planner.placements import DIRECT, DISK, MMAP, RUNTIME, Factor, Layout, Placement
 from sim.planner.resources import Resources, described, resources
 from sim.profiles.precision import canonical, name_of
@@ -25,6 +25,7 @@ from traces.files import expanded
 from traces.models.profile import MODELS, model
 
 CONTEXT = 8192
+PROMPT = 2048
 
 GIB = 2**30
 
@@ -120,6 +121,8 @@ class Plan:
     context: int
     machine: str
     speed: Speed  # with the options of llama_cpp
+    prompt: int  # tokens
+    prompt_tokens_per_s: float  # of them, before the first token is decoded; no figure of the back-test supports it
     kind: str
     placement: str
     policy: str
@@ -181,6 +184,7 @@ def plan(
     disk: str | None = None,
     cpu_bandwidth: str | None = None,
     context: int = CONTEXT,
+    prompt: int = PROMPT,
     precision: str | None = None,
     gpu: str | None = None,
     gpu_bandwidth: str | None = None,
@@ -189,8 +193,8 @@ def plan(
 ) -> Plan:
     """Return what `model`, a profile's name or a path, does on this machine, options as `moe-sim plan` takes them.
 
-    All are texts, such as gpu_memory="12GiB" and link="pcie4x8", but context, a number of tokens, threads, and unified,
-    whether CPU and GPU share host_memory. Several GPUs are a list: gpu="RTX 3090, RTX 3060".
+    All are texts, such as gpu_memory="12GiB" and link="pcie4x8", but context and prompt, numbers of tokens, threads,
+    and unified, whether CPU and GPU share host_memory. Several GPUs are a list: gpu="RTX 3090, RTX 3060".
     A model that does not fit without a disk at its published precision is planned at the best one of at least 4 bits
     that does, and if none does, at the fastest of these with the disk, unless `precision` names one. Raise InputError
     for an option that cannot be, and where the model does not fit.
@@ -208,6 +212,8 @@ def plan(
         context=layout.context,
         machine=described(layout.resources),
         speed=speed,
+        prompt=prompt,
+        prompt_tokens_per_s=prompt / prefill.seconds(layout, prompt),
         kind=placement.kind,
         placement=_words(placement),
         policy=placement.policy,

@@ -36,10 +36,11 @@ _LINK = re.compile(r"(?:pcie)?\s*-?([345])(?:\.0)?\s*[x ]*x(\d+)", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its memory in bytes, and GB/s of its data sheet."""
+    """A GPU: its memory in bytes, and GB/s and TFLOP/s of its data sheet; 0: not known."""
 
     memory: int
     gb_per_s: float
+    tflop_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Resources:
     def with_more(self, **more: float) -> "Resources":
         """Return the machine with more of some resources, by the names of the fields; of GPUs, each has more."""
         memory, reads = (more.pop(key, 0) for key in ("gpu_memory", "gpu_gb_per_s"))
-        gpus = tuple(Gpu(gpu.memory + int(memory), gpu.gb_per_s + reads) for gpu in self.gpus)
+        gpus = tuple(replace(gpu, memory=gpu.memory + int(memory), gb_per_s=gpu.gb_per_s + reads) for gpu in self.gpus)
         grown = replace(self, gpus=gpus, **{name: getattr(self, name) + value for name, value in more.items()})
         host = grown.host_gb_per_s / self.host_gb_per_s if self.host_gb_per_s else 1.0
         machine = replace(
@@ -156,7 +157,7 @@ def resources(
         reads, like = _gpu_reads(size, sheet, rates[place % len(rates)] if rates else None)
         if like:
             assumed.append(f"the GPU reads {reads:,.0f} GB/s, as the {like} does (--gpu or --gpu-bandwidth)")
-        gpus.append(Gpu(size, reads))
+        gpus.append(Gpu(size, reads, float(sheet.get("tflop_per_s", 0.0))))
     if unified:
         lanes, carries, peak, stream = "", gpus[0].gb_per_s, gpus[0].gb_per_s, 0.0
     else:

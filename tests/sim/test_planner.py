@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import planner as benchmark
 from sim.backtest import Model, file, score
-from sim.planner import Plan, errors, quick
+from sim.planner import Plan, errors, prefill, quick
 from sim.planner.placements import MMAP, TOKENS, Layout, cached, missed_bytes, today
 from sim.planner.plan import PRECISIONS, _limit_s, plan
 from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, Gpu, resources
@@ -375,3 +375,14 @@ def test_the_command_prints_a_plan_and_its_json_begins_with_the_speed(tmp_path):
     assert next(iter(facts)) == "tokens_per_s"
     assert facts["tokens_per_s_low"] < facts["tokens_per_s"] < facts["tokens_per_s_high"]
     assert {each["name"] for each in facts["precisions"]} <= set(PRECISIONS)
+
+
+def test_a_prompt_takes_its_matmuls_and_one_copy_of_the_hosts_experts_a_batch():
+    """Two batches of 512 tokens; without a GPU the same matmuls on 8 cores."""
+    layout = Layout(Model("mixtral-8x7b"), resources(gpu="RTX 3090", host_memory="128GiB"), 1024)
+    split = prefill.seconds(layout, 1024)
+    copies = 2 * layout.host_bytes / 25e9
+    matmuls = 2 * 1024 * (layout.profile.layers_parameters + 32 * 2 * layout.profile.expert_parameters)
+    assert split == pytest.approx(copies + matmuls / (71e12 * 0.25), rel=0.05)
+    cores = Layout(layout.model, resources(host_memory="128GiB", threads=8), 1024)
+    assert prefill.seconds(cores, 1024) == pytest.approx(matmuls / (8 * 20e9 * 2), rel=0.05)

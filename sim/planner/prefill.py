@@ -1,0 +1,38 @@
+"""How long a prompt takes: batches of 512 tokens, whose matmuls limit compute, and whose experts all cross the link.
+
+A batch of llama.cpp (`-ub 512`) uses nearly all experts of a layer. Those in host memory are copied to the GPU for it,
+layer by layer, while nothing is computed; without a GPU the CPU computes all. Weights are read once a batch.
+"""
+
+from sim.backtest.machine import Rates, rates, table
+from sim.planner.placements import RUNTIME, Layout
+
+BATCH = 512
+
+
+def seconds(layout: Layout, tokens: int) -> float:
+    """Return the seconds of a prompt of so many tokens."""
+    own = rates(layout.machine, RUNTIME)
+    full, rest = divmod(tokens, BATCH)
+    batches = [BATCH] * full + [rest] * (rest > 0)
+    return sum(_batch_s(layout, own, size, min(i * BATCH + size / 2, tokens)) for i, size in enumerate(batches))
+
+
+def _batch_s(layout: Layout, own: Rates, tokens: int, before: float) -> float:
+    """Return the seconds of a batch whose tokens see `before` others in the mean."""
+    profile, factors = layout.profile, table("factors")
+    pair = 2 * profile.heads * (2 * profile.head_size + profile.rope_head_size)
+    attended = pair * sum(kind.attended(before) for kind in profile.order)
+    weights = profile.layers_parameters + profile.moe_layers * profile.top_k * profile.expert_parameters
+    used = 1 - (1 - profile.top_k / profile.experts) ** tokens
+    flop = (2 * weights + attended) * tokens + 2 * profile.head_weights
+    dense = profile.layers_parameters * profile.dense_bytes_per_parameter + profile.head_bytes
+    disk = used * layout.missing_bytes / own.disk_gb_per_s if layout.missing_bytes else 0.0
+    if not layout.on_gpu:
+        cores = own.host_tflop_per_s * float(factors["host_prefill_of_decode"]) * 1e3
+        reading = (dense + used * layout.experts_bytes) / own.host_gb_per_s
+        return max(reading, flop / cores, disk) / 1e9
+    computing = flop / (own.gpu_tflop_per_s * float(factors["gpu_prefill_of_tflop"]) * 1e3)
+    reading = (dense + used * layout.experts_bytes) / own.gpu_gb_per_s
+    copying = used * layout.host_bytes / own.link_gb_per_s if layout.host_bytes else 0.0
+    return (max(reading, computing) + max(copying, disk)) / 1e9
