@@ -1,19 +1,21 @@
 """How good plans are: published speeds beside them, and the errors of the back-test that their intervals follow from.
 
 `python -m benchmarks.planner` prints the table of docs/planner.md, a check, not a fit: nothing of the planner was set
-by these figures, though they are rows of the back-test as well. With `--write` it writes sim/planner/errors.toml.
+by these figures, though they are rows of the back-test as well. With `--write` it writes sim/backtest/data/errors.toml.
 """
 
 import sys
 import tomllib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from sim.backtest import file, score
+from sim.backtest import Case, file, score
+from sim.backtest.errors import CALIBRATED, NARROWER, class_of
+from sim.backtest.machine import DATA
 from sim.backtest.score import Result
-from sim.planner.errors import FILE, kind_of
 from sim.planner.plan import quick
 
 PUBLISHED = Path(__file__).with_suffix(".toml")
@@ -38,23 +40,31 @@ def published() -> str:
 
 
 def errors_text(results: Iterable[Result]) -> str:
-    """Return errors.toml for these results of the back-test."""
-    lines = ["# measured / predicted speed of the back-test's rows, without a fitted parameter, by kind of placement."]
-    lines += ["# Written by `python -m benchmarks.planner --write`.", ""]
+    """Return errors.toml for these results of the back-test; what was fitted on a machine is also of its own class."""
+    lines = [
+        "# measured / predicted speed of the back-test's rows by what is known of machine and engine, without a fitted"
+    ]
+    lines += ['# parameter but for the class "calibrated". Written by `python -m benchmarks.planner --write`.']
+    held: dict[str, list[str]] = {kind: [] for kind in NARROWER}
     for result in results:
-        row = result.row
-        if result.blind_error is None or not row.timed or not row.machine:
+        if not result.row.timed or not result.row.machine or result.faster is None or result.blind is None:
             continue
-        faster = 1 + result.blind_error if row.metric == "speed" else 1 / (1 + result.blind_error)
-        lines += [f"[[{kind_of(row.setting)}]]", f'figure = "{row.figure}"', f'machine = "{row.machine.name}"']
-        lines += [f"ratio = {1 / faster:.4f}", ""]
-    return "\n".join(lines)
+        blind = replace(result, predicted=result.blind).faster or 1.0
+        kinds = [(class_of(Case(result.row)), blind)]
+        if result.kind == CALIBRATED and not result.row.fit:
+            kinds.append((CALIBRATED, result.faster))
+        for kind, faster in kinds:
+            row = f'figure = "{result.row.figure}", machine = "{result.row.machine.name}", ratio = {1 / faster:.4f}'
+            held[kind].append(f"  {{ {row} }},")
+    for kind, rows in held.items():
+        lines += ["", f'"{kind}" = [', *rows, "]"]
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
     if "--write" in sys.argv:
         rows = file.unique([row for path in file.shipped() for row in file.read(path)])
-        FILE.write_text(errors_text(score.backtest(rows).results), "utf-8")
+        (DATA / "errors.toml").write_text(errors_text(score.backtest(rows).results), "utf-8")
     print(published())
 
 

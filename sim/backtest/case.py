@@ -5,10 +5,11 @@ the cache, is not counted, nor are a few after it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -16,18 +17,22 @@ from policies.core.policy import Shape
 from policies.core.spec import PolicySpec, parse
 from sim.backtest import routing
 from sim.backtest.file import Row
-from sim.backtest.machine import Rates, overheads_of, table
+from sim.backtest.machine import Rates, engine_of, rates, table
 from sim.backtest.model import profile_of
+from sim.backtest.timing import Runtime
 from sim.engines.compiled_engine import simulate
 from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
-from sim.profiles.derived import Blocking
-from sim.profiles.roofline import Roofline, host_link
+from sim.profiles.derived import Blocking, FirstLayersElsewhere
+from sim.profiles.roofline import host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
 from sim.quantities import parse_bytes, parse_whole
 from traces.errors import InputError, located
 from traces.models.profile import ModelProfile
 from traces.steps import DECODE, RequestSteps
+
+NEXT_TO_NOTHING = 1e-6
+"""GB/s of a CPU to which the link leaves nothing of host memory's bandwidth."""
 
 FREE = Link(0, 1, 10**12, 1)
 """A link on which copies take no time."""
@@ -40,11 +45,8 @@ WHOLE = 2
 SETTLING = 8
 """Decoded tokens after the one that fills the cache that are not counted, where a cache is run."""
 
-CORRECTIONS, NEAR = 2, 0.005
-"""How often routing is made again for a hit rate, and how near to it is near enough."""
-
-FAR = 0.03
-"""Off the measured hit rate, a run is another one."""
+CORRECTIONS, NEAR, FAR = 8, 0.1, 0.3
+"""How often routing is made again for a hit rate; shares of its misses by which it is near enough, or another run."""
 
 STILL = 4
 """Tokens of a run in which every token is like the one before it."""
@@ -57,6 +59,7 @@ class Outcome:
     seconds: float | None
     step_tokens: float  # decoded in a step: of each request that runs
     hit_rate: float
+    host_hit_rate: float  # of what misses the GPU's cache, where host memory is over a disk
     bytes_read: float  # a token, over the link or from the disk
     log: RunLog
 
@@ -73,6 +76,18 @@ class Case:
         assert self.row.model
         return profile_of(self.row.model)
 
+    @cached_property
+    def engine(self) -> Mapping[str, Any]:
+        return engine_of(self.row.engine or self.row.system)
+
+    @cached_property
+    def rates(self) -> Rates | None:
+        """The rates of the row's machine; None where it is counted without a clock."""
+        if self.row.machine is None or not self.row.timed:
+            return None
+        with located(self.row.where):
+            return rates(self.row.machine, self.engine, self.profile)
+
     @property
     def static(self) -> bool:
         """Whether every expert is computed where it lies, so that routing does not matter."""
@@ -84,9 +99,10 @@ class Case:
         if setting.all_on:
             return PolicySpec.of("lru")
         if self.static:
-            n = setting.host_layers if setting.host_layers >= 0 else round(setting.host_share * layers)
+            n = max(setting.host_layers, setting.cpu_layers)
+            n = round(setting.host_share * layers) if n < 0 else n
             if n > layers:
-                raise InputError(f"setting: host_layers {n} of {layers} layers")
+                raise InputError(f"setting: {setting.place} {n} of {layers} layers")
             return PolicySpec.of("lru", placement=f"layers:n={n}")
         return parse("belady" if setting.whole_layers else setting.policy)
 
@@ -166,23 +182,36 @@ class Case:
     def aimed(self, rates: Rates | None) -> "Case":
         """Return the case whose routing reaches the measured hit rate, if there is one, when it is run.
 
-        Copies that are under way when they are needed are no hits, so the routing has to be made for a little more.
+        Copies that are under way when they are needed are no hits, and a policy may keep other experts than LRU would,
+        so the routing is made for more or less until it fits: by the difference, or half of what is left to try.
         """
-        measured, case = self.row.setting.hit_rate, replace(self, aim=self.row.setting.hit_rate)
-        if measured < 0 or self.static or self.host_capacity:
-            return case  # of host memory, the log counts reads, not hits
+        case = replace(self, aim=self.row.setting.hit_rate)
+        if self.row.setting.hit_rate < 0 or self.static:
+            return case
+        low, high = 0.0, min(1.0, self.slots_per_layer / self.profile.top_k)
+        tried = []
         for _ in range(CORRECTIONS):
-            missing = measured - case.simulated(rates).hit_rate
-            most = min(1.0, case.slots_per_layer / case.profile.top_k)
-            if abs(missing) < NEAR or case.aim + missing > most:
+            off = case.off(case.simulated(rates))
+            tried.append((abs(off), case))
+            if abs(off) < NEAR * self._tolerance:
                 break
-            case = replace(self, aim=max(case.aim + missing, 0.0))
-        return case
+            low, high = (case.aim, high) if off < 0 else (low, case.aim)
+            aim = case.aim - off
+            case = replace(self, aim=aim if low < aim < high else (low + high) / 2)
+        return min(tried, key=lambda each: each[0])[1]
+
+    def off(self, outcome: Outcome) -> float:
+        """Return by how much a run's hit rate, of host memory where that is over a disk, is above the measured one."""
+        return (outcome.host_hit_rate if self.host_capacity else outcome.hit_rate) - self.row.setting.hit_rate
 
     def is_far(self, outcome: Outcome) -> bool:
         """Whether the run is far from the measured hit rate, as where nothing fills the cache."""
-        measured = self.row.setting.hit_rate
-        return measured >= 0 and not self.host_capacity and abs(outcome.hit_rate - measured) > FAR
+        return self.row.setting.hit_rate >= 0 and abs(self.off(outcome)) > FAR * self._tolerance
+
+    @property
+    def _tolerance(self) -> float:
+        """What a hit rate is compared with: its misses, of which 5 to 10% are as good as any."""
+        return min(max(1 - self.row.setting.hit_rate, 0.02), 0.1)
 
     def as_run(self, rates: Rates | None) -> Run:
         setting, profile, shape = self.row.setting, self.profile, Shape(self.profile.moe_layers, self.profile.experts)
@@ -196,7 +225,7 @@ class Case:
             for each in (link, below)
         )
         window = experts_per_layer(timing, link, shape.layers, profile.top_k)
-        if setting.blocking or setting.whole_layers or overheads_of(self.row.system).get("blocking"):
+        if setting.blocking or setting.whole_layers or self.engine.get("blocking"):
             timing = Blocking(timing, shape.layers, shape.experts, profile.top_k)
         host = Tier(self.host_capacity, None, below) if self.host_capacity else None
         users = Users(setting.batch) if setting.batch > 1 else None
@@ -214,16 +243,26 @@ class Case:
             link_gb_per_s=copies and not (disk and not self.host_capacity),
             disk_gb_per_s=disk or bool(self.host_capacity),
         )
+        if setting.cpu_layers > 0:  # one hop, behind the last of them
+            rates = replace(rates, hop_us=0.0, us_per_token=rates.us_per_token + rates.hop_us)
         if setting.copy_back:
             rates = replace(rates, link_gb_per_s=rates.link_gb_per_s / 2)
-        dequantises = overheads_of(self.row.system).get("dequantises")
+        dequantises = self.engine.get("dequantises")
         if dequantises and profile.expert_bytes_per_parameter < WHOLE and rates.gpu_gb_per_s:
             moved_us = 2 * WHOLE * profile.expert_parameters / rates.gpu_gb_per_s / 1e3
             rates = replace(rates, us_per_expert=rates.us_per_expert + moved_us)
+        if setting.mmap:
+            rates = replace(rates, disk_gb_per_s=rates.disk_gb_per_s * table("factors")["mmap_of_disk"])
+        if copies and self.policy.uses_host and self.policy.text.endswith("split"):
+            left = max(rates.together_gb_per_s - rates.link_gb_per_s, NEXT_TO_NOTHING)
+            rates = replace(rates, host_gb_per_s=min(rates.host_gb_per_s, left))
         hardware = rates.hardware(cpu, disk and not self.host_capacity)
         link = host_link(hardware, profile) if copies else FREE
         below = host_link(rates.hardware(cpu, disk_link=True), profile) if self.host_capacity else FREE
-        return Roofline(hardware, profile), link, below
+        timing: Timing = Runtime(rates, profile, cpu, disk and not self.host_capacity)
+        if setting.cpu_layers > 0:
+            timing = FirstLayersElsewhere(timing, Runtime(rates, profile, True, False), setting.cpu_layers)
+        return timing, link, below
 
     def _summary(self, log: RunLog, timed: bool) -> Outcome:
         setting = self.row.setting
@@ -235,12 +274,14 @@ class Case:
         counted = np.ones(len(decoded), bool) if with_prompts else decoded
         tokens = int(log.tokens[decoded].sum())
         lookups = (log.hits + log.late + log.misses)[counted].sum()
+        missed = int((log.late + log.misses)[decoded].sum())
         reads = (log.reads_demand + log.reads_prefetch)[decoded].sum() * log.expert_bytes
         sent = (log.demand_bytes + log.prefetch_bytes)[decoded].sum()
         return Outcome(
             seconds=float(log.step_ns[decoded].mean() / 1e9) if timed else None,
             step_tokens=tokens / max(int(decoded.sum()), 1),
             hit_rate=float(log.hits[counted].sum() / max(lookups, 1)),
+            host_hit_rate=1 - reads / log.expert_bytes / max(missed, 1),
             bytes_read=float((reads if self.host_capacity else sent) / max(tokens, 1)),
             log=log,
         )

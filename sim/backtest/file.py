@@ -54,6 +54,8 @@ class Machine:
     host_gb_per_s: Number = 0.0  # what its expert kernels reach
     host_experts_of_stream: Number = 0.0
     host_threads: Count = 0
+    host_layout: Literal["", "hybrid", "numa"] = ""  # threads on cores of two kinds, or memory of several nodes
+    host_and_link_gb_per_s: Number = 0.0  # CPU and link at once, measured
     host_gflop_per_s_per_thread: Number = 0.0
     hop_us: Number = -1.0
     cpu_us_per_layer: Number = -1.0
@@ -92,11 +94,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """How it was run. Where misses are computed and what is cached: one of all_on, host_layers, host_share, policy."""
+    """How it was run. Where misses are computed and what is cached: one of all_on, host_layers,
+    host_share, cpu_layers, policy."""
 
     all_on: Literal["", "gpu", "cpu"] = ""  # every expert is computed there
     host_layers: Count = -1  # whose experts the CPU computes
     host_share: Share = -1.0  # of the layers, likewise
+    cpu_layers: Count = -1  # that the CPU computes whole, attention included (`-ngl` keeps the others on the GPU)
     policy: str = ""  # as `moe-sim run --policy` takes it
     cache: str = ""  # 25%, 64 or 8GiB of experts; 0: none
     slots_per_layer: Count = 0  # in place of `cache`
@@ -113,6 +117,7 @@ class Setting:
     copy_back: bool = False  # a victim is copied to host memory before another takes its place
     whole_layers: bool = False  # a layer is copied with all its experts
     blocking: bool = False  # no expert of a layer is computed before all have arrived
+    mmap: bool = False  # the disk is read through the page cache
     free_copies: bool = False  # copies into the cache run beside and take no time
 
     @property
@@ -122,6 +127,7 @@ class Setting:
             "all_on": bool(self.all_on),
             "host_layers": self.host_layers >= 0,
             "host_share": self.host_share >= 0,
+            "cpu_layers": self.cpu_layers >= 0,
             "policy": bool(self.policy),
         }
         stated = [key for key, is_stated in values.items() if is_stated]
@@ -168,6 +174,7 @@ class Row:
     assumed: tuple[str, ...] = ()
     fit: bool = False
     unsimulated: str = ""
+    engine: str = ""  # of systems.toml, whose overheads count; else the one that the system's name begins with
     group: str = ""  # of sources, as tables head it; the file's name by default
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 from sim.backtest.file import Machine
 from sim.profiles.hardware_profile import Hardware, hardware
 from traces.errors import InputError, unknown
+from traces.models.profile import ModelProfile
 
 DATA = Path(__file__).parent / "data"
 
@@ -32,6 +33,7 @@ class Rates:
     gpu_tflop_per_s: float
     host_gb_per_s: float  # that expert kernels on the CPU reach, as far as memory goes
     host_tflop_per_s: float  # as far as its cores go
+    together_gb_per_s: float  # that CPU and link read of host memory at once
     hop_us: float
     cpu_us_per_layer: float
     link_gb_per_s: float
@@ -71,15 +73,19 @@ class Rates:
         )
 
 
+ENOUGH = 1e3
+"""TFLOP/s that limit nothing."""
+
 FITTED = tuple(field.name for field in fields(Rates))
 """What a machine may have fitted."""
 
 
-def rates(machine: Machine, system: str) -> Rates:
-    """Return the rates of a machine under a system. Raise InputError for an unknown link or fit_parameter."""
-    factors, overheads, sheet = table("factors"), overheads_of(system), gpu_data_sheet(machine.gpu)
+def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> Rates:
+    """Return the rates of a machine under an engine of systems.toml. Raise InputError for an unknown link or fit."""
+    factors, sheet = table("factors"), gpu_data_sheet(machine.gpu, machine.gpu_data_sheet_gb_per_s)
+    gpu = factors["gpu"][sheet.get("kind", "gddr")]
     base = hardware(machine.profile) if machine.profile else None
-    link = machine.link or ("" if base else sheet.get("link", ""))
+    link = machine.link or ("" if base or not machine.gpu else sheet.get("link", ""))
     if machine.fit_parameter and machine.fit_parameter not in FITTED:
         raise unknown("fit_parameter", machine.fit_parameter, FITTED)
     if link and link not in factors["links"]:
@@ -93,42 +99,62 @@ def rates(machine: Machine, system: str) -> Rates:
         return value if value >= 0 else general
 
     data_sheet = machine.gpu_data_sheet_gb_per_s or sheet.get("gb_per_s", 0.0)
-    read = machine.gpu_read_gb_per_s or data_sheet * factors["gpu_read_of_data_sheet"]
+    read = machine.gpu_read_gb_per_s or data_sheet * gpu["read_of_data_sheet"]
     stream = machine.host_stream_gb_per_s or _peak(machine) * factors["host_stream_of_peak"]
     experts = (stream or of_base("host_memory_bandwidth_gb_per_s")) * (
         machine.host_experts_of_stream or factors["host_experts_of_stream"]
     )
+    reads = (machine.host_gb_per_s or experts) * factors["host_layouts"].get(machine.host_layout, 1.0)
+    cpu = factors["cpu"]["server" if reads > factors["server_gb_per_s"] else "desktop"]
     copies = factors["links"][link] if link else of_base("link_bandwidth_gb_per_s")
-    thread = machine.host_gflop_per_s_per_thread or factors["host_gflop_per_s_per_thread"]
-    cores = machine.host_threads * thread / 1_000
-    sheet_tflop = sheet.get("tflop_per_s", data_sheet * factors["gpu_tflop_per_gb_per_s"])
-    launches_us = factors["kernels_per_layer"] * (machine.launch_us or factors["launch_us"])
+    thread = machine.host_gflop_per_s_per_thread or cpu["gflop_per_s_per_thread"]
+    cores = (machine.host_threads or cpu["threads"]) * thread / 1_000
+    if machine.host_gb_per_s and not machine.host_gflop_per_s_per_thread:
+        cores = ENOUGH  # what its kernels were measured to reach has their compute in it
+    sheet_tflop = sheet.get("tflop_per_s", (read or machine.gpu_gb_per_s) * factors["gpu_tflop_per_gb_per_s"])
+    launches_us = kernels_per_layer(model) * (machine.launch_us or gpu["launch_us"])
+    link_rate = (machine.link_gb_per_s or copies) * engine.get("link", 1.0)
     return Rates(
-        gpu_gb_per_s=machine.gpu_gb_per_s
-        or (read or of_base("memory_bandwidth_gb_per_s")) * factors["gpu_kernels_of_read"],
+        gpu_gb_per_s=machine.gpu_gb_per_s or (read or of_base("memory_bandwidth_gb_per_s")) * gpu["kernels_of_read"],
         gpu_tflop_per_s=machine.gpu_tflop_per_s or of_base("compute_tflop_per_s", sheet_tflop),
-        host_gb_per_s=(machine.host_gb_per_s or experts) * overheads.get("host_kernels", 1.0),
-        host_tflop_per_s=cores or of_base("host_compute_tflop_per_s", factors["host_tflop_per_s"]),
-        hop_us=stated("hop_us", factors["hop_us"]),
+        host_gb_per_s=reads * engine.get("host_kernels", 1.0),
+        host_tflop_per_s=cores * engine.get("host_kernels", 1.0),
+        together_gb_per_s=machine.host_and_link_gb_per_s or max(reads, link_rate) * factors["host_and_link_of_host"],
+        hop_us=stated("hop_us", engine.get("hop_us", factors["hop_us"])),
         cpu_us_per_layer=stated("cpu_us_per_layer", factors["cpu_us_per_layer"]),
-        link_gb_per_s=(machine.link_gb_per_s or copies) * overheads.get("link", 1.0),
-        link_latency_us=stated("link_latency_us", factors["link_latency_us"]),
-        disk_gb_per_s=machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s"),
+        link_gb_per_s=link_rate,
+        link_latency_us=stated("link_latency_us", factors["link_latency_us"]) + engine.get("us_per_miss", 0.0),
+        disk_gb_per_s=(machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s")) * engine.get("disk", 1.0),
         disk_latency_us=stated("disk_latency_us", factors["disk_latency_us"]),
-        us_per_layer=stated("us_per_layer", launches_us + overheads.get("us_per_layer", 0.0)),
-        us_per_expert=stated("us_per_expert", overheads.get("us_per_expert", 0.0)),
-        us_per_token=stated("us_per_token", overheads.get("us_per_token", 0.0)),
+        us_per_layer=stated("us_per_layer", launches_us + engine.get("us_per_layer", 0.0)),
+        us_per_expert=stated("us_per_expert", engine.get("us_per_expert", 0.0)),
+        us_per_token=stated("us_per_token", engine.get("us_per_token", factors["us_per_token"])),
     )
 
 
-def gpu_data_sheet(gpu: str) -> dict[str, Any]:
-    """Return the entry of gpus.toml for a GPU, none for "". Raise InputError with near names for an unknown one."""
+def kernels_per_layer(model: ModelProfile) -> float:
+    """Return how many kernels a runtime launches for a layer, in the mean of the model's layers."""
+    counts, order = table("factors")["kernels"], model.order
+    more = [
+        counts["shared"] * bool(kind.shared or (kind.mlp and kind.routed))
+        + counts["state"] * bool(kind.state and not kind.kv)
+        for kind in order
+    ]
+    return float(counts["layer"] + counts["latent"] * bool(model.kv_latent_size) + sum(more) / len(order))
+
+
+def gpu_data_sheet(gpu: str, gb_per_s: float = 0.0) -> dict[str, Any]:
+    """Return the entry of gpus.toml for a GPU, without a name that of the first with that bandwidth, if there is any.
+
+    Raise InputError with near names for an unknown one.
+    """
     for name, known in table("gpus").items() if gpu else ():
         if _plain(name) == _plain(re.sub(r"(?i)nvidia|geforce|amd|radeon|apple|tesla", "", gpu)):
             return dict(known)
     if gpu:
         raise unknown("gpu", gpu, table("gpus"))
-    return {}
+    alike = (known for known in table("gpus").values() if known["gb_per_s"] == gb_per_s)
+    return dict(next(alike, {}))
 
 
 def _peak(machine: Machine) -> float:
@@ -141,12 +167,18 @@ def _peak(machine: Machine) -> float:
     return int(kind[1]) * int(kind[2]) * 8 / 1_000
 
 
-def overheads_of(system: str) -> Mapping[str, Any]:
-    """Return a system's entry in systems.toml: that of the longest name with which its own begins."""
-    matching = [name for name in table("systems") if _plain(system).startswith(_plain(name))]
-    entry: Mapping[str, Any] = table("systems")[max(matching, key=len, default="default")]
-    return entry
+def engine_of(system: str) -> Mapping[str, Any]:
+    """Return the entry of systems.toml for a system's name, what stands behind "(" or a comma aside.
+
+    One that is not there is unknown: it has the overheads of the median of what is.
+    """
+    engines = table("systems")
+    for wanted in (_plain(system), _plain(re.split(r"[(,]", system)[0])):
+        for name, entry in engines.items():
+            if wanted in {_plain(name), *map(_plain, entry.get("also", ()))}:
+                return dict(entry)
+    return {**engines["unknown"], "unknown": True}
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
+    return re.sub(r"[^a-z0-9+]", "", text.lower())

@@ -7,10 +7,11 @@ from sim.profiles.precision import bytes_per_parameter, canonical
 from traces.errors import InputError
 from traces.models.profile import LayerKind, ModelProfile, known, model
 
-WHOLE = ("q", "iq", "bf16", "fp16", "f16", "fp8", "fp32", "int8")
-"""Beginnings of precisions that a whole file has; others (MXFP4, INT4, HQQ) are the experts' alone."""
+WHOLE = ("q", "iq", "bf16", "fp16", "f16", "fp8", "fp32")
+"""Beginnings of precisions that a whole file has; others (MXFP4, INT4, INT8, HQQ) are the experts' alone."""
 
-HIDDEN, HEAD, BITS = 2048, 128, 4.5  # of a model of which only bytes are known: they matter to no time at batch 1
+HIDDEN, HEAD, BITS, DENSE_BITS = 2048, 128, 4.5, 8.5  # assumed of a model of which only bytes are known; from the
+# bits follow its parameters, and so what cores compute
 
 
 def profile_of(facts: Model) -> ModelProfile:
@@ -46,22 +47,24 @@ def _of_bytes(facts: Model) -> ModelProfile:
         raise InputError(
             f"no model profile is known for {facts.name!r}: name one (profile), or state {', '.join(missing)}"
         )
-    values = 2 * 4 * HEAD
-    attention = HIDDEN * (2 * HIDDEN + values)
+    bits = bytes_per_parameter(facts.precision) if facts.precision else BITS / 8
+    whole = facts.precision if facts.precision and canonical(facts.precision).startswith(WHOLE) else ""
+    dense = facts.dense_precision or whole
+    width = bytes_per_parameter(dense) if dense else DENSE_BITS / 8
     return ModelProfile(
         name=facts.name,
         hub_ids=(),
         experts=facts.experts,
         top_k=facts.top_k,
         hidden_size=HIDDEN,
-        expert_intermediate_size=max(1, round(size * 8 / BITS / 3 / HIDDEN)),
-        expert_bytes_per_parameter=BITS / 8,
+        expert_intermediate_size=max(1, round(size / bits / 3 / HIDDEN)),
+        expert_bytes_per_parameter=bits,
         heads=HIDDEN // HEAD,
         head_size=HEAD,
         kv_heads=4,
-        vocabulary=1,
+        vocabulary=max(1, round(facts.head_bytes / width / HIDDEN)),
         embedding_parameters=HIDDEN,
-        dense_bytes_per_parameter=2.0,
+        dense_bytes_per_parameter=width,
         layers=(f"{facts.layers} moe",),
-        kinds={"moe": LayerKind(attention + HIDDEN * facts.experts, routed=True, kv=values)},
+        kinds={"moe": LayerKind(round(facts.dense_bytes / width / facts.layers), routed=True, kv=2 * 4 * HEAD)},
     )

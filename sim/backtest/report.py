@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sim.backtest.errors import NARROWER
 from sim.backtest.file import UNITS
-from sim.backtest.score import Backtest, Result, blind_errors, errors, grouped, summary
+from sim.backtest.score import Backtest, Result, blind_errors, errors, grouped, inside, summary
 from sim.quantities import show_share
 from traces.errors import InputError
 from traces.output import replacing
@@ -36,13 +37,17 @@ def _row(result: Result) -> dict[str, Any]:
         **in_unit,
         "error": result.error,
         "blind_error": result.blind_error,
+        "interval": [value / unit for value in result.interval] if result.interval else None,
+        "inside": result.inside,
+        "class": result.kind or None,
         "hit_rate": result.hit_rate,
         "fit": row.fit,
         "scored": result.scored,
         "quality": row.quality,
         "assumed": list(row.assumed),
         "stand_in": result.stand_in or None,
-        "unsimulated": row.unsimulated or None,
+        "warnings": list(result.warnings),
+        "unsimulated": row.unsimulated or result.failed or None,
         "source": row.source,
     }
 
@@ -52,6 +57,7 @@ def tables(test: Backtest) -> list[tuple[str, list[Cells]]]:
     timed = [result for result in test.results if result.scored and result.row.timed]
     found = [
         ("By source", _grouped(timed, lambda result: result.row.group)),
+        ("By what is known", _classes(timed)),
         ("By system", _grouped(timed, lambda result: result.row.system)),
     ]
     if test.fits:
@@ -65,15 +71,16 @@ def tables(test: Backtest) -> list[tuple[str, list[Cells]]]:
         found.append(("Hit rates and bytes, without a clock", [_FIGURES, *map(_figures, others)]))
     if test.token_by_token:
         found.append(("The phone run, token by token", _tokens(test.token_by_token)))
-    if unsimulated := [result.row for result in test.results if result.row.unsimulated]:
-        found.append(("Not simulated", [["figure", "reason"], *([row.figure, row.unsimulated] for row in unsimulated)]))
+    if unsimulated := [result for result in test.results if result.predicted is None]:
+        reasons = [[result.row.figure, result.row.unsimulated or result.failed] for result in unsimulated]
+        found.append(("Not simulated", [["figure", "reason"], *reasons]))
     return found
 
 
 REACHED = 0.01
 """Off what was measured, a fitted row is reached by its parameter."""
 
-_FIGURES = ["figure", "measured", "predicted", "error", "blind", "assumed"]
+_FIGURES = ["figure", "measured", "predicted", "interval", "error", "blind", "assumed"]
 
 
 def every_row(test: Backtest) -> list[tuple[str, list[Cells]]]:
@@ -90,10 +97,28 @@ def _figures(result: Result) -> Cells:
         row.figure,
         f"{row.value:.4g} {row.unit}",
         f"{result.predicted / unit:.4g}",
+        _interval(result, unit),
         _fitted(result) if row.fit else _error(result, result.error),
         _error(result, result.blind_error),
         "; ".join(assumed) or "-",
     ]
+
+
+def _interval(result: Result, unit: float) -> str:
+    if result.interval is None:
+        return "-"
+    low, high = (value / unit for value in result.interval)
+    return f"{low:.3g} to {high:.3g}" + ("" if result.inside else ", outside")
+
+
+def _classes(results: Sequence[Result]) -> list[Cells]:
+    lines: list[Cells] = [["", "rows", "median", "worst", "bias", "rows inside", "machines inside", "narrower by"]]
+    for name, part in [*grouped(results, lambda result: result.kind).items(), ("all", list(results))]:
+        shares = inside(part)
+        held = [show_share(shares[key]) for key in ("rows_inside", "machines_inside")]
+        bias = f"{shares['bias']:+.1%}" if shares["bias"] is not None else "-"
+        lines.append([name, *_rows_and_errors(part), bias, *held, NARROWER.get(name, "-")])
+    return lines
 
 
 def _fitted(result: Result) -> str:
@@ -112,7 +137,10 @@ def headline(test: Backtest) -> str:
     scores = summary(test)
     blind, after, before = scores["blind"], scores["after_fit"], scores["same_rows_blind"]
     lines = f"{_errors(scores)} over {scores['rows']} speeds and latencies, {scores['fit_rows']} fit, "
-    lines += f"{scores['unsimulated']} not simulated; blind {_errors(blind)} over {blind['rows']}"
+    lines += f"{scores['unsimulated']} not simulated; "
+    if scores["bias"] is not None:
+        lines += f"bias {scores['bias']:+.1%}, {show_share(scores['machines_inside'])} of machines in their interval; "
+    lines += f"blind {_errors(blind)} over {blind['rows']}"
     if after["rows"]:
         lines += f"; of {after['rows']} rows on fitted machines {_errors(after)}, blind {_errors(before)}"
     return lines

@@ -14,12 +14,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from sim.backtest import errors as errors_of
 from sim.backtest.case import Case, Outcome
 from sim.backtest.file import Machine, Row
-from sim.backtest.machine import DATA, Rates, rates
+from sim.backtest.machine import DATA, Rates
 from sim.backtest.routing import PHONE
 from sim.quantities import show_share
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.steps import DECODE
 
 SEARCH = 8.0
@@ -42,6 +43,30 @@ class Result:
     blind: float | None = None
     hit_rate: float | None = None
     stand_in: str = ""
+    kind: str = ""  # of what is known, of a speed or latency: see `sim.backtest.errors`
+    warnings: tuple[str, ...] = ()
+    failed: str = ""  # why it could not be simulated
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The figures between which 80% of machines were measured, with a prediction like this."""
+        if self.predicted is None or not self.kind:
+            return None
+        each = errors_of.interval(self.kind)
+        low, high = (each.low, each.high) if self.row.metric == "speed" else (1 / each.high, 1 / each.low)
+        return self.predicted * low, self.predicted * high
+
+    @property
+    def inside(self) -> bool | None:
+        return None if self.interval is None else self.interval[0] <= self.row.measured <= self.interval[1]
+
+    @property
+    def faster(self) -> float | None:
+        """Predicted over measured speed."""
+        if self.predicted is None or not self.row.timed:
+            return None
+        ratio = self.predicted / self.row.measured
+        return ratio if self.row.metric == "speed" else 1 / ratio
 
     @property
     def scored(self) -> bool:
@@ -100,42 +125,64 @@ def backtest(
 ) -> Backtest:
     """Run all rows; `ended` is called after each, `warn` for a missed hit rate."""
     cases = {row.figure: Case(row) for row in rows if not row.unsimulated}
-    blind = {name: rates_of(case.row) for name, case in cases.items()}
-    outcomes = {}
-    for name, case in cases.items():
-        cases[name] = case.aimed(blind[name])
-        outcomes[name] = cases[name].simulated(blind[name])
-        if case.is_far(outcomes[name]):
-            reached, wanted = show_share(outcomes[name].hit_rate), show_share(case.row.setting.hit_rate)
-            text = f"{case.policy.text} hits {reached}, far from the hit_rate of {wanted} that was measured"
-            warn(f"{case.row.where}: {text}")
+    outcomes, failures, warnings = dict[str, Outcome](), dict[str, InputError](), dict[str, tuple[str, ...]]()
+    for name, case in list(cases.items()):
+        try:
+            cases[name] = case.aimed(case.rates)
+            outcomes[name] = cases[name].simulated(case.rates)
+        except InputError as error:
+            failures[name] = InputError(
+                str(error) if str(error).startswith(case.row.where) else f"{case.row.where}: {error}"
+            )
+            warn(str(failures[name]))
+        else:
+            warnings[name] = _warnings(cases[name], outcomes[name])
+            for text in warnings[name]:
+                warn(f"{case.row.where}: {text}")
         ended()
+    if failures and not outcomes:
+        raise next(iter(failures.values()))
+    blind = {name: cases[name].rates for name in outcomes}
     fitting: dict[tuple[str, Machine], list[Row]] = {}
     for row in rows:
-        if row.fit and not row.unsimulated:
+        if row.fit and row.figure in outcomes:
             fitting.setdefault(_machine_key(row), []).append(row)
     fits = {machine: _fit(fitted, cases, blind) for machine, fitted in fitting.items()}
     results = []
     for row in rows:
-        if row.unsimulated:
-            results.append(Result(row))
+        if row.figure not in outcomes:
+            results.append(Result(row, failed=str(failures.get(row.figure, ""))))
             continue
         case, own, final = cases[row.figure], blind[row.figure], outcomes[row.figure]
+        kind = errors_of.class_of(case) if own else ""
         if own and (fit := fits.get(_machine_key(row))):
-            final = case.simulated(replace(own, **{fit.parameter: fit.after}))
+            final, kind = case.simulated(replace(own, **{fit.parameter: fit.after})), errors_of.CALIBRATED
         results.append(
-            Result(row, figure(row, final), figure(row, outcomes[row.figure]), final.hit_rate, case.stand_in)
+            Result(
+                row,
+                figure(row, final),
+                figure(row, outcomes[row.figure]),
+                final.hit_rate,
+                case.stand_in,
+                kind,
+                warnings[row.figure],
+            )
         )
-    of_phone = next((outcomes[row.figure] for row in rows if row.setting.trace == PHONE and row.timed), None)
+    of_phone = next(
+        (outcomes[row.figure] for row in rows if row.setting.trace == PHONE and row.timed and row.figure in outcomes),
+        None,
+    )
     return Backtest(results, list(fits.values()), token_by_token(of_phone) if of_phone else None)
 
 
-def rates_of(row: Row) -> Rates | None:
-    """Return the rates of a row's machine; None where it is counted without a clock."""
-    if row.machine is None or not row.timed:
-        return None
-    with located(row.where):
-        return rates(row.machine, row.system)
+def _warnings(case: Case, outcome: Outcome) -> tuple[str, ...]:
+    wanted, reached = case.row.setting.hit_rate, case.off(outcome) + case.row.setting.hit_rate
+    if not case.is_far(outcome):
+        return ()
+    return (
+        f"{case.policy.text} hits {show_share(reached)}, far from the hit_rate of {show_share(wanted)} that was "
+        f"measured",
+    )
 
 
 def _machine_key(row: Row) -> tuple[str, Machine]:
@@ -193,6 +240,19 @@ def errors(results: Iterable[Result]) -> dict[str, Any]:
     return {"rows": len(sizes), "median_abs_error": median, "worst_abs_error": max(sizes, default=None)}
 
 
+def inside(results: Iterable[Result]) -> dict[str, Any]:
+    """Return the bias of the speeds, and the shares in their interval of rows, and of machines that count as one."""
+    known = [result for result in results if result.inside is not None and result.row.machine]
+    if not known:
+        return {"bias": None, "rows_inside": None, "machines_inside": None}
+    machines = [list(part) for part in grouped(known, lambda r: str(_machine_key(r.row))).values()]
+    return {
+        "bias": float(np.exp(np.mean([math.log(result.faster or 1) for result in known])) - 1),
+        "rows_inside": float(np.mean([bool(result.inside) for result in known])),
+        "machines_inside": float(np.mean([np.mean([bool(result.inside) for result in part]) for part in machines])),
+    }
+
+
 def blind_errors(results: Iterable[Result]) -> dict[str, Any]:
     return errors(replace(result, predicted=result.blind) for result in results)
 
@@ -206,6 +266,9 @@ def summary(test: Backtest) -> dict[str, Any]:
     return {
         **errors(timed),
         "unsimulated": sum(result.predicted is None for result in test.results),
+        "failed": sum(bool(result.failed) for result in test.results),
+        **inside(timed),
+        "by_class": {name: {**errors(part), **inside(part)} for name, part in grouped(timed, lambda r: r.kind).items()},
         "fit_rows": sum(result.row.fit for result in simulated),
         "without_assumptions": errors(result for result in timed if not result.assumes),
         "with_assumptions": errors(result for result in timed if result.assumes),

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from sim.backtest.errors import CONFIDENCE
 from sim.commands import options
 from sim.commands.printed import table
 from sim.planner import plan as planner
-from sim.planner.errors import CONFIDENCE
 from sim.planner.plan import CachePlan, Plan, Speed
 from sim.planner.resources import show_gib
 from sim.quantities import show_bytes
@@ -59,9 +59,7 @@ class PlanOptions:
     gpu_bandwidth: Annotated[
         str | None, typer.Option(help="GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
     ] = None
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of the CPU. Default: enough, memory limits it.")
-    ] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU. Default: 24, of a server 48.")] = None
     unified: Annotated[
         bool, typer.Option("--unified", help="CPU and GPU share --host-memory. Default: of Apple's GPUs.")
     ] = False
@@ -124,8 +122,8 @@ def _shown(plan: Plan) -> Iterator[str | Table]:
         yield _precisions(plan)
     each = plan.interval
     yield (
-        f"The interval holds {CONFIDENCE:.0%} of the {each.machines} machines ({each.rows} figures) of moe-sim "
-        f"backtest with such a placement, none of them calibrated."
+        f"The interval holds {CONFIDENCE:.0%} of machines of which as much is known ({each.kind}; {each.machines} in "
+        f"moe-sim backtest). It would be narrower with {each.narrower}."
     )
     yield from (f"Assumed: {note}." for note in plan.notes)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sim.backtest.case import Case, Outcome
 from sim.backtest.file import Machine, Model, Row, Setting
-from sim.backtest.machine import Rates, rates
+from sim.backtest.machine import Rates, engine_of, rates
 from sim.backtest.model import profile_of
 from sim.planner.resources import HOST_RESERVED, Resources
 from sim.profiles.precision import name_of
@@ -24,9 +24,6 @@ TOKENS = 12
 RESIDENT, SPLIT, CPU, CACHE, DISK = "resident", "split", "cpu", "cache", "disk"
 """Kinds of placements: all on the GPU; experts of whole layers on the CPU; all on the CPU; an expert cache in GPU
 memory over host memory; anything that reads experts from the disk."""
-
-NEXT_TO_NOTHING = 1e-6
-"""GB/s of a CPU to which the link leaves nothing of host memory's bandwidth."""
 
 RUNTIME = "llama.cpp"
 """Whose overheads count: those of a compiled runtime."""
@@ -108,6 +105,10 @@ class Layout:
             gpu_data_sheet_gb_per_s=sum(read) / seconds,
             gpu_tflop_per_s=sum(read) / flop_s if flop_s else 0.0,
         )
+
+    @property
+    def rates(self) -> Rates:
+        return rates(self.machine, engine_of(RUNTIME), self.profile)
 
     @property
     def host_free(self) -> float:
@@ -264,7 +265,7 @@ class Placement:
 
     def simulated(self, own_rates: Rates | None = None) -> tuple[float, Outcome]:
         """Return the seconds of a decoded token, reads past the page cache, and what came of the first part."""
-        outcomes = [case.simulated(own_rates or self._rates) for case in self.cases]
+        outcomes = [case.simulated(own_rates or self.layout.rates) for case in self.cases]
         added = [part[2] for part in self.parts]
         seconds = sum(
             (one.seconds or 0.0) * (1 if is_added else -1) for one, is_added in zip(outcomes, added, strict=True)
@@ -280,15 +281,6 @@ class Placement:
             row = Row("plan", self.kind, RUNTIME, "speed", "tok/s", "", 1.0, part, self.layout.machine, setting)
             cases.append(Case(row))
         return cases
-
-    @property
-    def _rates(self) -> Rates:
-        """Where link and CPU read host memory at the same time, the CPU has what the link leaves of its bandwidth."""
-        own = rates(self.layout.machine, RUNTIME)
-        if not self.policy.endswith("/split"):
-            return own
-        left = max(self.layout.resources.host_reads - own.link_gb_per_s, NEXT_TO_NOTHING)
-        return replace(own, host_gb_per_s=min(own.host_gb_per_s, left))
 
     @property
     def stand_in(self) -> str:

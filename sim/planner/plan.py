@@ -13,10 +13,11 @@ from os.path import exists  # of any name, however long
 from pathlib import Path
 from typing import Any
 
+from sim.backtest import errors
 from sim.backtest.file import Model
-from sim.backtest.machine import Rates, rates
-from sim.planner import errors, flags, placements, prefill
-from sim.planner.placements import DIRECT, DISK, MMAP, RUNTIME, Factor, Layout, Placement
+from sim.backtest.machine import Rates
+from sim.planner import flags, placements, prefill
+from sim.planner.placements import DIRECT, DISK, MMAP, Factor, Layout, Placement
 from sim.planner.resources import Resources, described, resources
 from sim.profiles.precision import canonical, name_of
 from sim.quantities import show_bytes
@@ -201,7 +202,7 @@ def plan(
     """
     machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth, threads, unified)
     layout, notes = _layout(str(model), machine, context, precision)
-    placement, own = placements.today(layout), rates(layout.machine, RUNTIME)
+    placement, own = placements.today(layout), layout.rates
     seconds, _ = placement.simulated(own)
     shares, (cache, best) = _shares(placement, own), _caches(layout)
     gpu_margin, host_margin = machine.margins
@@ -299,7 +300,7 @@ def _loses_quality(layout: Layout) -> bool:
 
 
 def _kind(placement: Placement) -> str:
-    return errors.MOVING if placement.kind == DISK else errors.STATIC
+    return errors.class_of(placement.cases[0])
 
 
 def _speed(seconds: float, kind: str, slower: Factor = DIRECT) -> Speed:
@@ -333,10 +334,7 @@ def _notes(placement: Placement) -> list[str]:
             f"and a desktop"
         )
     if placement.kind != placements.RESIDENT and not layout.machine.host_threads:
-        notes.append(
-            "memory alone limits the CPU (--threads); a thread that had all of it took 1.4 to 1.9 times as long with "
-            "weights of 4 bits"
-        )
+        notes.append("the CPU has as many threads as is usual, 24 or a server's 48 (--threads)")
     if placement.kind == DISK:
         notes.append(
             f"the disk's read_ahead_kb is 128, as on a PC: a token of llama.cpp, which reads through mmap, takes "
@@ -368,7 +366,7 @@ def _caches(layout: Layout) -> tuple[CachePlan | None, CachePlan | None]:
     best, fastest, _ = min(simulated, key=lambda each: each[1])
     split = best.policy.endswith("/split")
     offered = CachePlan(
-        speed=_speed(seconds, errors.MOVING, own.mapped),
+        speed=_speed(seconds, _kind(own), own.mapped),
         policy=own.policy,
         llama_cpp=flags.with_cache(own),
         placement="copied to the GPU",
@@ -379,7 +377,7 @@ def _caches(layout: Layout) -> tuple[CachePlan | None, CachePlan | None]:
     )
     return offered, replace(
         offered,
-        speed=_speed(fastest, errors.MOVING),
+        speed=_speed(fastest, _kind(best)),
         policy=BEST + ("/split" if split else ""),
         llama_cpp="",
         placement="computed on the CPU or copied to the GPU, whichever is done first" if split else offered.placement,

@@ -4,15 +4,15 @@ A batch of llama.cpp (`-ub 512`) uses nearly all experts of a layer. Those in ho
 layer by layer, while nothing is computed; without a GPU the CPU computes all. Weights are read once a batch.
 """
 
-from sim.backtest.machine import Rates, rates, table
-from sim.planner.placements import RUNTIME, Layout
+from sim.backtest.machine import Rates, table
+from sim.planner.placements import Layout
 
 BATCH = 512
 
 
 def seconds(layout: Layout, tokens: int) -> float:
     """Return the seconds of a prompt of so many tokens."""
-    own = rates(layout.machine, RUNTIME)
+    own = layout.rates
     full, rest = divmod(tokens, BATCH)
     batches = [BATCH] * full + [rest] * (rest > 0)
     return sum(_batch_s(layout, own, size, min(i * BATCH + size / 2, tokens)) for i, size in enumerate(batches))

@@ -63,3 +63,15 @@ class Blocking(Derived):
         computed = min(self.experts, tokens * self.top_k)
         each = -(-tokens * self.top_k // max(computed, 1))
         return computed * self.timing.expert_ns(each, layer)
+
+
+@dataclass(frozen=True)
+class FirstLayersElsewhere(Derived):
+    """The first `layers` have their dense part computed by another device."""
+
+    other: Timing
+    layers: int
+
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        timing = self.other if layer < self.layers else self.timing
+        return timing.dense_ns(layer, tokens, context, requests)

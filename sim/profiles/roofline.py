@@ -50,7 +50,11 @@ class Roofline:
     Layers without experts belong to the MoE layer after them, the last ones to the head; of a step's tokens
     only the last reaches the vocabulary. An encoder takes time only in a prefill: a step
     that is as long as its context.
+
+    attention, kv_cache: how many times as much a multiplication of attention and a byte of the KV cache cost as others.
     """
+
+    attention, kv_cache = 1.0, 1.0
 
     def __init__(self, hardware: Hardware, model: ModelProfile, predictor_ns: int = 0):
         self.hardware, self.model = hardware, model
@@ -111,9 +115,9 @@ class Roofline:
         states = sum(kind.state for kind in layers) * requests
         attended = sum(kind.attended(before) for kind in layers)
         pair = 2 * model.heads * (2 * model.head_size + model.rope_head_size)  # query x key, weight x value
-        flop = 2 * parameters * tokens + pair * tokens * attended
+        flop = 2 * parameters * tokens + self.attention * pair * tokens * attended
         framework = len(layers) * self.hardware.framework_us_per_layer * 1_000
-        read = parameters * model.dense_bytes_per_parameter + kept + states
+        read = parameters * model.dense_bytes_per_parameter + self.kv_cache * kept + states
         return self._slower(read, flop) + self._launched(sum(map(_kernels, layers))) + framework
 
     def _slower(self, read_bytes: float, flop: float) -> float:

@@ -18,7 +18,7 @@ from sim.loaded import TimedRun
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import Run, Tier, gpu_run
-from sim.profiles.derived import Blocking
+from sim.profiles.derived import Blocking, FirstLayersElsewhere
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import Timing, experts_per_layer
@@ -240,7 +240,7 @@ def _timing(system: System, setting: Setting, loaded: TimedRun, policy: PolicySp
     timing = loaded.timing(policy)
     if system.cpu_layers:
         cpu = Roofline(transforms.as_cpu(loaded.hardware), loaded.profile)
-        timing = transforms.FirstLayersElsewhere(timing, cpu, host_layers)
+        timing = FirstLayersElsewhere(timing, cpu, host_layers)
     if system.zero_copy:
         timing = transforms.ZeroCopy(timing, loaded.link)
     if system.preload:

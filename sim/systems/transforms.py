@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sim.profiles.derived import Derived
 from sim.profiles.hardware_profile import Hardware
-from sim.profiles.timing import Link, Timing
+from sim.profiles.timing import Link
 from traces.steps import DECODE, RequestSteps
 
 Int = NDArray[np.int64]
@@ -75,18 +75,6 @@ class ZeroCopy(Derived):
     def host_ns(self, tokens: int, layer: int = 0) -> int:
         reading = self.link.used_ns(self.link.bytes_of(layer)) - self.link.latency_ns
         return max(reading, self.timing.expert_ns(tokens, layer))
-
-
-@dataclass(frozen=True)
-class FirstLayersElsewhere(Derived):
-    """The first `layers` have their dense part computed by another device."""
-
-    other: Timing
-    layers: int
-
-    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        timing = self.other if layer < self.layers else self.timing
-        return timing.dense_ns(layer, tokens, context, requests)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sim.engines import compiled_engine, simpy_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop import gpu_run
-from sim.profiles.derived import Blocking
+from sim.profiles.derived import Blocking, FirstLayersElsewhere
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
@@ -191,7 +191,7 @@ def test_blocking_computes_the_experts_of_an_encoder_in_prefills_alone():
 def test_the_dense_part_of_the_first_layers_goes_to_the_cpu():
     machine, profile = hardware("a5000"), model("deepseek-v2-lite")
     gpu, cpu = Roofline(machine, profile), Roofline(transforms.as_cpu(machine), profile)
-    timing = transforms.FirstLayersElsewhere(gpu, cpu, 2)
+    timing = FirstLayersElsewhere(gpu, cpu, 2)
     found = [timing.dense_ns(layer, 1, 64) for layer in range(4)]
     assert found == [cpu.dense_ns(0, 1, 64), cpu.dense_ns(1, 1, 64), gpu.dense_ns(2, 1, 64), gpu.dense_ns(3, 1, 64)]
     assert cpu.dense_ns(1, 1, 64) > gpu.dense_ns(1, 1, 64)

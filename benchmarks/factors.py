@@ -1,0 +1,134 @@
+"""The general factors of the back-test chosen again, each machine left out in turn: `python -m benchmarks.factors`.
+
+Over static splits, whose time is a sum. Factors start from round figures and descend, one at a time, to the least mean
+of |log(predicted / measured)|, machines with equal weights. Some minutes on one core; it writes nothing.
+"""
+
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.backtest import Case, file, table
+from sim.backtest.timing import Runtime
+
+Factor = tuple[str, ...]
+
+CHOSEN: dict[Factor, tuple[float, float, float]] = {
+    ("gpu", "gddr", "kernels_of_read"): (0.8, 0.5, 0.95),
+    ("gpu", "gddr", "launch_us"): (1.6, 0.8, 3),
+    ("gpu", "hbm", "kernels_of_read"): (0.5, 0.3, 0.9),
+    ("gpu", "hbm", "launch_us"): (1.6, 0.8, 4),
+    ("kernels", "latent"): (30, 1, 70),
+    ("kernels", "state"): (15, 1, 60),
+    ("hop_us",): (50, 20, 150),
+    ("cpu_us_per_layer",): (100, 10, 250),
+    ("host_experts_of_stream",): (1.0, 0.7, 1.25),
+    ("host_stream_of_peak",): (0.8, 0.6, 0.95),
+    ("cpu", "desktop", "threads"): (16, 4, 64),
+    ("cpu", "desktop", "gflop_per_s_per_thread"): (20, 8, 80),
+    ("cpu", "server", "threads"): (32, 10, 128),
+    ("cpu", "server", "gflop_per_s_per_thread"): (20, 8, 80),
+}
+"""Where each begins, and between what it is searched."""
+
+ROUNDS, STEP, MOST = 4, 0.25, 0.7
+"""Of the descent; the first step; an error above which no more counts, as of a row that is another run."""
+
+AT_MOST = 10
+"""Rows of one machine that factors are chosen with."""
+
+
+class Split(NamedTuple):
+    machine: str
+    case: Case
+
+
+def splits() -> list[Split]:
+    rows = [row for path in file.shipped() for row in file.read(path)]
+    cases = [Case(row) for row in rows if row.timed and row.machine and not row.unsimulated]
+    static = [case for case in cases if case.static and case.row.setting.cpu_layers < 0]
+    return [Split(case.row.machine.title or case.row.machine.name, case) for case in static if case.row.machine]
+
+
+def ratio(case: Case) -> float:
+    """Return predicted over measured speed, by the sum that a static split is."""
+    case.__dict__.pop("rates", None)
+    setting, profile, own = case.row.setting, case.profile, case.rates
+    assert own
+    timing = Runtime(own, profile, setting.all_on == "cpu" or not own.gpu_gb_per_s, False)
+    layers, k, context = profile.moe_layers, profile.top_k, setting.context or table("factors")["context"]
+    host = 0 if setting.all_on else setting.host_layers
+    host = round(setting.host_share * layers) if host < 0 else host
+    ns = timing.head_ns(1)
+    for layer in range(layers):
+        ns += timing.dense_ns(layer, 1, context) + timing.combine_ns(1)
+        ns += timing.hop_ns + k * timing.host_ns(1, layer) if layer < host else k * timing.expert_ns(1, layer)
+    speed = 1e9 / ns
+    return speed / case.row.measured if case.row.metric == "speed" else speed * case.row.measured
+
+
+def held(factor: Factor) -> dict[str, Any]:
+    found: Any = table("factors")
+    for key in factor[:-1]:
+        found = found[key]
+    assert isinstance(found, dict)
+    return found
+
+
+def loss(some: list[Split]) -> float:
+    sizes = Counter(each.machine for each in some)
+    errors = [min(abs(np.log(ratio(each.case))), MOST) for each in some]
+    weights = [sizes[each.machine] ** -0.5 for each in some]
+    return float(np.average(errors, weights=weights))
+
+
+def choose(some: list[Split]) -> None:
+    """Set the factors in memory to those that fit best."""
+    for factor, (start, _, _) in CHOSEN.items():
+        held(factor)[factor[-1]] = start
+    best, steps = loss(some), dict.fromkeys(CHOSEN, STEP)
+    for _ in range(ROUNDS):
+        for factor, (_, low, high) in CHOSEN.items():
+            where, key = held(factor), factor[-1]
+            before = where[key]
+            for step in (steps[factor], -steps[factor]):
+                where[key] = min(max(before * (1 + step), low), high)
+                if (now := loss(some)) < best - 1e-5:
+                    best = now
+                    break
+                where[key] = before
+            else:
+                steps[factor] /= 2
+
+
+def summed_up(name: str, ratios: NDArray[np.float64], machines: list[str]) -> str:
+    by_machine = defaultdict[str, list[float]](list)
+    for machine, value in zip(machines, ratios.tolist(), strict=True):
+        by_machine[machine].append(abs(value - 1))
+    medians = [float(np.median(each)) for each in by_machine.values()]
+    bias = np.exp(np.log(ratios).mean()) - 1
+    return (
+        f"{name}: median {np.median(np.abs(ratios - 1)):.1%} of {len(ratios)} splits, bias {bias:+.1%}; "
+        f"of {len(medians)} machines, each by its median, {np.median(medians):.1%}"
+    )
+
+
+def main() -> None:
+    every = splits()
+    machines = [each.machine for each in every]
+    print(summed_up("shipped", np.array([ratio(each.case) for each in every]), machines))
+    left = []
+    for each in every:
+        alike = machines.count(each.machine) // AT_MOST + 1
+        left += [each] if machines[: every.index(each)].count(each.machine) % alike == 0 else []
+    ratios = dict[int, float]()
+    for machine in sorted(set(machines)):
+        choose([each for each in left if each.machine != machine])
+        ratios |= {i: ratio(each.case) for i, each in enumerate(every) if each.machine == machine}
+    print(summed_up("left out", np.array([ratios[i] for i in range(len(every))]), machines))
+
+
+if __name__ == "__main__":
+    main()
