@@ -164,11 +164,14 @@ def resources(
         lanes, carries = _link(link, sheets[0] if sheets else {}, like, assumed, bool(gpus and host))
         peak, stream = _host_reads(cpu_bandwidth, lanes, assumed, bool(host))
     disk_reads = parse_gb_per_s(disk, "--disk") if disk else 0.0
+    links = table("factors")["links"].items()
+    named = next((name for name, rate in links if lanes and name.startswith(lanes) and rate == carries), "")
     machine = Machine(
         name="the machine of the plan",
         host_peak_gb_per_s=peak,
         host_stream_gb_per_s=stream,
-        link_gb_per_s=carries,
+        link=named,
+        link_gb_per_s=0.0 if named else carries,
         disk_gb_per_s=disk_reads,
         host_threads=threads or 0,
     )
