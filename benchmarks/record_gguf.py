@@ -14,8 +14,8 @@ import gguf
 import numpy as np
 
 from tracer.llama import GgufModel, GgufRunner
-from tracer.llama_library import EVAL
 from tracer.loading import Loading
+from traces.llama_library import EVAL
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INNER, HEADS, VOCABULARY = 16, 64, 8, 2048, 1024, 16, 50304
 TOKENS = 60

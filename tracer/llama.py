@@ -25,10 +25,10 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
-from tracer.llama_library import EVAL, Batch, Copied, library
 from tracer.loading import Loading
 from tracer.observed import Answer, Pass, Sampling, Tokens
 from traces.errors import InputError, refuse
+from traces.llama_library import EVAL, Copied, library
 from traces.models.gguf_files import parts
 from traces.models.gguf_profile import of_gguf
 from traces.schema import TraceMeta
@@ -61,13 +61,9 @@ class GgufModel:
         self.profile = of_gguf(str(path))
         self.path, self.loading, self.name = path, loading, self.profile.name
         self.library = library()
-        settings = self.library.llama_model_default_params()
-        settings.use_extra_bufts = False  # a copy of weights, which would not fit where the file is mapped
-        settings.n_gpu_layers = 0 if loading.device == "cpu" else settings.n_gpu_layers
-        self.library.errors.clear()
-        self.model = self.library.llama_model_load_from_file(os.fsencode(path.expanduser()), settings)
-        if not self.model:
-            raise InputError(f"llama.cpp cannot load {path}: {'; '.join(self.library.errors[:1])}")
+        layers = {"n_gpu_layers": 0} if loading.device == "cpu" else {}
+        # Without the copy of weights in another layout, which would not fit where the file is mapped.
+        self.model = self.library.load(path, use_extra_bufts=False, **layers)
         weakref.finalize(self, self.library.llama_model_free, self.model)
         self._vocabulary = self.library.llama_model_get_vocab(self.model)
         self.words: int = self.library.llama_vocab_n_tokens(self._vocabulary)
@@ -234,15 +230,21 @@ class GgufRunner:
             self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
             return
         self.close()
-        loading, settings = self.loaded.loading, self._library.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = size, TOKENS, TOKENS
-        settings.n_threads = settings.n_threads_batch = loading.threads or _cores()
-        settings.cb_eval = cast(self._callback, c_void_p)
+        loading, kept = self.loaded.loading, dict[str, int]()
+        threads = loading.threads or _cores()
         if loading.dtype != "auto":
-            settings.type_k = settings.type_v = KV_TYPES[loading.dtype]
-            settings.flash_attn_type = 0 if loading.dtype == "float32" else settings.flash_attn_type
-        self._library.errors.clear()
-        self._context = self._library.llama_init_from_model(self.loaded.model, settings)
+            kept = dict.fromkeys(("type_k", "type_v"), KV_TYPES[loading.dtype])
+            kept |= {"flash_attn_type": 0} if loading.dtype == "float32" else {}
+        self._context = self._library.context(
+            self.loaded.model,
+            n_ctx=size,
+            n_batch=TOKENS,
+            n_ubatch=TOKENS,
+            n_threads=threads,
+            n_threads_batch=threads,
+            cb_eval=cast(self._callback, c_void_p),
+            **kept,
+        )
         if not self._context:
             self._fail(f"has no context of {size} tokens")
         self._size = size
@@ -286,15 +288,12 @@ class GgufRunner:
 
     def _run(self, tokens: Tokens) -> None:
         """Run at most TOKENS tokens, and keep the tensors that are wanted in `_seen`."""
-        ids, logits = np.array(tokens, np.int32), np.ones(len(tokens), np.int8)
         self._seen.clear()
-        self._library.errors.clear()
-        batch = Batch(n_tokens=len(ids), token=ids.ctypes.data, logits=logits.ctypes.data)
-        status = self._library.llama_decode(self._context, batch)
+        status = self._library.decode(self._context, tokens, every=True)
         if self._error:
             raise self._error
         if status:
-            self._fail(f"cannot run {len(ids)} tokens (status {status})")
+            self._fail(f"cannot run {len(tokens)} tokens (status {status})")
 
     def _evaluated(self, tensor: int, wanted: bool, _: Any) -> bool:
         """Return whether a tensor is wanted; read one that was. An exception cannot pass through the library."""

@@ -18,9 +18,9 @@ from tests.support.command import Run
 from tests.support.gguf_models import ARCHITECTURES, CHANGES, write_model
 from tests.support.same import assert_same
 from tracer import Columns, GgufModel, LoadedModel, Loading, Options, Prompt, demo, load_model, read_prompts
-from tracer.llama_library import BEYOND, CONTEXT, Batch, library, require_layout
 from tracer.record import record
 from traces import EXTRA, InputError, Trace
+from traces.llama_library import BEYOND, CONTEXT, Batch, library, require_layout
 
 TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice. " * 15)  # the last one takes three passes
 PROMPTS = [Prompt(f"p{i}", "set", "task", (text,), ("so it is",)) for i, text in enumerate(TEXTS)]
@@ -119,7 +119,7 @@ def test_layers_that_compute_some_tokens_only_are_refused(tmp_path: Path, monkey
     def of_the_last_alone(n_tokens: int, token: int, logits: int) -> Batch:
         return Batch(n_tokens=n_tokens, token=token)
 
-    monkeypatch.setattr("tracer.llama.Batch", of_the_last_alone)
+    monkeypatch.setattr("traces.llama_library.Batch", of_the_last_alone)
     with pytest.raises(InputError, match=r"olmoe shows \(1, 2\) experts in blk\.2 for 16 tokens"):
         recorded(opened(tmp_path, made("olmoe")), tmp_path / "t")
     assert not (tmp_path / "t").exists()

@@ -1,4 +1,4 @@
-"""llama.cpp's C interface, from the library that the package xllamacpp ships: what a recording calls of it.
+"""llama.cpp's C interface, from the library that the package xllamacpp ships: what recording and timing call of it.
 
 The structs that it takes change from build to build, and one of another build would be read wrongly without a word.
 So the extra `llama` pins a build, and the values that the library fills in by default are compared with that build's
@@ -6,10 +6,12 @@ before anything else is called. Tensors are read by functions alone. Source: inc
 """
 
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,6 +187,28 @@ class Library:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(name)  # for the types: all attributes but these are functions
 
+    def load(self, path: Path, **settings: Any) -> int:
+        """Return the model of a GGUF file, for `llama_model_free`. Raise InputError where llama.cpp cannot load it."""
+        self.errors.clear()
+        model: int = self.llama_model_load_from_file(
+            os.fsencode(path.expanduser()), _with(self.llama_model_default_params(), settings)
+        )
+        if not model:
+            raise InputError(f"llama.cpp cannot load {path}: {'; '.join(self.errors[:1])}")
+        return model
+
+    def context(self, model: int, **settings: Any) -> int:
+        """Return a context of a model, for `llama_free`; 0: there is none, and `errors` says why."""
+        self.errors.clear()
+        return self.llama_init_from_model(model, _with(self.llama_context_default_params(), settings)) or 0
+
+    def decode(self, context: int | None, tokens: Sequence[int], every: bool = False) -> int:
+        """Run tokens behind those of a context, with the logits of every one or the last; return a status, 0: done."""
+        ids, wanted = np.array(tokens, np.int32), np.ones(len(tokens), np.int8)
+        self.errors.clear()
+        logits = wanted.ctypes.data if every else None
+        return int(self.llama_decode(context, Batch(n_tokens=len(ids), token=ids.ctypes.data, logits=logits)))
+
     def copied(self, tensor: int) -> "Copied":
         """Return the content of a tensor as it is now."""
         size, count, rows = self.ggml_nbytes(tensor), self.ggml_nelements(tensor), self.ggml_nrows(tensor)
@@ -195,6 +219,12 @@ class Library:
     def _logged(self, level: int, text: bytes, _: Any) -> None:
         if level == ERROR:
             self.errors.append(text.decode("utf-8", "replace").strip())
+
+
+def _with(settings: ctypes.Structure, stated: dict[str, Any]) -> ctypes.Structure:
+    for name, value in stated.items():
+        setattr(settings, name, value)
+    return settings
 
 
 def require_layout(found: ctypes.Structure, fields: list[tuple[str, Any, Any]], tools: dict[str, str]) -> None:
