@@ -1,4 +1,4 @@
-"""Profiles are TOML files: shipped ones in a folder of the package, others by their path.
+"""Profiles are TOML files: shipped ones in a folder of the package, a user's own in another, others by their path.
 
 Every key carries its unit in its name. What a field may hold stands at the field, and `traces.typed` checks it.
 """
@@ -18,18 +18,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shipped:
-    """The shipped profiles of one kind: `what` names it in messages."""
+    """The shipped profiles of one kind: `what` names it in messages; own: a folder of the user's."""
 
     folder: Path
     what: str
+    own: Path | None = None
 
     def names(self) -> list[str]:
-        return sorted(path.stem for path in self.folder.glob("*.toml"))
+        return sorted(self._files())
+
+    def _files(self) -> dict[str, Path]:
+        folders = [self.folder, *([self.own] if self.own else [])]
+        return {path.stem: path for folder in folders for path in folder.glob("*.toml")}
 
     def find(self, text: str) -> Path:
         """Return the file of a shipped profile, or of a path. Raise InputError with near names if there is none."""
-        if text in self.names():
-            return self.folder / f"{text}.toml"
+        if text in (files := self._files()):
+            return files[text]
         path = expanded(text)
         if exists(path) and not path.is_dir():
             return path

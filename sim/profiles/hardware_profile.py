@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import platformdirs
 from msgspec import Meta
 
 from sim.profiles.measured import MeasuredModel
@@ -23,7 +24,13 @@ from traces.shipped import Shipped
 Bandwidth = Annotated[float, Meta(ge=SLOWEST_GB_PER_S, le=MOST)]
 
 
-MACHINES = Shipped(Path(__file__).parent / "hardware", "hardware")
+OWN = platformdirs.user_config_path("moe-expert-cache") / "hardware"
+"""Profiles of the user's, by their names as the shipped ones."""
+
+MACHINES = Shipped(Path(__file__).parent / "hardware", "hardware", OWN)
+
+THIS_MACHINE = "this-machine"
+"""The profile that `moe-sim probe` writes."""
 
 
 @dataclass(frozen=True)

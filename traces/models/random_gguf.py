@@ -1,0 +1,349 @@
+"""GGUF files with a model's shape and random weights, to time llama.cpp with: some of a model's layers, and the rest.
+
+A shape is a `GgufFile` without data: the header of a file, of any architecture, or what llama.cpp's quantisation makes
+of a model profile (`llama_tensor_get_type` of src/llama-quant.cpp): the mixes `_m` keep more bits of half of the
+layers, rows that are no multiple of 256 take types of 32 weights. A profile becomes an architecture of the same sizes:
+deepseek2 with latent attention, else ernie4_5-moe. Scales of blocks are such that weights are near 0.02.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traces.errors import InputError
+from traces.models.gguf_files import GgufFile
+from traces.models.profile import LayerKind, ModelProfile
+from traces.models.safetensors_files import StoredTensor
+
+MIXES = {
+    "bf16": ("BF16", "BF16"),
+    "f16": ("F16", "F16"),
+    "fp16": ("F16", "F16"),
+    "q8_0": ("Q8_0", "Q8_0"),
+    "q6_k": ("Q6_K", "Q6_K"),
+    "q5_k_m": ("Q5_K", "Q6_K"),
+    "q5_k_s": ("Q5_K", "Q5_K"),
+    "q4_k_m": ("Q4_K", "Q6_K"),
+    "q4_k_s": ("Q4_K", "Q4_K"),
+    "q4_0": ("Q4_0", "Q4_0"),
+    "q3_k_m": ("Q3_K", "Q5_K"),
+    "iq4_xs": ("IQ4_XS", "IQ4_XS"),
+    "iq2_m": ("IQ2_S", "IQ3_S"),
+    "mxfp4": ("MXFP4", "MXFP4"),  # of experts; all else has 8 bits
+}
+"""Types of most tensors, and of those that matter more, by the name of a precision."""
+
+NARROW = {
+    "Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "IQ3_S": "IQ4_NL",
+    "IQ2_S": "IQ4_NL",
+}  # fmt: skip
+"""Types of 32 weights in place of those of 256."""
+
+SCALES = {
+    "Q4_K": ((0, 1.3e-4), (2, 1e-3)), "Q5_K": ((0, 6e-5), (2, 1e-3)), "Q6_K": ((208, 1.5e-5),),
+    "Q3_K": ((108, 3e-4),), "Q2_K": ((80, 3e-3), (82, 4e-3)), "Q8_0": ((0, 2.7e-4),), "Q5_0": ((0, 2e-3),),
+    "Q5_1": ((0, 2e-3), (2, -0.03)), "Q4_1": ((0, 4e-3), (2, -0.03)),
+}  # fmt: skip
+"""Where scales of 16 bits stand in the blocks of a type, and their values; else there is one, at the beginning."""
+
+SCALE = 4e-3
+POOL_BYTES = 16 << 20
+"""Of random blocks, which a tensor repeats."""
+
+
+def cut(file: GgufFile, layers: int, experts: int = 0) -> GgufFile:
+    """Return so many layers of a model and what belongs to none, with so many experts; 0: with all.
+
+    Each layer is one with the tensors that the first ones have, and types such that the mean of bytes is the model's.
+    """
+    whole, count = file.key("block_count"), file.key("expert_count", 0)
+    groups, experts = file.key("expert_group_count", 0) or 1, experts or count
+    experts = -(-experts // groups) * groups
+    blocks, rest = _blocks(file)
+    places = _representative(blocks, layers)
+    keys = {
+        key: [value[place] for place in places] if isinstance(value, list) and len(value) == whole else value
+        for key, value in file.keys.items()
+        if value is not None and not key.startswith(("tokenizer.", "split.")) and "nextn_predict" not in key
+    }
+    tensors = [*rest]
+    for layer, place in enumerate(places):
+        for each in blocks[place]:
+            named = replace(each, name=f"blk.{layer}." + each.name.split(".", 2)[2])
+            of_experts = each.shape[0] == count and any(
+                part in each.name for part in ("exps", "gate_inp.", "exp_probs")
+            )
+            tensors.append(_sized(named, (experts, *each.shape[1:])) if of_experts else named)
+    begin = keys["general.architecture"]
+    return GgufFile(keys | {f"{begin}.block_count": layers, f"{begin}.expert_count": experts}, tensors)
+
+
+def _blocks(file: GgufFile) -> tuple[list[list[StoredTensor]], list[StoredTensor]]:
+    """Return the tensors of each layer, and those of none."""
+    blocks: list[list[StoredTensor]] = [[] for _ in range(file.key("block_count"))]
+    rest: list[StoredTensor] = []
+    for each in file.tensors:
+        (blocks[int(each.name.split(".")[1])] if each.name.startswith("blk.") else rest).append(each)
+    return blocks, rest
+
+
+def _representative(blocks: list[list[StoredTensor]], layers: int) -> list[int]:
+    """Return a layer of the model for each of the first ones."""
+    shapes = [sorted((each.name.split(".", 2)[2], each.shape) for each in block) for block in blocks]
+    sizes = [sum(each.size for each in block) for block in blocks]
+    places, ahead = list[int](), 0.0
+    for first in range(layers):
+        alike = [place for place, shape in enumerate(shapes) if shape == shapes[first]]
+        mean = sum(sizes[place] for place in alike) / len(alike)
+        places.append(min(alike, key=lambda place: (abs(ahead + sizes[place] - mean), place in places)))
+        ahead += sizes[places[-1]] - mean
+    return places
+
+
+def write(path: Path, file: GgufFile) -> None:
+    """Write a file of this shape. Raise InputError for a type of weights that the package `gguf` does not know."""
+    import gguf  # an extra
+
+    kinds = gguf.GGMLQuantizationType
+    if unknown := next((each for each in file.tensors if each.dtype not in kinds.__members__), None):
+        raise InputError(f"{unknown.name} is of {unknown.dtype}, which cannot be made")
+    writer = gguf.GGUFWriter(path, file.keys["general.architecture"])
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(next(each.shape[0] for each in file.tensors if each.name == "token_embd.weight"))
+    for key, value in file.keys.items():
+        if key != "general.architecture" and not key.endswith(".vocab_size"):
+            kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else _kind_of(value)
+            writer.add_key_value(key, value, kind, sub_type=_kind_of(value[0]) if isinstance(value, list) else None)
+    for each in file.tensors:
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), each.size, kinds[each.dtype])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    random, pools = np.random.default_rng(0), dict[str, NDArray[np.uint8]]()
+    for each in file.tensors:
+        writer.write_tensor_data(_data(each, random, pools))
+    writer.close()
+
+
+def _kind_of(value: Any) -> Any:
+    """Return the type that llama.cpp reads such a key as: whole numbers have 32 bits."""
+    from gguf import GGUFValueType as Kind
+
+    if isinstance(value, bool):
+        return Kind.BOOL
+    if isinstance(value, int):
+        return Kind.UINT32 if value >= 0 else Kind.INT32
+    return Kind.FLOAT32 if isinstance(value, float) else Kind.STRING
+
+
+def _data(tensor: StoredTensor, random: np.random.Generator, pools: dict[str, NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Return weights; of vectors ones, zeros where they are added, and -1 where they are exponents of a decay."""
+    name, kind = tensor.name, tensor.dtype
+    if kind == "F32" and len(tensor.shape) == 1:
+        value = 0 if name.endswith((".bias", "sinks.weight")) else -1 if "ssm_a" in name else 1
+        return np.full(tensor.shape, value, np.float32).view(np.uint8)
+    if kind not in pools:
+        pools[kind] = _pool(kind, random)
+    return np.resize(pools[kind], tensor.size)
+
+
+def _pool(kind: str, random: np.random.Generator) -> NDArray[np.uint8]:
+    """Return blocks of a type, as bytes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if weights == 1:
+        values = random.normal(0, 0.02, POOL_BYTES // 4).astype(np.float32)
+        if kind == "F32":
+            return values.view(np.uint8)
+        halves = values.astype(np.float16).view(np.uint16) if kind == "F16" else values.view(np.uint32) >> 16
+        return halves.astype(np.uint16).view(np.uint8)
+    blocks = random.integers(0, 256, (POOL_BYTES // size, size), np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = 121  # 2 to the power of -6
+    else:
+        for place, scale in SCALES.get(kind, ((0, SCALE),)):
+            blocks[:, place : place + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    return blocks.reshape(-1)
+
+
+def _sized(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    return replace(tensor, shape=shape, size=tensor.size * prod(shape) // prod(tensor.shape))
+
+
+# A profile as a file
+
+
+def of_profile(profile: ModelProfile, precision: str) -> GgufFile:
+    """Return a model as a file of an architecture of its sizes.
+
+    Raise InputError for layers of which llama.cpp has no architecture that takes any sizes, and for other precisions.
+    """
+    odd = [kind for kind in profile.order if kind.state or not kind.mixes or not (kind.kv or kind.windowed)]
+    if odd or profile.expert_hidden_size or profile.expert_matrices != 3 or profile.encoder_layers:
+        raise InputError(
+            f"{profile.name} has layers that no random model stands for: name one of its GGUF files by its path or URL "
+            "(--model), of which the header is read"
+        )
+    if precision not in MIXES:
+        raise InputError(f"no random model has {precision}: use {', '.join(MIXES)}")
+    shape = _Latent(profile, precision) if profile.kv_latent_size else _Grouped(profile, precision)
+    return GgufFile(shape.keys(), list(shape.tensors()))
+
+
+class _Grouped:
+    """Attention by heads, which share keys and values in groups."""
+
+    architecture = "ernie4_5-moe"
+
+    def __init__(self, profile: ModelProfile, precision: str) -> None:
+        self.profile, self.precision, self.layers = profile, precision, len(profile.order)
+        self.dense_layers = next(place for place, kind in enumerate(profile.order) if kind.routed)
+        self.mlp = max([self._width(kind) for kind in profile.order if not kind.routed], default=0)
+        self.shared = max(self._width(kind) for kind in profile.order if kind.routed)
+
+    def attention(self) -> dict[str, tuple[int, ...]]:
+        """Return the matrices of attention."""
+        H, q = self.profile.hidden_size, self.profile.heads * self.profile.head_size
+        kv = (self.profile.kv_heads or self.profile.heads) * self.profile.head_size
+        return {"attn_q": (q, H), "attn_k": (kv, H), "attn_v": (kv, H), "attn_output": (H, q)}
+
+    def _width(self, kind: LayerKind) -> int:
+        """Return the width of an MLP that holds all parameters of a layer beside attention and router."""
+        H = self.profile.hidden_size
+        rest = kind.parameters - sum(map(prod, self.attention().values())) - self.profile.experts * H * kind.routed
+        width = rest / 3 / H
+        return round(width / 32) * 32 if rest > 0.01 * kind.parameters else 0
+
+    def keys(self) -> dict[str, Any]:
+        profile = self.profile
+        own = {
+            "block_count": self.layers,
+            "context_length": 1 << 17,
+            "embedding_length": profile.hidden_size,
+            "feed_forward_length": self.mlp or profile.expert_intermediate_size,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "attention.head_count": profile.heads,
+            "expert_count": profile.experts,
+            "expert_used_count": profile.top_k,
+            "expert_feed_forward_length": profile.expert_intermediate_size,
+            "leading_dense_block_count": self.dense_layers,
+            **self._more(),
+        }
+        return {"general.architecture": self.architecture} | {f"{self.architecture}.{key}": own[key] for key in own}
+
+    def _more(self) -> dict[str, Any]:
+        profile = self.profile
+        return {
+            "attention.head_count_kv": profile.kv_heads or profile.heads,
+            "attention.key_length": profile.head_size,
+            "attention.value_length": profile.head_size,
+            "rope.dimension_count": profile.head_size,
+            "interleave_moe_layer_step": 1,
+            "expert_shared_count": int(self.shared > 0),
+            "expert_shared_feed_forward_length": self.shared,
+        }
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        profile = self.profile
+        H, E, F = profile.hidden_size, profile.experts, profile.expert_intermediate_size
+        yield self._matrix("token_embd", (profile.vocabulary, H))
+        if profile.embedding_parameters:  # else one matrix is both
+            yield self._matrix("output", (profile.vocabulary, H), last=True)
+        yield _vector("output_norm.weight", H)
+        for layer in range(self.layers):
+            block = f"blk.{layer}."
+            for name, shape in self.attention().items():
+                yield self._matrix(block + name, shape, more=name == "attn_v" and self._has_more(layer))
+            for name, size in self.norms().items():
+                yield _vector(f"{block}{name}.weight", size)
+            if layer < self.dense_layers:
+                yield from self._mlp(block + "ffn_", "", self.mlp, layer)
+                continue
+            yield StoredTensor(f"{block}ffn_gate_inp.weight", "F32", (E, H), 0, 4 * E * H)
+            for name, matrix in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F))):
+                more = name == "down" and self._has_more(layer)
+                yield self._matrix(f"{block}ffn_{name}_exps", (E, *matrix), more=more)
+            if self.shared:
+                yield from self._mlp(block + "ffn_", "_shexp", self.shared, layer)
+
+    def norms(self) -> dict[str, int]:
+        return dict.fromkeys(("attn_norm", "ffn_norm"), self.profile.hidden_size)
+
+    def _mlp(self, begin: str, end: str, width: int, layer: int) -> Iterator[StoredTensor]:
+        H = self.profile.hidden_size
+        for name, shape in (("gate", (width, H)), ("up", (width, H)), ("down", (H, width))):
+            yield self._matrix(f"{begin}{name}{end}", shape, more=name == "down" and self._has_more(layer))
+
+    def _has_more(self, layer: int) -> bool:
+        """Return whether a layer is one of those whose down matrices keep more bits."""
+        L = self.layers
+        return layer < L // 8 or layer >= 7 * L // 8 or (layer - L // 8) % 3 == 2
+
+    def _matrix(self, name: str, shape: tuple[int, ...], more: bool = False, last: bool = False) -> StoredTensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        kind = MIXES[self.precision][more]
+        if kind == "MXFP4" and "_exps" not in name:
+            kind = "Q8_0"
+        elif last and kind.startswith(("Q3", "Q4", "Q5", "IQ")):
+            kind = "Q6_K"
+        kind = NARROW.get(kind, kind) if shape[-1] % 256 else kind
+        weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        return StoredTensor(f"{name}.weight", kind, shape, 0, prod(shape) // weights * size)
+
+
+class _Latent(_Grouped):
+    """Latent attention."""
+
+    architecture = "deepseek2"
+
+    @property
+    def query(self) -> int:
+        """The latent of queries, which llama.cpp expects: without one, that which has as many parameters."""
+        H, q = self.profile.hidden_size, self.profile.heads * (self.profile.head_size + self.profile.rope_head_size)
+        return self.profile.query_latent_size or max(1, round(H * q / (H + q) / 256)) * 256
+
+    def attention(self) -> dict[str, tuple[int, ...]]:
+        profile = self.profile
+        H, heads, size = profile.hidden_size, profile.heads, profile.head_size
+        latent, rope = profile.kv_latent_size, profile.rope_head_size
+        return {
+            "attn_q_a": (self.query, H),
+            "attn_q_b": (heads * (size + rope), self.query),
+            "attn_kv_a_mqa": (latent + rope, H),
+            "attn_k_b": (heads, latent, size),
+            "attn_v_b": (heads, size, latent),
+            "attn_output": (H, heads * size),
+        }
+
+    def norms(self) -> dict[str, int]:
+        return super().norms() | {"attn_q_a_norm": self.query, "attn_kv_a_norm": self.profile.kv_latent_size}
+
+    def _more(self) -> dict[str, Any]:
+        profile = self.profile
+        one = profile.expert_intermediate_size
+        if self.shared:  # llama.cpp knows whole numbers of experts
+            self.shared = max(1, round(self.shared / one)) * one
+        return {
+            "attention.head_count_kv": 1,
+            "attention.q_lora_rank": self.query,
+            "attention.kv_lora_rank": profile.kv_latent_size,
+            "attention.key_length": profile.kv_latent_size + profile.rope_head_size,
+            "attention.value_length": profile.kv_latent_size,
+            "attention.key_length_mla": profile.head_size + profile.rope_head_size,
+            "attention.value_length_mla": profile.head_size,
+            "rope.dimension_count": profile.rope_head_size,
+            "expert_shared_count": self.shared // one,
+            "expert_weights_scale": 1.0,
+            "expert_gating_func": 1,
+        }
+
+
+def _vector(name: str, size: int) -> StoredTensor:
+    return StoredTensor(name, "F32", (size,), 0, 4 * size)
