@@ -45,10 +45,14 @@ def of_gguf(path: str) -> ModelProfile:
 @lru_cache(maxsize=8)
 def _of_gguf(place: str, _: int) -> ModelProfile:
     """Return the same of a file as it is at one time: a plan reads it for each of its runs."""
-    file = gguf_files.read(place)
     name = PurePath(split[1] + ".gguf" if (split := SPLIT.fullmatch(place)) else place).stem
-    with located(place):
-        return _Model(file).profile(name, place)
+    return of_file(gguf_files.read(place), name, place)
+
+
+def of_file(file: GgufFile, name: str, place: str = "") -> ModelProfile:
+    """Return the profile of what was read of a file. Raise InputError, naming its place."""
+    with located(place or name):
+        return _Model(file).profile(name, place or name)
 
 
 class _Model:
