@@ -17,6 +17,7 @@ app = program.group(
         "sweep": "sim.commands.sweep:sweep",
         "run": "sim.commands.run:run",
         "plan": "sim.commands.plan:plan",
+        "probe": "sim.commands.probe:probe",
         "report": "sim.commands.report:report",
         "policies": "sim.commands.policies:policies",
         "hardware": "sim.commands.profiles:hardware",

@@ -1,25 +1,44 @@
-"""The command `moe-sim plan`: what a model would do on a machine, and what would help."""
+"""The command `moe-sim plan`: which models this machine runs, or what one does on a machine, and what would help."""
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from sim.backtest.errors import CONFIDENCE
 from sim.commands import options
-from sim.commands.printed import table
+from sim.commands.printed import progress, table
 from sim.planner import plan as planner
+from sim.planner.calibration import Calibration, calibrate
+from sim.planner.llama_bench import Bench
+from sim.planner.placements import DISK, Layout, today
 from sim.planner.plan import CachePlan, Plan, Speed
-from sim.planner.resources import show_gib
+from sim.planner.ranking import Ranked, ranked
+from sim.planner.resources import resources, show_gib
+from sim.planner.verification import Checked, rows, verify
+from sim.probe import busy
+from sim.probe.cores import processor
+from sim.probe.detection import Facts, detected, of_profile, with_stated
+from sim.probe.detection import options as of_facts
 from sim.quantities import show_bytes
-from traces.errors import InputError
+from traces.errors import InputError, refuse
+from traces.output import check_file, replacing
+
+DESCRIBED = ("gpu", "gpu_memory", "host_memory", "unified")
+"""Options that describe a machine, so that nothing is taken from this one."""
+
+SHORT = {"CPU and host memory": "CPU and RAM", "overheads of launches and hops": "overheads"}
+"""Names of what limits, where they are long."""
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """The machine, and how the model is run on it: the keywords of `sim.plan`."""
+class MachineOptions:
+    """The machine: the keywords of `sim.plan`."""
 
     gpu_memory: Annotated[
         str | None,
@@ -41,15 +60,6 @@ class PlanOptions:
             "Default: a desktop's of the link's time."
         ),
     ] = None
-    context: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens in the KV cache.")] = planner.CONTEXT
-    prompt: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens of a prompt.")] = planner.PROMPT
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="Precision of the weights (q4_k_m, q8_0, fp8). Default: as published, or the best of at least 4 bits "
-            "that fits without a disk."
-        ),
-    ] = None
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -64,30 +74,230 @@ class PlanOptions:
         bool, typer.Option("--unified", help="CPU and GPU share --host-memory. Default: of Apple's GPUs.")
     ] = False
 
+    def stated(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value not in (None, False)}
+
+
+@dataclass(frozen=True)
+class HereOptions:
+    """What is taken from this machine, and what is run on it."""
+
+    detect: Annotated[
+        bool,
+        typer.Option("--detect", help="Detect what no option states. Default: if no option describes a GPU or memory."),
+    ] = False
+    hardware: Annotated[
+        str | None, typer.Option(help="Machine whose profile moe-sim probe has written. Default: this one.")
+    ] = None
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Time cuts of the model's shape in llama.cpp first: about a minute.")
+    ] = False
+    verify: Annotated[
+        Path | None, typer.Option(help="GGUF file: run the plan's flags and two neighbours in llama.cpp.")
+    ] = None
+    rows: Annotated[Path | None, typer.Option(help="File for what --verify measured, as rows of the back-test.")] = None
+    even_if_busy: Annotated[
+        bool, typer.Option("--even-if-busy", help="Calibrate and verify also while others use the machine.")
+    ] = False
+
 
 def plan(
     model: Annotated[
-        str, typer.Option(help="Model (moe-sim models lists them), profile file, or transformers config or its folder.")
+        str,
+        typer.Option(
+            help="Model (moe-sim models lists them), GGUF file, profile file, or transformers config or its folder. "
+            "Default: a table of current models."
+        ),
     ] = "",
+    context: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens in the KV cache.")] = planner.CONTEXT,
+    prompt: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens of a prompt.")] = planner.PROMPT,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="Precision of the weights (q4_k_m, q8_0, fp8). Default: as published but at most 8 bits, or the best "
+            "of at least 4 that fits without a disk."
+        ),
+    ] = None,
+    details: Annotated[bool, typer.Option("--details", help="Print all of a model's plan.")] = False,
     *,
-    machine: PlanOptions,
+    machine: MachineOptions,
+    here: HereOptions,
     output: options.OutputOptions,
 ) -> None:
-    """Predict what a model would do on a machine: tokens per second, where to put what, and what would help.
+    """Plan for this machine, or for one that options describe: what runs, how fast, limited by what, with which flags.
 
-    The expected speed is that of llama.cpp with the printed flags, reads through mmap included; the speed with its
-    expert cache stands next to it. Times come from data sheets, as in moe-sim backtest; the interval comes from its
-    errors. How often experts are used again is taken from a trace of another model. docs/planner.md shows the accuracy.
+    The expected speed is that of llama.cpp with the printed flags, reads through mmap included. Times come from data
+    sheets and from what moe-sim probe measured, as in moe-sim backtest; the interval comes from its errors. How often
+    experts are used again is taken from a trace of another model. docs/planner.md shows the accuracy.
+
+    [b]moe-sim plan[/b]
+
+    [b]moe-sim plan --model qwen3-30b-a3b --calibrate[/b]
 
     [b]moe-sim plan --model qwen3-30b-a3b --precision q4_k_m --gpu-memory 12GiB --host-memory 32GiB --link pcie4x8[/b]
     """
+    model = model or (str(here.verify) if here.verify else "")
+    refuse(
+        (here.calibrate and not model, "--calibrate is of one model: name it (--model)"),
+        (here.rows and not here.verify, "--rows are of --verify FILE.gguf"),
+        (here.verify and model != str(here.verify), "--verify runs its file: leave --model out"),
+        (precision and not model, "--precision is of one model: name it (--model)"),
+    )
+    if here.rows:
+        check_file(here.rows)
+    facts = _facts(here, machine.stated())
+    where = resources(**(of_facts(facts) if facts else machine.stated()))
     if not model:
-        raise InputError("which model? Give --model qwen3-30b-a3b (moe-sim models lists them) or a transformers config")
-    result = planner.plan(model, **vars(machine))
-    output.show(result.facts, lambda: _shown(result))
+        found = list(ranked(where, context))
+        output.show(lambda: _listed(facts, found), lambda: _ranking(facts, found, context))
+        return
+    layout, notes = planner.chosen(model, where, context, precision)
+    calibration, checked = _measured(model, layout, here, output.quiet or output.as_json)
+    result = planner.of_layout(layout, notes, prompt, calibration)
+    if here.rows:
+        name, tool = processor().replace(" ", "-").lower() or "machine", Bench.find().name
+        with replacing(here.rows) as part:
+            part.write_text(rows(layout, checked, processor(), name, tool), "utf-8")
+    output.show(
+        lambda: {**result.facts(), "detected": _sources(facts), "verified": [_checked_facts(each) for each in checked]},
+        lambda: _shown(result, model, facts, checked, details),
+    )
 
 
-def _shown(plan: Plan) -> Iterator[str | Table]:
+def _facts(here: HereOptions, stated: dict[str, Any]) -> Facts:
+    """Return the machine with where each fact is from; empty where options alone describe it."""
+    if here.hardware:
+        return with_stated(of_profile(here.hardware), stated)
+    if stated.keys() & set(DESCRIBED) and not here.detect:
+        refuse(
+            (here.calibrate, "--calibrate measures this machine: leave --gpu, --gpu-memory and --host-memory out"),
+            (
+                here.verify,
+                "--verify runs on this machine: leave --gpu, --gpu-memory and --host-memory out, or --detect",
+            ),
+        )
+        return {}
+    return with_stated(detected(Path.cwd(), quick="cpu_bandwidth" not in stated), stated)
+
+
+def _measured(model: str, layout: Layout, here: HereOptions, quiet: bool) -> tuple[Calibration | None, list[Checked]]:
+    if not (here.calibrate or here.verify):
+        return None, []
+    bench, threads = Bench.find(), layout.resources.machine.host_threads
+    if today(layout).kind == DISK:
+        raise InputError(f"{layout.profile.name} does not fit memory: what is read from a disk is not calibrated")
+    if not here.even_if_busy:
+        busy.require_quiet(busy.load())
+    with _saying(quiet) as say:
+        path = model if model.endswith(".gguf") else ""
+        calibration = calibrate(layout, path, bench, ["-t", str(threads)], say) if here.calibrate else None
+        checked = verify(layout, here.verify, threads, bench, calibration, say) if here.verify else []
+    return calibration, checked
+
+
+@contextmanager
+def _saying(quiet: bool) -> Iterator[Callable[[str], None]]:
+    with progress(1, quiet, "llama.cpp") as advance:
+        yield lambda text: advance(0, text)
+
+
+# Printing
+
+
+def _sources(facts: Facts) -> dict[str, Any]:
+    return {name: {"value": fact.value, "source": fact.source} for name, fact in facts.items()}
+
+
+def _machine(facts: Facts) -> Table:
+    shown = table("this machine", "", "from", left=3, gap=2)
+    for name, fact in facts.items():
+        value = "?" if fact.value is None else "yes" if fact.value is True else str(fact.value)
+        shown.add_row(name.replace("_", " ").replace("gpu", "GPU").replace("cpu", "CPU"), value, fact.source)
+    return shown
+
+
+def _listed(facts: Facts, found: list[Ranked]) -> dict[str, Any]:
+    models = [{**vars(each), "speed": vars(each.speed) if each.speed else None} for each in found]
+    return {"machine": _sources(facts), "models": models}
+
+
+def _ranking(facts: Facts, found: list[Ranked], context: int) -> Iterator[str | Table]:
+    if facts:
+        yield _machine(facts)
+    shown = table("model", "at", "size", "tokens/s", "between", "limited by", left=2, gap=1)
+    shown.columns[-1].justify = "left"
+    for each in found:
+        if each.speed is None:
+            shown.add_row(each.model, "", "", "-", "", "memory: too small")
+            continue
+        limit = SHORT.get(each.limit, each.limit)
+        between = f"{_digits(each.speed.low)} to {_digits(each.speed.high)}"
+        size, speed = show_bytes(each.total_bytes), _digits(each.speed.tokens_per_s)
+        where = f"{limit}*" if each.from_disk else limit
+        shown.add_row(each.model, each.precision, size, speed, between, where)
+    yield shown
+    if any(each.from_disk for each in found):
+        yield "* memory does not hold all of it: the rest is read from the disk."
+    yield f"With llama.cpp and {context:,} tokens of context. Flags: moe-sim plan --model {found[0].model}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}" if value < 10 else f"{value:.1f}"
+
+
+def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details: bool) -> Iterator[str | Table]:
+    speed, limit = plan.speed, SHORT.get(plan.wall, plan.wall)
+    yield (
+        f"{plan.model} at {plan.precision}: about {_digits(speed.tokens_per_s)} tokens/s ({_digits(speed.low)} to "
+        f"{_digits(speed.high)}), limited by {limit}; {_place(plan)}."
+    )
+    file = shlex.quote(model) if model.endswith(".gguf") else f"{plan.model}-{plan.precision.replace(' ', '-')}.gguf"
+    yield f"\n  llama-server -m {file} {plan.llama_cpp[0]}\n"
+    if checked:
+        yield _verified(checked)
+    if details:
+        yield from _details(plan, facts)
+        return
+    yield f"{_known(plan, facts)} All of it: --details."
+
+
+def _place(plan: Plan) -> str:
+    if plan.disk_bytes:
+        return f"{show_bytes(plan.disk_bytes)} of it are read from the disk"
+    if not plan.cache_experts or plan.cache_experts == plan.all_experts:
+        return "all of it on the GPU" if plan.cache_experts else "all of it in host memory"
+    return f"{plan.cache_experts / plan.all_experts:.0%} of the experts on the GPU, the rest computed by the CPU"
+
+
+def _known(plan: Plan, facts: Facts) -> str:
+    """Return what the interval rests on, and what makes it narrower."""
+    if plan.calibration:
+        return f"Calibrated with {plan.calibration['tool']}."
+    narrower = "--calibrate (a minute)" if facts else "--calibrate on the machine itself"
+    return f"Not calibrated; narrower: {narrower}."
+
+
+def _verified(checked: list[Checked]) -> Table:
+    shown = table("llama.cpp", "behind", "predicted", "measured", "error", gap=2)
+    for each in checked:
+        name = f"{each.flags}{' (the plan)' if each.variant.planned else ''}"
+        measured = f"{each.measured:,.2f}" if each.measured else "does not run"
+        error = f"{each.error:+.1%}" if each.measured else ""
+        shown.add_row(name, f"{each.depth:,}", f"{each.predicted:,.2f}", measured, error)
+    return shown
+
+
+def _checked_facts(each: Checked) -> dict[str, Any]:
+    error = each.error if each.measured else None
+    return {
+        **{key: getattr(each, key) for key in ("flags", "depth", "predicted", "measured", "failure")},
+        "error": error,
+    }
+
+
+def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
+    if facts:
+        yield _machine(facts)
     yield f"{plan.model} at {plan.precision}, {plan.context:,} tokens of context, on {plan.machine}"
     lines = {
         "expect": f"{_speed(plan.speed)} tokens/s",
@@ -124,6 +334,10 @@ def _shown(plan: Plan) -> Iterator[str | Table]:
     yield (
         f"The interval holds {CONFIDENCE:.0%} of machines of which as much is known ({each.kind}; {each.machines} in "
         f"moe-sim backtest). It would be narrower with {each.narrower}."
+        if not plan.calibration
+        else f"Calibrated with {plan.calibration['tool']}: {plan.calibration['fixed_ms']:.3g} ms a token and "
+        f"{plan.calibration['ms_per_layer']:.3g} ms a layer on the CPU, and "
+        f"{plan.calibration['ms_per_layer_and_1000_tokens']:.3g} ms a layer for 1,000 tokens of context."
     )
     yield from (f"Assumed: {note}." for note in plan.notes)
 

@@ -7,7 +7,7 @@ Belady's optimal policy would have it, all tiers at the same time and nothing el
 wait for the GPU's memory, also because that holds all experts, the host reads more, until both end at the same time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os.path import exists  # of any name, however long
 from pathlib import Path
@@ -17,6 +17,7 @@ from sim.backtest import errors
 from sim.backtest.file import Model
 from sim.backtest.machine import Rates
 from sim.planner import flags, placements, prefill
+from sim.planner.calibration import OFF, Calibration
 from sim.planner.placements import DIRECT, DISK, MMAP, Factor, Layout, Placement
 from sim.planner.resources import Resources, described, resources
 from sim.profiles.precision import canonical, name_of
@@ -52,6 +53,8 @@ UNITS: Mapping[str, tuple[str, float, str]] = {
 """Resources by name: their field of Resources, a unit more, and its text."""
 
 PRECISIONS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "iq2_m")
+EIGHT_BITS, WHOLE = "q8_0", 2.0
+"""What is planned for a shipped model of so many bytes a parameter: its answers are as good, of half of the bytes."""
 GOOD = 4.0 / 8
 """Bytes of a parameter below which answers get noticeably worse."""
 
@@ -74,6 +77,9 @@ class Speed:
     tokens_per_s: float
     low: float
     high: float
+
+    def times(self, factor: float) -> "Speed":
+        return Speed(self.tokens_per_s * factor, self.low * factor, self.high * factor)
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,7 @@ class Plan:
     vllm: tuple[str, ...]
     interval: errors.Interval
     notes: tuple[str, ...]
+    calibration: dict[str, float | str] | None
 
     @property
     def of_limit(self) -> float:
@@ -201,12 +208,21 @@ def plan(
     for an option that cannot be, and where the model does not fit.
     """
     machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth, threads, unified)
-    layout, notes = _layout(str(model), machine, context, precision)
+    layout, notes = chosen(str(model), machine, context, precision)
+    return of_layout(layout, notes, prompt)
+
+
+def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Calibration | None = None) -> Plan:
+    """Return the plan of a model on a machine. Of a calibration the expected speed is; all else is scaled by it."""
     placement, own = placements.today(layout), layout.rates
     seconds, _ = placement.simulated(own)
     shares, (cache, best) = _shares(placement, own), _caches(layout)
-    gpu_margin, host_margin = machine.margins
+    gpu_margin, host_margin = layout.resources.margins
     kind, speed = _kind(placement), _speed(seconds, _kind(placement), placement.mapped)
+    modelled, times = speed.tokens_per_s, 1.0
+    if calibration:
+        seconds = calibration.seconds(layout.host_layers, layout.on_gpu, layout.context)
+        speed, times = Speed(1 / seconds, (1 - OFF) / seconds, (1 + OFF) / seconds), 1 / seconds / modelled
     return Plan(
         model=layout.profile.name,
         precision=layout.precision,
@@ -229,25 +245,35 @@ def plan(
         shares=shares,
         limit_tokens_per_s=1 / _limit_s(layout),
         past_cache=_speed(seconds, kind) if placement.kind == DISK else None,
-        cache=cache,
-        best_cache=best,
-        upgrades=_upgrades(layout, speed.tokens_per_s),
-        precisions=tuple(_at(each, speed.tokens_per_s) for each in _lower(layout) if not each.lack),
+        cache=cache and replace(cache, speed=cache.speed.times(times)),
+        best_cache=best and replace(best, speed=best.speed.times(times)),
+        upgrades=_upgrades(layout, modelled, times),
+        precisions=tuple(_at(each, modelled, times) for each in _lower(layout) if not each.lack),
         llama_cpp=tuple(flags.llama_cpp(layout)),
         llama_cpp_fit=flags.fitted(layout),
         vllm=tuple(flags.vllm(layout)),
         interval=errors.interval(kind),
         notes=(*notes, *layout.resources.assumed, *_notes(placement)),
+        calibration=calibration.facts() if calibration else None,
     )
 
 
 def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: Any) -> Speed:
     """Return what `plan` expects, and nothing else of it. Raise InputError likewise."""
-    placement = placements.today(_layout(model, resources(**machine), context, precision)[0])
+    return speed_of(placements.today(chosen(model, resources(**machine), context, precision)[0]))
+
+
+def speed_of(placement: Placement) -> Speed:
     return _speed(placement.simulated()[0], _kind(placement), placement.mapped)
 
 
-def _layout(text: str, machine: Resources, context: int, precision: str | None) -> tuple[Layout, list[str]]:
+def bottleneck(placement: Placement, own: Rates) -> str:
+    """Return the tier that takes most of a token's time."""
+    shares = _shares(placement, own)
+    return max(shares, key=lambda tier: shares[tier])
+
+
+def chosen(text: str, machine: Resources, context: int, precision: str | None) -> tuple[Layout, list[str]]:
     """Return the model on the machine, and what to note about its precision. Raise InputError where it does not fit."""
     if context < 1:
         raise InputError(f"--context is {context}; a whole number of at least 1 is needed")
@@ -256,6 +282,11 @@ def _layout(text: str, machine: Resources, context: int, precision: str | None) 
         return layout, []
     good = [] if precision else [layout, *(each for each in _lower(layout) if not _loses_quality(each))]
     if held := next((each for each in good if not each.shortage), None):
+        if held is layout and layout.model.name in MODELS.names() and layout.profile.expert_width >= WHOLE:
+            eight = replace(layout, model=_model(text, EIGHT_BITS))
+            return eight, [
+                f"{EIGHT_BITS}, as good as {layout.precision}, as which the model is published (--precision)"
+            ]
         if held is layout:
             return layout, [f"{layout.precision}, as the model is published (--precision)"]
         return held, [f"{held.precision}, the best of at least 4 bits that fits without a disk: {layout.shortage}"]
@@ -347,14 +378,17 @@ def _notes(placement: Placement) -> list[str]:
 
 def _shares(placement: Placement, own: Rates) -> dict[str, float]:
     """Return what share of a token's time would be saved if a tier took none."""
+    there = {"GPU memory": placement.layout.on_gpu, "link": placement.layout.on_gpu, "disk": placement.kind == DISK}
     faster = {
-        tier: replace(own, **{name: getattr(own, name) * FAST for name in names}) for tier, names in TIERS.items()
+        tier: replace(own, **{name: getattr(own, name) * FAST for name in names})
+        for tier, names in TIERS.items()
+        if there.get(tier, True)
     }
-    faster["link"] = replace(faster["link"], link_latency_us=0.0)
-    faster["disk"] = replace(faster["disk"], disk_latency_us=0.0)
+    for tier in faster.keys() & {"link", "disk"}:
+        faster[tier] = replace(faster[tier], **{f"{tier}_latency_us": 0.0})
     faster["overheads of launches and hops"] = replace(own, **dict.fromkeys(OVERHEADS, 0.0))
-    seconds = placement.seconds(own)
-    return {tier: max(0.0, 1 - placement.seconds(each) / seconds) for tier, each in faster.items()}
+    seconds, shares = placement.seconds(own), dict.fromkeys(TIERS, 0.0)
+    return shares | {tier: max(0.0, 1 - placement.seconds(each) / seconds) for tier, each in faster.items()}
 
 
 def _caches(layout: Layout) -> tuple[CachePlan | None, CachePlan | None]:
@@ -409,7 +443,8 @@ def _belady(layout: Layout, capacity: float) -> float:
     return placements.missed_bytes(layout, "belady", capacity)
 
 
-def _upgrades(layout: Layout, speed: float) -> tuple[Upgrade, ...]:
+def _upgrades(layout: Layout, speed: float, times: float) -> tuple[Upgrade, ...]:
+    """Return what more of each resource buys; times: as many times as fast as modelled the machine is."""
     upgrades = []
     for resource, (field, more, unit) in UNITS.items():
         if not getattr(layout.resources, field):
@@ -417,11 +452,12 @@ def _upgrades(layout: Layout, speed: float) -> tuple[Upgrade, ...]:
         grown = replace(layout, resources=layout.resources.with_more(**{field: more}))
         faster = 1 / placements.today(grown).seconds()
         with_cache = [1 / each.seconds() for each in placements.cached(grown)[:1]]
-        upgrades.append(Upgrade(resource, unit, faster, faster / speed - 1, with_cache[0] if with_cache else None))
+        cached = with_cache[0] * times if with_cache else None
+        upgrades.append(Upgrade(resource, unit, faster * times, faster / speed - 1, cached))
     return tuple(upgrades)
 
 
-def _at(layout: Layout, speed: float) -> Precision:
+def _at(layout: Layout, speed: float, times: float) -> Precision:
     faster = 1 / placements.today(layout).seconds()
     memory = "GPU memory" if not layout.host_layers else "GPU and host memory"
     memory = memory if layout.on_gpu else "host memory"
@@ -429,7 +465,7 @@ def _at(layout: Layout, speed: float) -> Precision:
         name=layout.model.precision,
         total_bytes=int(layout.total_bytes),
         fits=f"{memory} with the disk" if layout.missing_bytes else memory,
-        tokens_per_s=faster,
+        tokens_per_s=faster * times,
         times=faster / speed,
         loses_quality=_loses_quality(layout),
     )

@@ -17,9 +17,10 @@ from sim.planner.calibration import Calibration, placed
 from sim.planner.llama_bench import TOKENS, Bench
 from sim.planner.placements import DISK, Layout, Placement, today
 from traces.errors import InputError
+from traces.models.profile import known_shape
 
 DEPTHS = (0, 2048)
-"""Tokens before those that are decoded."""
+"""Tokens before those that are decoded; neighbours of a plan run without any."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,15 @@ def verify(
     for each in variants(layout, threads):
         flags = ["-t", str(each.threads), *placed(_in_file(layout, each.host_layers), layout.on_gpu)]
         say(f"{bench.name} {' '.join(flags)}")
+        depths = DEPTHS if each.planned else DEPTHS[:1]
         failure, took = "", dict[tuple[Path, int], float]()
         try:
-            took = bench.seconds([path], DEPTHS, flags)
+            took = bench.seconds([path], depths, flags)
         except InputError as error:
             if each.planned:
                 raise
             failure = str(error)
-        for depth in DEPTHS:
+        for depth in depths:
             seconds = predicted_s(layout, each, depth + TOKENS, calibration if each.threads == threads else None)
             speed = 1 / took[path, depth] if took else 0.0
             checked.append(Checked(each, " ".join(flags), depth, 1 / seconds, speed, failure))
@@ -106,15 +108,17 @@ def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool
     title: of the machine. name: begins the names of figures.
     """
     machine, profile = layout.machine, layout.profile
+    shape = profile.moe_layers, profile.experts, profile.top_k
     known = {
         key: value
         for key in ("gpu_data_sheet_gb_per_s", "host_peak_gb_per_s", "host_stream_gb_per_s", "link_gb_per_s")
         if (value := getattr(machine, key))
     }
-    model = {
-        "layers": profile.moe_layers,
-        "experts": profile.experts,
-        "top_k": profile.top_k,
+    shipped = known_shape(profile.name)
+    alike = shipped and (shipped.moe_layers, shipped.experts, shipped.top_k) == shape
+    stated = dict(zip(("layers", "experts", "top_k"), shape, strict=True))
+    model: dict[str, Any] = {
+        **({"profile": shipped.name} if shipped and alike else stated),
         "layer_expert_bytes": list(profile.layer_expert_bytes) or [profile.expert_bytes] * profile.moe_layers,
         "dense_bytes": round(profile.layers_parameters * profile.dense_bytes_per_parameter),
         "head_bytes": round(profile.head_bytes),
@@ -129,14 +133,14 @@ def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool
         here = f"{name}-{threads}t"
         machines[here] = {"title": f"{title}, {threads} threads", **known, "host_threads": threads}
         place = setting(layout, each.variant, each.depth + TOKENS)
-        stated = {"all_on": "cpu"} if place.all_on else {"host_layers": place.host_layers}
+        where = {"all_on": "cpu"} if place.all_on else {"host_layers": place.host_layers}
         figures.append(
             {
                 "figure": f"{here}-{profile.name}-{each.variant.host_layers}-{each.depth}",
                 "system": "llama.cpp",
                 "model": profile.name,
                 "machine": here,
-                "setting": {**stated, "context": place.context},
+                "setting": {**where, "context": place.context},
                 "metric": "speed",
                 "value": float(f"{each.measured:.4g}"),
                 "unit": "tok/s",

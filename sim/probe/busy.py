@@ -14,9 +14,9 @@ def load() -> float:
     return float(sum(psutil.cpu_percent(WATCHED_S, percpu=True))) / 100
 
 
-def require_quiet() -> None:
-    """Raise InputError where others use the machine."""
-    if (busy := load()) > QUIET:
+def require_quiet(busy: float) -> None:
+    """Raise InputError where others use so many processors."""
+    if busy > QUIET:
         raise InputError(
             f"the machine is busy: other programs use {busy:.1f} of its {psutil.cpu_count()} processors; end them and "
             "start again, or measure all the same with --even-if-busy"

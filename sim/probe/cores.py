@@ -37,6 +37,8 @@ def core_classes() -> list[CoreClass]:
     kinds = dict[str, list[int]]()
     for cpu in first:
         kinds.setdefault(_kind(cpu), []).append(cpu)
+    if len(kinds) == 1:
+        kinds = {"cores": first}
     names = sorted(kinds, reverse=True)  # performance before efficiency, the larger capacity before the smaller
     allowed = ceil(cpu_quota() or len(first))
     classes = []

@@ -32,6 +32,9 @@ DISKS = {"NVMe disk": 5.0, "SSD": 0.5, "hard disk": 0.15, "virtual disk": 1.0}
 DESKTOP_BYTES, SYSTEM_BYTES = GIB // 2, 2 * GIB
 """Of what the planner keeps free, what a desktop and the system hold already where free memory is counted."""
 
+MEASURED = ("cpu_bandwidth", "link", "disk")
+"""Options that a probe measures; the others are detected each time."""
+
 ANSWER_S = 20
 
 
@@ -69,12 +72,9 @@ def detected(folder: Path, quick: bool = True) -> Facts:
     kind = kind_of(folder)
     facts["disk"] = Fact(f"{DISKS.get(kind, 1.0)}GB/s", f"assumed of a {kind or 'disk'}; moe-sim probe measures it")
     if found:
-        source = f"probe of {found.calibration.get('date', 'this machine')}"
-        facts["cpu_bandwidth"] = Fact(f"{found.host_memory_bandwidth_gb_per_s:.4g}GB/s measured", source)
-        facts["disk"] = Fact(f"{found.disk_bandwidth_gb_per_s:.4g}GB/s", source)
-        if "link" in facts and found.calibration.get("link"):
-            facts["link"] = Fact(f"{found.link_bandwidth_gb_per_s:.4g}GB/s", source)
-        return facts
+        source = f"probe of {found.calibration['date']}"
+        measured = {key: value for key, value in found.calibration["plan"].items() if key in MEASURED}
+        return facts | {key: Fact(value, source) for key, value in measured.items()}
     if quick and "unified" not in facts:
         if (others := busy.load()) <= busy.QUIET:
             rate = stream.triad(classes[0].cpus, passes=3)
@@ -88,6 +88,15 @@ def detected(folder: Path, quick: bool = True) -> Facts:
 def probed() -> Hardware | None:
     """Return what `moe-sim probe` kept of this machine."""
     return hardware(THIS_MACHINE) if THIS_MACHINE in MACHINES.names() else None
+
+
+def of_profile(text: str) -> Facts:
+    """Return what a profile that `moe-sim probe` wrote says of its machine. Raise InputError for another one."""
+    machine = hardware(text)
+    stated = machine.calibration.get("plan")
+    if not stated:
+        raise InputError(f"--hardware {text}: moe-sim probe has not written it; state its GPU and memory by options")
+    return {name: Fact(value, f"profile {machine.name}") for name, value in stated.items()}
 
 
 def with_stated(facts: Facts, stated: dict[str, Any]) -> Facts:

@@ -1,0 +1,62 @@
+"""Which of the models that people run now a machine runs, at which precision, how fast, and limited by what."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sim.planner import placements
+from sim.planner.placements import DISK
+from sim.planner.plan import Speed, bottleneck, chosen, speed_of
+from sim.planner.resources import Resources
+from traces.errors import InputError
+from traces.models.profile import model
+
+CURRENT = (
+    "lfm2-8b-a1b",
+    "gpt-oss-20b",
+    "ernie-4.5-21b-a3b",
+    "gemma-4-26b-a4b",
+    "qwen3-30b-a3b",
+    "glm-4.7-flash",
+    "nemotron-3-nano-30b-a3b",
+    "qwen3.6-35b-a3b",
+    "qwen3-next-80b-a3b",
+    "glm-4.5-air",
+    "gpt-oss-120b",
+    "minimax-m2",
+    "qwen3-235b-a22b",
+    "deepseek-v3.2",
+)
+"""By size."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A model on a machine; without a speed it does not run, and `lack` says why."""
+
+    model: str
+    precision: str = ""
+    total_bytes: int = 0
+    speed: Speed | None = None
+    limit: str = ""  # the part of the machine that takes most of a token's time
+    from_disk: bool = False
+    lack: str = ""
+
+
+def ranked(machine: Resources, context: int) -> Iterator[Ranked]:
+    """Yield each model."""
+    for name in CURRENT:
+        try:
+            layout, _ = chosen(name, machine, context, None)
+        except InputError as error:
+            yield Ranked(name, lack=str(error))
+            continue
+        placement = placements.today(layout)
+        own = layout.rates
+        yield Ranked(
+            model(name).name,
+            layout.precision,
+            int(layout.total_bytes),
+            speed_of(placement),
+            bottleneck(placement, own),
+            placement.kind == DISK,
+        )

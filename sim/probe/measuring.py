@@ -1,0 +1,130 @@
+"""A minute's measurement of this machine as a hardware profile, which sweeps, plans and the back-test take."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import tomli_w
+
+from sim.backtest.machine import gpu_data_sheet, table
+from sim.probe import cuda, disk, stream
+from sim.probe.cores import core_classes, processor
+from sim.probe.detection import Facts
+
+READ = 4 << 20, 4
+"""The size and number of reads whose rate is the disk's: those of experts of usual models."""
+
+COPIED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Rates in GB/s. link: of copies to a CUDA GPU; 0: there is none."""
+
+    memory: list[stream.Rate]
+    copy: float  # of a thread, from memory to memory
+    disk: list[disk.Reads]
+    link: float
+    link_beside_memory: float
+    memory_beside_link: float
+
+    @property
+    def triad(self) -> float:
+        """Of the fastest cores together."""
+        first = self.memory[0].cores
+        return max(each.gb_per_s for each in self.memory if each.cores == first)
+
+    @property
+    def disk_gb_per_s(self) -> float:
+        return next(each.gb_per_s for each in self.disk if (each.size, each.lanes) == READ)
+
+
+def measured(folder: Path, say: Callable[[str], None]) -> Probe:
+    """Measure memory, link and the disk of a folder. Raise InputError where that cannot be read."""
+    classes = core_classes()
+    say("memory")
+    memory, copy = stream.by_threads(classes), _copy()
+    link = beside = together = 0.0
+    with cuda.copies() as copies:
+        if copies:
+            say("the link to the GPU")
+            link = copies.gb_per_s()
+            say("link and memory at once")
+            beside, together = _at_once(copies, classes[0].cpus)
+    say("the disk")
+    return Probe(memory, copy, disk.reads(folder), link, beside, together)
+
+
+def profile(probe: Probe, facts: Facts, was_busy: bool) -> str:
+    """Return the hardware profile as TOML. facts: what was detected, as options of the planner."""
+    factors, plan = table("factors"), {name: fact.value for name, fact in facts.items() if fact.value is not None}
+    plan |= {"cpu_bandwidth": f"{probe.triad:.4g}GB/s measured", "disk": f"{probe.disk_gb_per_s:.4g}GB/s"}
+    if probe.link:
+        plan["link"] = f"{probe.link:.4g}GB/s"
+    total = psutil.virtual_memory().total / 2**30
+    sheet = gpu_data_sheet(plan["gpu"].split(",")[0]) if "gpu" in plan else {}
+    cores = plan["threads"] * factors["host_gflop_per_s_per_thread"] / 1e3
+    scalars: dict[str, Any] = {
+        "title": ", ".join(filter(None, (plan.get("gpu", ""), processor()))) or "this machine",
+        "link_bandwidth_gb_per_s": probe.link or probe.copy,
+        "link_latency_us": factors["link_latency_us"],
+        "memory_gib": float(sheet.get("memory_gib", total)),
+        "memory_bandwidth_gb_per_s": sheet.get("gb_per_s", 0) * factors["gpu_read_of_data_sheet"]
+        or max(probe.triad, probe.copy),
+        "compute_tflop_per_s": float(sheet.get("tflop_per_s", 0)) or cores,
+        "launch_us": factors["launch_us"],
+        "framework_us_per_layer": factors["cpu_us_per_layer"] if not sheet else 0.0,
+        "host_compute_tflop_per_s": cores,
+        "host_memory_bandwidth_gb_per_s": probe.triad,
+        "host_memory_gib": total,
+        "disk_bandwidth_gb_per_s": probe.disk_gb_per_s,
+        "disk_latency_us": factors["disk_latency_us"],
+    }
+    calibration = {
+        "date": date.today().isoformat(),
+        "busy": was_busy,
+        "plan": plan,
+        "memory": [asdict(each) for each in probe.memory],
+        "disk": [asdict(each) for each in probe.disk],
+        "at_once": {"link": probe.link_beside_memory, "memory": probe.memory_beside_link},
+    }
+    head = (
+        "# Written by moe-sim probe. Measured: memory (STREAM Triad), link (without a GPU a copy in memory), disk\n"
+        "# (direct reads). The rest is of data sheets and of the back-test's general factors.\n"
+    )
+    return head + tomli_w.dumps({**scalars, "calibration": calibration})
+
+
+def _copy() -> float:
+    """Return GB/s of a copy in memory by one thread: bytes copied, read once and written once."""
+    source, target = np.ones(COPIED_BYTES, np.uint8), np.zeros(COPIED_BYTES, np.uint8)
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        took.append(time.perf_counter() - began)
+    return COPIED_BYTES / min(took) / 1e9
+
+
+def _at_once(copies: cuda.Copies, cpus: tuple[int, ...]) -> tuple[float, float]:
+    """Return GB/s of the link beside all cores that read memory, and theirs beside the link."""
+    ended, rates = threading.Event(), list[float]()
+
+    def keep_on() -> None:
+        while not ended.is_set():
+            rates.append(cuda.BYTES / copies.copy() / 1e9)
+
+    thread = threading.Thread(target=keep_on)
+    thread.start()
+    try:
+        memory = stream.triad(cpus)
+    finally:
+        ended.set()
+        thread.join()
+    return float(np.median(rates)), memory
