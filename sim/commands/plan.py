@@ -224,7 +224,7 @@ def _listed(facts: Facts, found: list[Ranked]) -> dict[str, Any]:
 def _ranking(facts: Facts, found: list[Ranked], context: int) -> Iterator[str | Table]:
     if facts:
         yield _machine(facts)
-    shown = table("model", "at", "size", "tokens/s", "between", "limited by", left=2, gap=1)
+    shown = table("model", "at", "size", "tokens/s", "between", "limited by", left=2)
     shown.columns[-1].justify = "left"
     for each in found:
         if each.speed is None:
@@ -238,7 +238,7 @@ def _ranking(facts: Facts, found: list[Ranked], context: int) -> Iterator[str | 
     yield shown
     if any(each.from_disk for each in found):
         yield "* memory does not hold all of it: the rest is read from the disk."
-    yield f"With llama.cpp and {context:,} tokens of context. Flags: moe-sim plan --model {found[0].model}"
+    yield f"At {context:,} tokens of context. Flags of one: moe-sim plan --model {found[0].model}"
 
 
 def _digits(value: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path("/sys/fs/cgroup")
+ROOT, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 UNLIMITED = 1 << 60
 """Version 1 states a number of this size where there is no limit."""
 
@@ -28,7 +28,7 @@ def cpu_quota() -> float | None:
 def _read(controller: str, second: str, first: str) -> Iterator[str]:
     """Yield what stands in a file of this process's groups and of all above them, by the version's name of it."""
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue

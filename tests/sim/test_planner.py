@@ -389,7 +389,7 @@ def test_plans_stand_beside_published_speeds_as_the_docs_say():
 
 def test_the_command_prints_a_plan_and_its_json_begins_with_the_speed(tmp_path):
     options = ["--model", "olmoe-1b-7b", "--gpu-memory", "8GiB", "--host-memory", "32GiB"]
-    shown = moe_sim("plan", *options, cwd=tmp_path)
+    shown = moe_sim("plan", *options, "--details", cwd=tmp_path)
     assert all(word in shown.stdout for word in ("expect", "kept free", "wall", "limit", "or fit", "vLLM"))
     assert "1.5 GiB of GPU memory, for the runtime and 0.5 GiB of a desktop" in shown.stdout
     assert "--fit-target 1024: it measures what fits; -ngl, --n-cpu-moe and -ot switch that off" in shown.stdout

@@ -1,0 +1,249 @@
+"""This machine: what is detected of it, cuts of models that llama.cpp runs, and what a plan says beside a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sim.backtest import file
+from sim.backtest.file import Model
+from sim.planner.calibration import Calibration, _fitted, bytes_read, experts_of, sizes_of, values
+from sim.planner.placements import Layout
+from sim.planner.resources import resources
+from sim.planner.verification import Checked, rows, variants
+from sim.probe import detection, limits
+from sim.probe.stream import triad
+from sim.profiles.hardware_profile import hardware
+from tests.support.command import moe_sim
+from traces import InputError
+from traces.models import gguf_files, random_gguf
+from traces.models.gguf_profile import of_file
+from traces.models.profile import MODELS, ModelProfile, model
+
+COMMUNITY = sorted((Path(file.__file__).parent / "community").glob("*.toml"))
+
+
+def small(name: str) -> ModelProfile:
+    """A shipped model with a vocabulary of 256, so that its cuts are quick to write."""
+    whole = model(name)
+    return ModelProfile(**{**vars_of(whole), "vocabulary": 256, "embedding_parameters": 256 * whole.hidden_size})
+
+
+def vars_of(profile: ModelProfile) -> dict:
+    return {name: getattr(profile, name) for name in profile.__dataclass_fields__}
+
+
+def fake(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a program on PATH that prints a text."""
+    (folder / name).write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+# Detection
+
+
+def test_gpus_are_what_nvidia_smi_lists_with_the_memory_that_is_free(tmp_path: Path, monkeypatch) -> None:
+    answer = "NVIDIA GeForce RTX 3090, 24576, 1200, 4, 16\nNVIDIA GeForce RTX 3060, 12288, 0, 4, 8"
+    fake(tmp_path, "nvidia-smi", answer, monkeypatch)
+    facts = detection._gpu_facts()
+    assert facts["gpu_memory"].value == "23888MiB, 12288MiB"  # half a GiB of the desktop's is kept free anyway
+    machine = resources(**detection.options(facts), host_memory="32GiB")
+    assert [(gpu.memory >> 20, gpu.gb_per_s) for gpu in machine.gpus] == [(23888, 936), (12288, 360)]
+    assert machine.link_gb_per_s == 25.0
+
+
+def test_gpus_of_amd_are_what_rocm_smi_lists(tmp_path: Path, monkeypatch) -> None:
+    used = {"VRAM Total Memory (B)": str(24 << 30), "VRAM Total Used Memory (B)": str(1 << 30)}
+    fake(tmp_path, "rocm-smi", json.dumps({"card0": {"Card Series": "Radeon RX 7900 XTX", **used}}), monkeypatch)
+    facts = detection._gpu_facts()
+    assert (facts["gpu"].value, facts["gpu_memory"].value) == ("Radeon RX 7900 XTX", f"{(47 << 30) >> 21}MiB")
+
+
+def test_a_container_has_the_memory_and_processors_of_the_lowest_limit_above_it(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "memory.max").write_text(f"{3 << 30}\n")
+    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
+    (tmp_path / "a" / "b" / "cpu.max").write_text("150000 100000\n")
+    groups = tmp_path / "groups"
+    groups.write_text("0::/a/b\n")
+    monkeypatch.setattr(limits, "ROOT", tmp_path)
+    monkeypatch.setattr(limits, "GROUPS", groups)
+    assert (limits.memory_limit(), limits.cpu_quota()) == (3 << 30, 1.5)
+
+
+def test_what_a_user_states_of_a_gpu_replaces_all_that_was_detected_of_it() -> None:
+    facts = {name: detection.Fact(name, "found") for name in ("gpu", "gpu_memory", "link", "host_memory", "threads")}
+    options = detection.options(detection.with_stated(facts, {"gpu_memory": "8GiB", "threads": 3}))
+    assert options == {"host_memory": "host_memory", "gpu_memory": "8GiB", "threads": 3}
+
+
+def test_triad_counts_24_bytes_an_element() -> None:
+    """A clock that ticks once a call: two passes between which nothing else is asked are one second each."""
+    ticks = iter(range(100))
+    rate = triad((0,), passes=2, clock=lambda: float(next(ticks)))
+    assert rate == pytest.approx(3 * 8 * (round(rate * 1e9) // 24) / 1e9)
+    assert 0.01 < rate < 1
+
+
+# Cuts
+
+
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "glm-4.5-air", "deepseek-v2-lite", "glm-4.7-flash"])
+def test_a_profile_as_a_file_has_its_shape_and_its_parameters(name: str) -> None:
+    pytest.importorskip("gguf", reason="the extra `llama`")
+    known, found = model(name), of_file(random_gguf.of_profile(model(name), "bf16"), name)
+    for field in ("experts", "top_k", "hidden_size", "moe_layers", "expert_parameters", "vocabulary"):
+        assert getattr(found, field) == getattr(known, field), field
+    assert found.parameters == pytest.approx(known.parameters, rel=0.005)
+    assert found.token_bytes == known.token_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "gb"),
+    [("olmoe-1b-7b", "q4_k_m", 4.21), ("qwen3-30b-a3b", "q4_k_m", 18.56), ("gpt-oss-20b", "mxfp4", 12.1)],
+)
+def test_sizes_are_those_of_the_files_that_people_run(name: str, precision: str, gb: float) -> None:
+    """As published: allenai/OLMoE-1B-7B-0924-GGUF, Qwen/Qwen3-30B-A3B-GGUF, ggml-org/gpt-oss-20b-GGUF."""
+    pytest.importorskip("gguf", reason="the extra `llama`")
+    file = random_gguf.of_profile(model(name), precision)
+    assert sum(each.size for each in file.tensors) / 1e9 == pytest.approx(gb, rel=0.01)
+
+
+def test_a_cut_has_the_mean_bytes_of_the_models_layers() -> None:
+    pytest.importorskip("gguf", reason="the extra `llama`")
+    whole = random_gguf.of_profile(model("qwen3-30b-a3b"), "q4_k_m")
+    read = [sum(bytes_read(of_file(each, "x"), 0, False)) for each in (random_gguf.cut(whole, 4), whole)]
+    assert read[0] / 4 == pytest.approx(read[1] / 48, rel=0.01)
+    fewer = of_file(random_gguf.cut(whole, 4, 32), "x")
+    assert fewer.experts == 32
+    router = 4 * 4 * 2048 * (128 - 32)  # of 32 bits
+    assert sum(bytes_read(fewer, 0, False)) == pytest.approx(read[0] - router, rel=1e-4)
+
+
+def test_layers_of_which_nothing_random_stands_are_refused_and_a_file_is_asked_for() -> None:
+    with pytest.raises(InputError, match=r"qwen3-next-80b-a3b has layers .* its GGUF files"):
+        random_gguf.of_profile(model("qwen3-next-80b-a3b"), "q4_k_m")
+
+
+def test_the_time_of_a_whole_model_follows_from_its_cuts_where_layers_add_up() -> None:
+    """Seconds made by hand: 10 ms, 0.1 ms a MB of the GPU, 0.3 ms of the CPU, 5 us for 1,000 values."""
+    profile = model("qwen3-30b-a3b")
+    made = Calibration(profile, 0.01, 1e-10, 3e-10, 5e-9, "by hand")
+    cuts = [profile.cut(layers) for layers in (2, 4, 8)]
+    read = [(1.0, *bytes_read(each, n * each.moe_layers, True)) for each in cuts for n in (0, 1)]
+    rows_ = np.array([(*x, 0.01 + 1e-10 * x[1] + 3e-10 * x[2]) for x in read])
+    assert _fitted(rows_) == pytest.approx((0.01, 1e-10, 3e-10))
+    gpu, cpu = bytes_read(profile, 20, True)
+    assert gpu + cpu == pytest.approx(sum(bytes_read(profile, 48, False)))
+    assert made.seconds(20, True, 1000) == pytest.approx(
+        0.01 + 1e-10 * gpu + 3e-10 * cpu + 5e-9 * values(profile, 1000)
+    )
+
+
+def test_cuts_begin_behind_layers_without_experts_and_have_few_experts_where_these_are_large(monkeypatch) -> None:
+    pytest.importorskip("gguf", reason="the extra `llama`")
+    profile = model("deepseek-v3")
+    whole = random_gguf.of_profile(profile, "q4_k_m")
+    assert sizes_of(profile) == [5, 7, 11]
+    assert experts_of(whole, profile) in (16, 32)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("olmoe-1b-7b", "q4_k_m"), ("deepseek-v2-lite", "q8_0")])
+def test_llama_cpp_runs_cuts_and_its_times_come_in_the_keys_of_llama_bench(name, precision, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: the extra `llama`")
+    shape = random_gguf.cut(random_gguf.of_profile(small(name), precision), 2, 12)
+    random_gguf.write(tmp_path / "cut.gguf", shape)
+    assert of_file(gguf_files.read(str(tmp_path / "cut.gguf")), "x") == of_file(shape, "x")
+    options = ["-m", "cut.gguf", "-n", "1", "-r", "2", "-d", "0,20", "-t", "1", "--processor-time"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sim.planner.llama_bench", *options], cwd=tmp_path, capture_output=True, text=True
+    )
+    measured = json.loads(done.stdout or f'"{done.stderr}"')
+    assert [(row["n_depth"], len(row["samples_ns"])) for row in measured] == [(0, 2), (20, 2)]
+
+
+# A plan beside a run
+
+
+def test_neighbours_of_a_split_have_a_layer_more_and_less_and_of_a_cpu_fewer_threads() -> None:
+    split = Layout(Model("qwen3-30b-a3b", precision="q4_k_m"), resources("12GiB", "32GiB"), 8192)
+    n = split.host_layers
+    assert [(each.host_layers, each.planned) for each in variants(split, 8)] == [
+        (n, True),
+        (n + 1, False),
+        (n - 1, False),
+    ]
+    cpu = Layout(Model("olmoe-1b-7b", precision="q4_k_m"), resources(None, "32GiB"), 512)
+    assert [each.threads for each in variants(cpu, 8)] == [8, 7, 4]
+
+
+def test_what_was_measured_is_a_file_of_rows_whose_prediction_is_the_plans(tmp_path: Path) -> None:
+    machine = resources(None, "32GiB", cpu_bandwidth="20GB/s measured", threads=2)
+    layout = Layout(Model("olmoe-1b-7b", precision="q4_k_m"), machine, 512)
+    checked = [Checked(variant, "-t 2", 0, 9.0, 10.0) for variant in variants(layout, 2)]
+    (tmp_path / "mine.toml").write_text(rows(layout, checked, "A PC", "pc", "llama-bench"))
+    found = file.read(tmp_path / "mine.toml")
+    assert [(row.machine and row.machine.host_threads, row.value) for row in found] == [(2, 10.0), (1, 10.0)]
+    (other, _) = found
+    assert other.model
+    assert other.setting.place == "all_on"
+
+
+def test_contributed_rows_are_whole_measured_and_named_once() -> None:
+    found = file.unique([row for path in [*file.shipped(), *COMMUNITY] for row in file.read(path, pytest.fail)])
+    for row in found[-sum(len(file.read(path)) for path in COMMUNITY) or len(found) :]:
+        assert (row.quality, row.unsimulated, row.metric) == ("A", "", "speed"), row.where
+        assert row.machine, row.where
+        assert row.machine.host_threads, row.where
+        assert row.machine.host_stream_gb_per_s, row.where
+        assert "--verify" in row.source, row.where
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--calibrate",), "--calibrate is of one model: name it (--model)"),
+        (("--model", "olmoe-1b-7b", "--host-memory", "8GiB", "--calibrate"), "--calibrate measures this machine"),
+        (("--verify", "cut.gguf", "--threads", "1"), "cut.gguf cannot be read as GGUF, it is damaged or cut off"),
+        (("--verify", "dense.gguf"), "expert_count is not stated"),
+        (("--hardware", "a5000"), "moe-sim probe has not written it"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(options, message, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the extra `llama`")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0\x01")
+    writer = gguf.GGUFWriter(tmp_path / "dense.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    done = moe_sim("plan", *options, cwd=tmp_path)
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_probes_profile_is_a_machine_of_sweeps_and_plans(tmp_path: Path, monkeypatch) -> None:
+    from sim.probe.disk import Reads
+    from sim.probe.measuring import READ, Probe, profile
+    from sim.probe.stream import Rate
+
+    found = Probe([Rate("cores", 1, 10.0), Rate("cores", 2, 18.0)], 5.0, [Reads(*READ, 0.6)], 0, 0, 0)
+    facts = {"gpu_memory": detection.Fact("0", ""), "threads": detection.Fact(2, "")}
+    facts["host_memory"] = detection.Fact("20480MiB", "")
+    (tmp_path / "here.toml").write_text(profile(found, facts, False))
+    assert hardware(str(tmp_path / "here.toml")).host_memory_bandwidth_gb_per_s == 18.0
+    machine = resources(**detection.options(detection.of_profile(str(tmp_path / "here.toml"))))
+    assert (machine.host_gb_per_s, machine.disk_gb_per_s, machine.machine.host_threads) == (18.0, 0.6, 2)
+
+
+def test_a_table_of_current_models_fits_80_columns(tmp_path: Path) -> None:
+    done = moe_sim("plan", "--gpu", "RTX 4070", "--host-memory", "32GiB", "--disk", "3GB/s", cwd=tmp_path)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(name in done.stdout for name in MODELS.names()) >= 12
