@@ -53,8 +53,6 @@ UNITS: Mapping[str, tuple[str, float, str]] = {
 """Resources by name: their field of Resources, a unit more, and its text."""
 
 PRECISIONS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "iq2_m")
-EIGHT_BITS, WHOLE = "q8_0", 2.0
-"""What is planned for a shipped model of so many bytes a parameter: its answers are as good, of half of the bytes."""
 GOOD = 4.0 / 8
 """Bytes of a parameter below which answers get noticeably worse."""
 
@@ -282,11 +280,6 @@ def chosen(text: str, machine: Resources, context: int, precision: str | None) -
         return layout, []
     good = [] if precision else [layout, *(each for each in _lower(layout) if not _loses_quality(each))]
     if held := next((each for each in good if not each.shortage), None):
-        if held is layout and layout.model.name in MODELS.names() and layout.profile.expert_width >= WHOLE:
-            eight = replace(layout, model=_model(text, EIGHT_BITS))
-            return eight, [
-                f"{EIGHT_BITS}, as good as {layout.precision}, as which the model is published (--precision)"
-            ]
         if held is layout:
             return layout, [f"{layout.precision}, as the model is published (--precision)"]
         return held, [f"{held.precision}, the best of at least 4 bits that fits without a disk: {layout.shortage}"]
