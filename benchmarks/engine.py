@@ -27,7 +27,7 @@ import numpy as np
 import simpy
 
 from benchmarks.curves import at_one_size, write_accesses
-from policies.core.policy import Event, Int, Options, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import Event, Int, Options, Policy, ScorePolicy, Shape
 from policies.core.spec import PolicySpec, parse
 from sim.engines import compiled_engine, count
 from sim.engines.simpy_engine import simulate
@@ -60,7 +60,7 @@ class Newest(ScorePolicy):
         self.keep[0, event.experts] = event.serial
 
 
-class Oldest(RetentionPolicy):
+class Oldest(Policy):
     """FIFO in Python, which names its victims."""
 
     def __init__(self, shape: Shape, options: Options) -> None:

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policies.checker import check_policy
-    from policies.core.policy import Event, Prefetcher, ScorePolicy, Shape
-    from policies.core.policy import RetentionPolicy as Policy
+    from policies.core.policy import Event, Policy, Prefetcher, ScorePolicy, Shape
     from policies.core.spec import make_policy
 
 __all__ = ["Event", "Policy", "Prefetcher", "ScorePolicy", "Shape", "check_policy", "make_policy"]
@@ -17,5 +16,4 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     elsewhere = {"check_policy": "policies.checker", "make_policy": "policies.core.spec"}
-    module = import_module(elsewhere.get(name, "policies.core.policy"))
-    return getattr(module, "RetentionPolicy" if name == "Policy" else name)
+    return getattr(import_module(elsewhere.get(name, "policies.core.policy")), name)

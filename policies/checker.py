@@ -27,7 +27,7 @@ from policies.core.guard import PolicyError, proposal_fault
 from policies.core.policy import Event, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.core.runner import PolicyRunner
-from policies.core.spec import Policy, PolicySpec, parse
+from policies.core.spec import PolicyLike, PolicySpec, parse
 from policies.random_routing import Script, scripts
 from traces.errors import InputError
 from traces.steps import Lookahead, decode_steps
@@ -60,7 +60,7 @@ class Report:
         return f"{self.policy} {verdict}\n  ({self.events:,} events run, {self.us_per_event:.1f} us an event)"
 
 
-def check_policy(policy: Policy, seed: int = 0) -> Report:
+def check_policy(policy: PolicyLike, seed: int = 0) -> Report:
     """Return a report on whether a policy keeps the contract; seed: draws other routing. InputError for its name."""
     spec = parse(policy)
     failures: dict[str, str] = {}  # by rule, the first of each

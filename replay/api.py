@@ -6,7 +6,7 @@ Parameters have the names of the command's options, and the same defaults.
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from policies.core.spec import Policy
+from policies.core.spec import PolicyLike
 from replay.choice import Choice, first_part
 from replay.device_choice import DeviceChoice
 from replay.run import replay as run_on_device
@@ -42,7 +42,7 @@ class ReplayResult(RunResult):
 @with_options
 def replay(
     trace: TraceLike,
-    policy: Policy = defaults.POLICY,
+    policy: PolicyLike = defaults.POLICY,
     cache_size: CacheSize = defaults.CACHE_SIZE,
     device: str = "auto",
     **options: Any,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import pandas as pd
 
 from policies.core.grammar import policy_title, split_list
-from policies.core.spec import Policy, text_of
+from policies.core.spec import PolicyLike, text_of
 from sim import defaults
 from sim.engines import compiling
 from sim.experiment import OPTIONS, Experiment
@@ -125,7 +125,7 @@ class SweepResult:
         where = f" on {first['hardware']}" if first["hardware"] else ", untimed"
         return f"Sweep of {first['trace']} ({first['model']}{where}):\n{table.to_string(index=False)}"
 
-    def compare(self, baseline: Policy, seed: int = 0) -> "Comparison":
+    def compare(self, baseline: PolicyLike, seed: int = 0) -> "Comparison":
         """Return the differences of all policies from the baseline policy at the same cache size, paired over requests.
 
         seed: of the bootstrap. Raises InputError if the sweep did not run the baseline.
@@ -195,7 +195,7 @@ def with_options(function: Callable[P, T]) -> Callable[P, T]:
 @with_options
 def simulate(
     trace: TraceLike,
-    policy: Policy = defaults.POLICY,
+    policy: PolicyLike = defaults.POLICY,
     cache_size: CacheSize = defaults.CACHE_SIZE,
     **options: Any,
 ) -> RunResult:
@@ -225,7 +225,7 @@ def result_of(row: Row, log: RunLog, requests: pd.DataFrame, loaded: Loaded) -> 
 @with_options
 def sweep(
     trace: TraceLike,
-    policies: Sequence[Policy] = defaults.POLICIES,
+    policies: Sequence[PolicyLike] = defaults.POLICIES,
     cache_sizes: Sequence[CacheSize] = defaults.CACHE_SIZES,
     *,
     seeds: Sequence[int] | None = None,

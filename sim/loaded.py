@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from policies.core.policy import Int, Shape
-from policies.core.spec import FETCHED, Policy, PolicySpec, parse
+from policies.core.spec import FETCHED, PolicyLike, PolicySpec, parse
 from sim.engines import compiled_engine, untimed
 from sim.experiment import Experiment
 from sim.loop.log import Ended, RunLog, joined
@@ -126,7 +126,7 @@ class Loaded(ABC):
         policy.divide(self.shape, slots, self.sizes)
         policy.require(self.shape)
 
-    def chosen(self, policy: Policy, cache_size: str) -> tuple[PolicySpec, int]:
+    def chosen(self, policy: PolicyLike, cache_size: str) -> tuple[PolicySpec, int]:
         """Return a policy and a cache size as this trace runs them. Raise InputError where it cannot."""
         spec, slots = parse(policy), self.slots(cache_size)
         self.require(spec, slots)

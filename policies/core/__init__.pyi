@@ -18,9 +18,9 @@ from .policy import Float as Float
 from .policy import Int as Int
 from .policy import Listener as Listener
 from .policy import Options as Options
+from .policy import Policy as Policy
 from .policy import Prefetcher as Prefetcher
 from .policy import Requests as Requests
-from .policy import RetentionPolicy as RetentionPolicy
 from .policy import ScorePolicy as ScorePolicy
 from .policy import Shape as Shape
 from .presets import PRESETS as PRESETS

@@ -14,7 +14,7 @@ import numpy as np
 from policies.core.calling import Held, address_of, call_propose, got, put
 from policies.core.compiled import OURS, compiled
 from policies.core.limits import Bounds, Limiter, Limits, within
-from policies.core.policy import NO_INTS, Compiled, Event, Float, Int, Listener, RetentionPolicy, Shape
+from policies.core.policy import NO_INTS, Compiled, Event, Float, Int, Listener, Policy, Shape
 
 HOOKS = ("on_lookup", "on_host_lookup", "on_insert", "on_evict")
 """Bookkeeping in the keep scores (rule 8), by the name that a policy declares."""
@@ -125,7 +125,7 @@ def _function(cls: type[Listener], declared: Compiled, name: str, kind: str) -> 
     ours = f"{cls.__module__}.".startswith(OURS)
     called = f"{cls.__qualname__}_{name}".replace(".", "_") if ours else name
     given = _GIVES.get(name, _TAKES[kind])
-    if kind == "observe" and not issubclass(cls, RetentionPolicy):
+    if kind == "observe" and not issubclass(cls, Policy):
         given = "state, event"
     space = {"__name__": __name__ if ours else cls.__module__, "function": getattr(declared, name), "known": known}
     if kind != "hook":

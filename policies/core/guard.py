@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from policies.core.compiled import compiled, entry_point
-from policies.core.policy import KEEP_ROWS, Event, Float, Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import KEEP_ROWS, Event, Float, Int, Listener, Policy, Prefetcher, ScorePolicy, Shape
 from traces.errors import InputError
 from traces.steps import Lookahead, RequestSteps
 
@@ -107,10 +107,10 @@ def _check(half: Any, cls: type[Listener], shape: Shape) -> None:
     if not hasattr(half, "options"):
         raise BrokenRuleError("it has no options: let its __init__ call super().__init__(shape, options)")
     scored, defined = issubclass(cls, ScorePolicy), {name for each in own_classes(cls) for name in vars(each)}
-    base = Prefetcher if issubclass(cls, Prefetcher) else RetentionPolicy
+    base = Prefetcher if issubclass(cls, Prefetcher) else Policy
     for name in defined.intersection(METHODS):
         if not hasattr(base, name) or (scored and name in OF_VICTIMS):
-            advice = "RetentionPolicy, or write the scores in `observe`" if scored else "the class that has it"
+            advice = "Policy, or write the scores in `observe`" if scored else "the class that has it"
             raise BrokenRuleError(f"its {name} is never called of a {base.__name__}: derive from {advice}")
     if not cls.oracle and ("foresee" in defined or any(getattr(each, "oracle", False) for each in cls.__mro__)):
         raise BrokenRuleError("its `foresee` sees the whole run ahead: declare `oracle = True` in its class")

@@ -8,7 +8,7 @@ scores are kept for all experts, and the least of a layer is found as well as th
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from policies.core.policy import Event, Int, RetentionPolicy
+from policies.core.policy import Event, Int, Policy
 
 
 def _of_all(method: str) -> Callable[..., None]:
@@ -26,10 +26,10 @@ def _of_one(method: str) -> Callable[..., None]:
     return notify
 
 
-class PerLayer(RetentionPolicy):
+class PerLayer(Policy):
     """`keeper` for the first layer and, of the same class and options, one of `others` for every other."""
 
-    def __init__(self, keeper: RetentionPolicy, others: Sequence[RetentionPolicy]) -> None:
+    def __init__(self, keeper: Policy, others: Sequence[Policy]) -> None:
         super().__init__(keeper.shape, keeper.options)
         self._of = [keeper, *others]
         self.name = keeper.name  # type: ignore[misc]  # it passes for the policy whose instances it holds

@@ -224,7 +224,7 @@ class Listener:
         raise NotImplementedError
 
 
-class RetentionPolicy(Listener, ABC):
+class Policy(Listener, ABC):
     """What to keep: names the victim when a transfer needs a slot and none is free."""
 
     def on_hit(self, expert: int, serial: int) -> None:
@@ -244,7 +244,7 @@ class RetentionPolicy(Listener, ABC):
         """The expert to evict. evictable: [n], n >= 1, ascending ids of READY experts that nothing pins."""
 
 
-class ScorePolicy(RetentionPolicy):
+class ScorePolicy(Policy):
     """An eviction policy as keep scores: the least (primary, secondary, id) among the evictable goes.
 
     keep: float64[2, L*E]: primary and secondary score of every expert, resident or not. What it declares as `compiled`
@@ -288,7 +288,7 @@ class Prefetcher(Listener):
             self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     @classmethod
-    def beside(cls, keeper: RetentionPolicy) -> "Prefetcher":
+    def beside(cls, keeper: Policy) -> "Prefetcher":
         """Return the prefetcher of the same name and options as `keeper`: it shares a state of the same start."""
         shared = (keeper.state,) if cls.shares_state_with(type(keeper)) else ()
         return cls(keeper.shape, keeper.options, *shared)

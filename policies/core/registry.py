@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from policies.core import grammar, user_file
 from policies.core.placement import PLACEMENTS, Placement
-from policies.core.policy import Compiled, Listener, Prefetcher, RetentionPolicy
+from policies.core.policy import Compiled, Listener, Policy, Prefetcher
 from policies.core.presets import PRESETS, Preset
 from policies.core.scope import SCOPES, Scope
 from traces.errors import InputError, unknown
@@ -48,10 +48,10 @@ BUILT_IN = (
 )
 """Modules of this package that register policies."""
 
-_retention: dict[str, type[RetentionPolicy]] = {}
+_retention: dict[str, type[Policy]] = {}
 _prefetch: dict[str, type[Prefetcher]] = {}
 
-R = TypeVar("R", bound=type[RetentionPolicy])
+R = TypeVar("R", bound=type[Policy])
 P = TypeVar("P", bound=type[Prefetcher])
 C = TypeVar("C")
 
@@ -113,12 +113,12 @@ def built_in() -> list[type[Listener]]:
     return sorted(held, key=lambda cls: places[cls.__module__])
 
 
-def keeper(policy: str | type[Listener]) -> type[RetentionPolicy]:
+def keeper(policy: str | type[Listener]) -> type[Policy]:
     """Return the eviction policy of that name, or in that file; a class stands for itself. Raise InputError."""
     cls = _find(policy, _retention, _prefetch)
     if cls is None:
         raise unknown("policy", str(policy), [*_retention, *(preset.name for preset in PRESETS)])
-    if not issubclass(cls, RetentionPolicy):
+    if not issubclass(cls, Policy):
         how = f"lru+{policy}" if isinstance(policy, str) else f"PolicySpec.of(evict='lru', prefetch={cls.__name__})"
         called = getattr(policy, "__name__", policy)
         raise InputError(f"{called!r} is a prefetcher: name what to keep as well, as in {how}")
@@ -154,7 +154,7 @@ def _known(kind: str, name: str | type[C], table: Mapping[str, type[C]]) -> type
     return table[name]
 
 
-def tables() -> tuple[dict[str, type[RetentionPolicy]], dict[str, type[Prefetcher]]]:
+def tables() -> tuple[dict[str, type[Policy]], dict[str, type[Prefetcher]]]:
     _load()
     return _retention, _prefetch
 

@@ -35,7 +35,7 @@ from policies.core import residency_compiled as core
 from policies.core.calling import HIT, INSERT, VICTIM, Asked
 from policies.core.compiled import entry_point
 from policies.core.host_memory import HostMemory
-from policies.core.policy import KEEP_ROWS, Float, Int, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import KEEP_ROWS, Float, Int, Policy, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED as BLOCKED
 from policies.core.residency_compiled import NO_EXPERT as NO_EXPERT
 
@@ -156,7 +156,7 @@ class PolicyResidency:
         self,
         shape: Shape,
         partitions: Sequence[int],
-        policy: RetentionPolicy,
+        policy: Policy,
         one_scale: bool = False,
         sizes: Int | None = None,
     ) -> None:
@@ -185,7 +185,7 @@ class PolicyResidency:
             self._asked = Asked(self._answer, self.failed, self._instead)
             m[core.ONE, core.ASKED] = self._asked.address
             for place, method in HEARS.items():
-                m[core.ONE, place] = getattr(type(policy), method) is not getattr(RetentionPolicy, method)
+                m[core.ONE, place] = getattr(type(policy), method) is not getattr(Policy, method)
             self._offered = partial(entry_point(core.offered, m, self.proposals, 0), m, self.proposals)
             self.interrupt = self._checked(self.interrupt)
 

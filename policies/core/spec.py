@@ -17,7 +17,7 @@ from policies.core import dispatch, guard, registry, user_file
 from policies.core.grammar import Expression, Term, file_and_class, read, read_scope, read_term, value_text
 from policies.core.per_layer import PerLayer
 from policies.core.placement import PLACEMENTS, Fetch, Placement
-from policies.core.policy import Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import Int, Listener, Policy, Prefetcher, ScorePolicy, Shape
 from policies.core.scope import Global, Scope
 from traces.errors import InputError, unknown
 
@@ -283,14 +283,14 @@ class PolicySpec:
             for half in (self.evict, self.prefetch):
                 guard.guarded(half.cls, "require", half.cls.require)(half.options, shape)
 
-    def build(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
+    def build(self, shape: Shape) -> tuple[Policy, Prefetcher]:
         """Return fresh instances; halves of one name and the same options share what they have learned.
 
         In a scope of layers an eviction policy that is no score is one instance for each, so it shares nothing.
         Raise InputError where one cannot be made, such as without the file that it reads.
         """
         with self._named():
-            keeper: RetentionPolicy = self.evict.build(shape)
+            keeper: Policy = self.evict.build(shape)
             if self.scope.cls.per_layer and not isinstance(keeper, ScorePolicy):
                 others = [self.evict.build(shape) for _ in range(1, shape.layers)]
                 return PerLayer(keeper, others), self.prefetch.build(shape)
@@ -300,7 +300,7 @@ class PolicySpec:
             return keeper, guard.built(cls, lambda: cls.beside(keeper), shape)
 
 
-Policy = str | type[Listener] | Part | PolicySpec
+PolicyLike = str | type[Listener] | Part | PolicySpec
 """What `parse` makes a policy of."""
 
 NO_PREFETCH = Part(registry.NoPrefetch, registry.NoPrefetch.Options(), registry.NoPrefetch.name)
@@ -308,14 +308,14 @@ GLOBAL = Part(Global, Global.Options(), Global.name)
 FETCHED = Part(Fetch, Fetch.Options(), Fetch.name)
 
 
-def parse(policy: Policy) -> PolicySpec:
+def parse(policy: PolicyLike) -> PolicySpec:
     """Return the policy that a text, an eviction policy's class or a spec says. InputError for an unknown name."""
     if isinstance(policy, str):
         return _read(policy)
     return policy if isinstance(policy, PolicySpec) else PolicySpec.of(policy)
 
 
-def make_policy(policy: Policy, *, prefetch: Half | None = None, **options: Any) -> PolicySpec:
+def make_policy(policy: PolicyLike, *, prefetch: Half | None = None, **options: Any) -> PolicySpec:
     """Return a policy with other options than its defaults, or with a prefetcher beside it.
 
     policy: a name such as "eamc", a class, or a policy. prefetch: a name such as "popular:n=2", or a class.
@@ -327,7 +327,7 @@ def make_policy(policy: Policy, *, prefetch: Half | None = None, **options: Any)
     return spec if prefetch is None else PolicySpec.of(spec.evict, prefetch, spec.scope, spec.placement)
 
 
-def text_of(policy: Policy) -> str:
+def text_of(policy: PolicyLike) -> str:
     """Return what results call a policy; text stays as it is."""
     return policy if isinstance(policy, str) else make_policy(policy).text
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from policies.core.grammar import file_and_class
-from policies.core.policy import Listener, Prefetcher, RetentionPolicy
+from policies.core.policy import Listener, Policy, Prefetcher
 from traces.errors import InputError, unknown
 
 MODULE = "policy_file_"
@@ -53,13 +53,13 @@ def content(cls: type) -> str | None:
 def checked(cls: Any, name: str) -> type[Listener]:
     """Return `cls`, which goes by `name`. Raise InputError where it is no policy."""
     if not _is_policy(cls):
-        raise InputError(f"{name} is neither a RetentionPolicy nor a Prefetcher (policies.core.policy)")
+        raise InputError(f"{name} is neither a Policy nor a Prefetcher: derive it from one of `policies`")
     policy: type[Listener] = cls
     return policy
 
 
 def _is_policy(cls: object) -> bool:
-    return isinstance(cls, type) and issubclass(cls, RetentionPolicy | Prefetcher)
+    return isinstance(cls, type) and issubclass(cls, Policy | Prefetcher)
 
 
 @cache

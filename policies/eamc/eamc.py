@@ -35,8 +35,8 @@ from policies.core.policy import (
     Float,
     Int,
     Listener,
+    Policy,
     Prefetcher,
-    RetentionPolicy,
     ScorePolicy,
     Shape,
 )
@@ -338,7 +338,7 @@ class EamcPrefetcher(_StartsFromAFile, Prefetcher):
         self.observes = predictor is None
 
     @classmethod
-    def beside(cls, keeper: RetentionPolicy) -> "EamcPrefetcher":
+    def beside(cls, keeper: Policy) -> "EamcPrefetcher":
         """Return the other half of a retention `eamc`: it reads what that one has matched."""
         assert isinstance(keeper, EamcRetention)
         return cls(keeper.shape, keeper.predictor.options, keeper.predictor)

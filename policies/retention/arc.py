@@ -11,14 +11,14 @@ a miss that the host computes moves p, but does not enter. The number of slots i
 
 from collections import OrderedDict
 
-from policies.core.policy import Event, Int, Options, RetentionPolicy, Shape
+from policies.core.policy import Event, Int, Options, Policy, Shape
 from policies.core.registry import retention
 
 List = OrderedDict[int, None]  # the least recently used first
 
 
 @retention("arc")
-class ARC(RetentionPolicy):
+class ARC(Policy):
     """Adaptive replacement: recency and frequency share the cache by what each would have kept."""
 
     def __init__(self, shape: Shape, options: Options) -> None:

@@ -7,7 +7,7 @@ each lookup that finds it gives one, up to 2**bits - 1. No ties. An expert that 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from policies.core.policy import Int, Options, RetentionPolicy, Shape, bounded
+from policies.core.policy import Int, Options, Policy, Shape, bounded
 from policies.core.registry import retention
 
 
@@ -19,7 +19,7 @@ class ClockOptions(Options, policy="clock"):
 
 
 @retention("clock")
-class Clock(RetentionPolicy):
+class Clock(Policy):
     """Second chance: first in, first out, but what was used goes round again."""
 
     observes = False

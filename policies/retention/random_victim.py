@@ -6,7 +6,7 @@ The draws depend on `seed` and on nothing else, so the same run twice is the sam
 from dataclasses import dataclass
 from random import Random
 
-from policies.core.policy import Int, Options, RetentionPolicy, Shape, bounded
+from policies.core.policy import Int, Options, Policy, Shape, bounded
 from policies.core.registry import retention
 
 
@@ -18,7 +18,7 @@ class RandomOptions(Options, policy="random"):
 
 
 @retention("random")
-class RandomVictim(RetentionPolicy):
+class RandomVictim(Policy):
     """Any evictable expert, drawn evenly."""
 
     observes = False

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from fractions import Fraction
 
-from policies.core.policy import Int, Options, RetentionPolicy, Shape, bounded
+from policies.core.policy import Int, Options, Policy, Shape, bounded
 from policies.core.registry import retention
 
 MOST_LOOKUPS = 3
@@ -29,7 +29,7 @@ class S3FIFOOptions(Options, policy="s3fifo"):
 
 
 @retention("s3fifo")
-class S3FIFO(RetentionPolicy):
+class S3FIFO(Policy):
     """Three FIFO queues: quick demotion of what is used once."""
 
     observes = False

@@ -7,12 +7,12 @@ is passed untouched.
 
 from collections import OrderedDict
 
-from policies.core.policy import Int, Options, RetentionPolicy, Shape
+from policies.core.policy import Int, Options, Policy, Shape
 from policies.core.registry import retention
 
 
 @retention("sieve")
-class Sieve(RetentionPolicy):
+class Sieve(Policy):
     """A sweeping hand that evicts what was not used since its last visit."""
 
     observes = False

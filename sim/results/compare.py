@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from policies.core.grammar import policy_title, split_size
 from policies.core.scope import SCOPES
-from policies.core.spec import Policy, text_of
+from policies.core.spec import PolicyLike, text_of
 from sim.quantities import parse_cache_size, stated_bytes
 from sim.results import files
 from sim.results.metrics import REQUESTS, RESULTS, Row
@@ -157,7 +157,7 @@ def split_name(text: str) -> tuple[Path, str | None, str | None]:
     raise InputError(f"no results folder {text}: write results/x, or results/x:policy@size for one of its cells")
 
 
-def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -> list[SweptRun]:
+def choose(cells: Sequence[SweptRun], policy: PolicyLike | None, size: str | None) -> list[SweptRun]:
     """Return those of one folder's cells that have this policy and cache size, of either kind if None.
 
     Raise InputError, naming what there is, if there are none.
@@ -194,7 +194,7 @@ def _unknown(policy: str, known: Iterable[str], folder: Path) -> InputError:
     return InputError(f"{folder}: {error}") if folder != Path() else error
 
 
-def pairs_within(cells: Sequence[SweptRun], policies: Sequence[Policy]) -> list[tuple[SweptRun, SweptRun]]:
+def pairs_within(cells: Sequence[SweptRun], policies: Sequence[PolicyLike]) -> list[tuple[SweptRun, SweptRun]]:
     """Return (baseline, cell) at each size: the first policy is the baseline. Raise InputError if one is missing."""
     if len(policies) < 2:
         raise InputError("`policies` needs two or more to compare: the baseline first, as in lru,eamc")

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from policies.core.grammar import alternatives, count_alternatives, split_list
-from policies.core.spec import SEED, Policy, PolicySpec, parse
+from policies.core.spec import SEED, PolicyLike, PolicySpec, parse
 from sim.defaults import CACHE_SIZES, HARDWARE, POLICIES
 from sim.experiment import OPTIONS, Experiment, Natural, Positive, Text, resolve
 from sim.results.provenance import commit
@@ -123,7 +123,7 @@ KEYS = tuple(
 """All options of a sweep, in the order of its file."""
 
 
-def specs(policies: Sequence[Policy], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
+def specs(policies: Sequence[PolicyLike], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
     """Return all policies, each once; `scope` is of those that name none.
 
     Raise InputError for one that there is not, and for two that results would call the same.
@@ -142,7 +142,7 @@ def specs(policies: Sequence[Policy], scope: str | None, seeds: Sequence[int] = 
     return list(named.values())
 
 
-def seeded(policy: Policy, seed: int) -> PolicySpec:
+def seeded(policy: PolicyLike, seed: int) -> PolicySpec:
     """Return the policy drawing from `seed`; as it is if it draws nothing, or names a seed."""
     spec = parse(policy)
     return spec.with_options({o.name: seed for o in spec.declared() if o.key == SEED and not o.stated})

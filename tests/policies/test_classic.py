@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import PolicyResidency, RetentionPolicy, ScorePolicy, Shape, alone, parse
+from policies.core import Policy, PolicyResidency, ScorePolicy, Shape, alone, parse
 from policies.core.residency_compiled import NO_EXPERT
 from policies.retention.s3fifo import S3FIFO, S3FIFOOptions
 from traces import DECODE, InputError, write_trace
@@ -183,7 +183,7 @@ class Both:
     """A policy and its reference over one cache, told the same things, as the residency tells them."""
 
     def __init__(self, name: str, slots: int) -> None:
-        self.policy: RetentionPolicy = parse(name).build(Shape(1, TOTAL))[0]
+        self.policy: Policy = parse(name).build(Shape(1, TOTAL))[0]
         self.name, self.by_hand, self.evicted = name, BY_HAND[name](slots), False
         self.slots, self.resident, self.serial, self.starts = slots, set[int](), 0, 0
 

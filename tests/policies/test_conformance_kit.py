@@ -27,12 +27,12 @@ HEAD = """
 import itertools
 import random
 import numpy as np
-from policies.core.policy import Prefetcher, RetentionPolicy, ScorePolicy
+from policies.core.policy import Prefetcher, Policy, ScorePolicy
 """
 
 BAD_KEEPERS = {
     "do not decide alike": """
-class Bad(RetentionPolicy):
+class Bad(Policy):
     def victim(self, evictable):
         return int(random.choice(evictable))
 """,
@@ -61,7 +61,7 @@ class Bad(ScorePolicy):
             np.add.at(self.keep[0], request.experts, 1)
 """,
     "named victim 10000, which was not offered": """
-class Bad(RetentionPolicy):
+class Bad(Policy):
     def victim(self, evictable):
         return 10000
 """,
@@ -91,7 +91,7 @@ class Bad(ScorePolicy):
         self.keep[0, event.experts] = 1 // len(event.experts)
 """,
     ": KeyError": """
-class Bad(RetentionPolicy):
+class Bad(Policy):
     def begin_request(self, request, batch_slot):
         self.inserted = {}
     def on_insert(self, expert, serial, start):
@@ -148,7 +148,7 @@ def test_a_policy_as_bad_as_allowed_conforms(tmp_path):
     (tmp_path / "odd.py").write_text(
         HEAD
         + """
-class Odd(RetentionPolicy):
+class Odd(Policy):
     def __init__(self, shape, options):
         super().__init__(shape, options)
         self.random = random.Random(3)

@@ -26,7 +26,7 @@ REQUESTS = [TRACE.steps(i) for i in range(3)]
 
 HEAD = """import sys
 import numpy as np
-from policies.core.policy import Prefetcher, RetentionPolicy, ScorePolicy
+from policies.core.policy import Prefetcher, Policy, ScorePolicy
 from policies.eamc.eamc import EamcRetention
 from policies.prefetch.layer_stream import All
 from policies.prefetch.popular import Popular
@@ -47,7 +47,7 @@ def evicted(policy: str, slots: int = 3) -> list[int]:
     return experts
 
 
-def file_of(folder: Path, body: str, base: str = "RetentionPolicy", name: str = "mine.py") -> str:
+def file_of(folder: Path, body: str, base: str = "Policy", name: str = "mine.py") -> str:
     """Write a policy `Mine`, its body indented by four; its first line is LINES + 1."""
     (folder / name).write_text(HEAD.format(base=base) + "".join(f"    {line}\n" for line in body.splitlines()))
     return f"{folder / name}:Mine"

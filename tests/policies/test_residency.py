@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import BLOCKED, Int, Options, PolicyResidency, RetentionPolicy, ScorePolicy, Shape, parse
+from policies.core import BLOCKED, Int, Options, Policy, PolicyResidency, ScorePolicy, Shape, parse
 from policies.core import residency_compiled as core
 from policies.core.residency_compiled import NO_EXPERT
 from policies.retention import LRU
 
 
-class Lifo(RetentionPolicy):
+class Lifo(Policy):
     """Evicts what came last: names its victims in Python, so it takes the machine's other path."""
 
     name = "lifo"

@@ -147,8 +147,8 @@ def test_one_layer_plays_alike_in_either_scope(policy):
 
 def test_a_users_policy_with_state_of_its_own_is_one_for_each_layer(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from policies.core.policy import RetentionPolicy\n"
-        "class First(RetentionPolicy):\n"
+        "from policies.core.policy import Policy\n"
+        "class First(Policy):\n"
         "    def __init__(self, shape, options):\n"
         "        super().__init__(shape, options)\n"
         "        self.queue, self.layers = [], set()\n"

@@ -180,7 +180,7 @@ class Switch(ScorePolicy):
     [
         ("absent.py:Keeps", "absent.py: no such file"),
         ("mine.py:Kepes", "unknown class of mine.py 'Kepes'; did you mean Keeps"),
-        ("mine.py:Neither", "neither a RetentionPolicy nor a Prefetcher"),
+        ("mine.py:Neither", "neither a Policy nor a Prefetcher"),
         ("mine.py:Switch:on=maybe", "option on of Switch needs a value of type bool, as in on=False"),
         ("syntax.py:Keeps", "syntax.py:2: cannot be imported: SyntaxError"),
         ("raises.py:Keeps", "raises.py:3: cannot be imported: KeyError: 'nothing here'"),

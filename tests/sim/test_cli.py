@@ -72,10 +72,10 @@ def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
     cycle = synthetic(8, tokens=30, layers=2, experts=8, top_k=2, seed=5)
     write_trace(replace(cycle, meta=replace(cycle.meta, model="tiny", **SIZES)), tmp_path / "t")
     (tmp_path / "mine.py").write_text(
-        "from policies.core.policy import RetentionPolicy\n"
+        "from policies.core.policy import Policy\n"
         "from policies.retention.lru import LRU\n\n\n"
         "class Same(LRU):\n    pass\n\n\n"
-        "class Worst(RetentionPolicy):\n"
+        "class Worst(Policy):\n"
         "    last = {}\n"
         "    def on_hit(self, expert, serial):\n        self.last[expert] = serial\n"
         "    def on_insert(self, expert, serial, start):\n        self.last[expert] = serial\n"

@@ -28,9 +28,9 @@ from policies.core import (
     Event,
     Int,
     Options,
+    Policy,
     PolicySpec,
     Prefetcher,
-    RetentionPolicy,
     ScorePolicy,
     Shape,
     parse,
@@ -147,7 +147,7 @@ class Newest(ScorePolicy):
         self.keep[0, event.experts] = event.serial
 
 
-class Stack(RetentionPolicy):
+class Stack(Policy):
     """Evicts what came last, of what was hit the least; hears all that a policy may hear of."""
 
     def __init__(self, shape: Shape, options: Options) -> None:

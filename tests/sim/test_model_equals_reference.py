@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import Int, RetentionPolicy, registry
+from policies.core import Int, Policy, registry
 from tests import reference
 from tests.support.reference_cases import (
     STORED_CASES,
@@ -70,7 +70,7 @@ def test_the_engine_equals_the_reference_on_cases_that_hypothesis_shrinks(
     assert play(case) == reference.run_case(case), json.dumps(case)
 
 
-class LruInPython(RetentionPolicy):
+class LruInPython(Policy):
     """LRU without scores: the residency asks it for every victim in Python."""
 
     name = "lru"

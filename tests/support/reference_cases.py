@@ -17,10 +17,10 @@ from policies.core import (
     Event,
     Float,
     Int,
+    Policy,
     PolicyResidency,
     PolicySpec,
     Prefetcher,
-    RetentionPolicy,
     Shape,
     registry,
     runner,
@@ -162,7 +162,7 @@ def play(case: Case, engine: str = "simpy") -> Case:
     partitions = case.get("partitions")
 
     def residency(
-        shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool, sizes: Int | None
+        shape: Shape, divided: Sequence[int], policy: Policy, one_scale: bool, sizes: Int | None
     ) -> PolicyResidency:
         assert len(divided) == (len(partitions) if partitions else 1)
         return PolicyResidency(shape, partitions or divided, policy, case.get("one_scale", False), sizes)

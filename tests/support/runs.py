@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from policies.core import Int, Listener, PolicyResidency, Prefetcher, RetentionPolicy, Shape, parse, runner
+from policies.core import Int, Listener, Policy, PolicyResidency, Prefetcher, Shape, parse, runner
 from policies.core.registry import built_in, is_pair
 from policies.prefetch import Predictor
 from sim.loop import Ended, Run, RunLog, Tier, Users, gpu_run
@@ -36,7 +36,7 @@ KEEPERS = (
     "eamc:capacity=2:source=request:layers=future:replacement=least-used:keep=most-visited:threshold=-1",
     "eamc:capacity=4:keep=least-visited:layers=past:replacement=fifo:depth=1",
     *("eamc-blend:wrong=0.01:distance=1", "expert-map:capacity=4", "expert-map:depth=0"),
-    *sorted(cls.name for cls in PLAIN if issubclass(cls, RetentionPolicy)),
+    *sorted(cls.name for cls in PLAIN if issubclass(cls, Policy)),
 )
 FETCHERS = (
     *("all:depth=0:budget=0.5", "previous:depth=0", "popular:n=2:threshold=3", "markov:n=2:budget=1"),
@@ -70,7 +70,7 @@ class Drawn(NamedTuple):
         parts: list[RunLog] = []
 
         def residency(
-            shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool, sizes: Int | None
+            shape: Shape, divided: Sequence[int], policy: Policy, one_scale: bool, sizes: Int | None
         ) -> PolicyResidency:
             return PolicyResidency(shape, divided, policy, one_scale or self.one_scale, sizes)
 
