@@ -17,7 +17,6 @@ import sys
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from policies.core.policy import Event, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.core.runner import PolicyRunner
 from policies.core.spec import PolicyLike, PolicySpec, parse
+from policies.overhead import measured_us
 from policies.random_routing import Script, scripts
 from traces.errors import InputError
 from traces.steps import Lookahead, decode_steps
@@ -35,7 +35,7 @@ from traces.steps import Lookahead, decode_steps
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What the kit measured. us_per_event: mean time in `observe` and `propose` on 26 x 64 experts, top-6."""
+    """What the kit measured. us_per_event: what `policies.overhead` measures on 26 x 64 experts, top-6."""
 
     policy: str
     failures: tuple[str, ...]  # a plain sentence each
@@ -57,7 +57,7 @@ class Report:
     def __str__(self) -> str:
         failures = "".join(f"\n  - {failure}" for failure in self.failures)
         verdict = "does not conform:" + failures if failures else "conforms"
-        return f"{self.policy} {verdict}\n  ({self.events:,} events run, {self.us_per_event:.1f} us an event)"
+        return f"{self.policy} {verdict}\n  ({self.events:,} events run, {self.us_per_event:g} us an event)"
 
 
 def check_policy(policy: PolicyLike, seed: int = 0) -> Report:
@@ -210,23 +210,13 @@ def _shown(decision: tuple[Any, ...]) -> str:
 
 
 def _us_per_event(spec: PolicySpec, seed: int) -> float:
-    """Return the mean microseconds in `observe` and `propose`, on decoded tokens of 26 x 64 experts, top-6."""
+    """Return what an event takes of decoded tokens of 26 x 64 experts, top-6."""
     rng = np.random.default_rng(seed)
     L, E, k, tokens = 26, 64, 6, 40
     chosen = np.argsort(rng.random((tokens, L, E)) * (1 + np.arange(E)), axis=-1)[..., :k]
     request = decode_steps(0, chosen, E, sentinel=E, context=np.arange(1, tokens + 1))
     request = replace(request, lookahead=Lookahead(L, request.offsets, request.experts, request.counts))
-    runner = PolicyRunner(spec, Shape(L, E), [request, request], experts_per_layer=1.0)
-    for ordinal in range(2):  # the first warms up
-        made = Events.of(request, L)
-        events = [made.event(step, layer) for step in range(tokens) for layer in range(L)]
-        began = perf_counter_ns()
-        runner.begin_request(ordinal)
-        for event in events:
-            runner.observe(event)
-            runner.propose(event)
-        runner.end_request()
-    return (perf_counter_ns() - began) / 1000 / (tokens * L)
+    return measured_us(spec, Shape(L, E), [request])
 
 
 def main() -> int:

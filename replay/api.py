@@ -63,6 +63,7 @@ def replay(
     spec, slots = loaded.chosen(seeded(policy, loaded.experiment.seed), cache_text(cache_size))
     if loaded.experiment.requests is None:
         loaded = first_part(loaded, target.device)
+    loaded = loaded.charging(loaded.measured_us([spec]))
     outcome = run_on_device(Choice(loaded, spec, slots, target))
     run = result_of(outcome.row, outcome.log, outcome.requests.to_pandas(), loaded)
     return ReplayResult(run.row, run.steps, run.requests, {one.machine: one.row for one in outcome.predictions})

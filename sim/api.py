@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Run = TypeVar("Run", bound=Loaded)
 
 TraceLike = Trace | Path | str
 """A trace, or the folder or URL of one."""
@@ -210,7 +211,7 @@ def simulate(
     loaded = load(trace, options)
     spec = seeded(policy, loaded.experiment.seed)
     requested = grid.grid_of(loaded, [spec], [cache_text(cache_size)])
-    _prepare(loaded, requested)
+    loaded = _prepared(loaded, requested)
     (slots,) = requested.sizes.values()
     log, summary = grid.simulated(loaded, spec, slots)
     row = {**summary.row(), **summary.latencies()} if isinstance(loaded, TimedRun) else summary.row()
@@ -244,7 +245,7 @@ def sweep(
     loaded = load(trace, options)
     drawn = specs(_listed(policies), None, (loaded.experiment.seed,) if seeds is None else seeds)
     requested = grid.grid_of(loaded, drawn, [cache_text(size) for size in _listed(cache_sizes)])
-    _prepare(loaded, requested)
+    loaded = _prepared(loaded, requested)
     found, requests = grid.run_grid(loaded, requested, workers)
     return SweepResult(found.rows, found.bound, requests, loaded.token_experts / loaded.all_experts)
 
@@ -263,12 +264,18 @@ def _listed(given: Sequence[Any]) -> Sequence[Any]:
     return split_list(given) if isinstance(given, str) else given
 
 
-def _prepare(loaded: Loaded, requested: grid.Grid) -> None:
-    """Warn of what commands warn of, and print that the engine will be compiled if it will."""
-    for text in compiling.notes(loaded.versions(policy for policy, _ in requested.cells())):
+def _prepared(loaded: Run, requested: grid.Grid) -> Run:
+    """Return the run with what policies cost. Warn of what commands warn of, and print what they note.
+
+    That is what was measured of policies, and that the engine will be compiled if it will.
+    """
+    us = loaded.measured_us(requested.policies)
+    versions = loaded.versions(policy for policy, _ in requested.cells())
+    for text in (*compiling.notes(versions), *report.overhead_notes(us)):
         print(text, file=sys.stderr)
     for text in report.warnings(loaded, requested):
         warnings.warn(text, stacklevel=3)
+    return loaded.charging(us)
 
 
 def _title(row: Row) -> str:

@@ -5,17 +5,19 @@ The options of commands (`sim.commands.options`), the keys of a sweep's TOML, th
 cache size are not among them, as an experiment is what cells of different policies and cache sizes have in common.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from msgspec import Meta
 
+from policies.core.grammar import split_list
 from sim.defaults import HARDWARE
 from sim.profiles.hardware_profile import MACHINES
 from sim.quantities import cache_text, parse_bytes
-from traces.errors import refuse, unknown
+from traces.errors import InputError, refuse, unknown
 from traces.location import absolute
 from traces.models.profile import MODELS
 from traces.typed import typed
@@ -53,6 +55,31 @@ def _bytes(name: str, value: Any) -> Any:
     return parse_bytes(value, f"`{name}`") if isinstance(value, str) else value
 
 
+def _overheads(name: str, value: Any) -> Any:
+    """Return the microseconds of all policies or, of a mapping or its text, `POLICY=US,POLICY=US`."""
+    try:
+        if isinstance(value, str) and "=" not in value:
+            return float(value)
+        if isinstance(value, str | Mapping):
+            return overheads_text(overheads(value) if isinstance(value, str) else value)
+    except ValueError as error:
+        raise InputError(f"invalid `{name}` {value!r}: use 2.5 for all, or FILE.py:CLASS=2.5 for one policy") from error
+    return value
+
+
+def overheads(text: str) -> dict[str, float]:
+    """Return the microseconds an event by policies. Raise ValueError for another text."""
+    pairs = (each.rpartition("=") for each in split_list(text))
+    return {policy: float(us) for policy, _, us in pairs}
+
+
+def overheads_text(us: Mapping[str, float]) -> str:
+    """Return what `overheads` reads. Raise ValueError for what is no time."""
+    if not all(policy and 0 <= each < math.inf for policy, each in us.items()):
+        raise ValueError(us)
+    return ",".join(f"{policy}={each:.12g}" for policy, each in us.items())
+
+
 def _size(name: str, value: Any) -> Any:
     return cache_text(value) if isinstance(value, int | float) else value
 
@@ -81,8 +108,14 @@ class Experiment:
         Option("Size after which a prefetch may be interrupted (4MiB). Default: never.", timed=True, read=_bytes),
     ] = None
     predictor_us: Annotated[
-        Annotated[float, Meta(ge=0, le=1e15)] | None,
-        Option("Policy overhead per layer step, in microseconds. Default: the measured table.", key=False, timed=True),
+        Annotated[float, Meta(ge=0, le=1e15)] | Text | None,
+        Option(
+            "Policy overhead per layer step, in microseconds: of one policy (FILE.py:CLASS=12.5, several with commas), "
+            "or of all (2.5). Default: the measured table, and of your own policies what is measured now.",
+            key=False,
+            timed=True,
+            read=_overheads,
+        ),
     ] = None
     host_memory: Annotated[  # rule 17
         Text | None,
@@ -143,6 +176,16 @@ class Experiment:
         if read.get("arrival_rate") is not None:
             read.setdefault("arrivals", POISSON)
         return typed(cls, read, where)
+
+    def overhead_us(self, policy: str) -> float | None:
+        """Return the policy overhead that `predictor_us` states of a policy, or of all; None: it states none."""
+        stated = self.predictor_us
+        return overheads(stated).get(policy) if isinstance(stated, str) else stated
+
+    def charging(self, us: Mapping[str, float]) -> "Experiment":
+        """Return the same, with the overhead of more policies, whose overhead nothing states so far."""
+        stated = overheads(self.predictor_us) if isinstance(self.predictor_us, str) else {}
+        return replace(self, predictor_us=overheads_text({**stated, **us})) if us else self
 
     def resolved(self) -> dict[str, Any]:
         """Return the options that have a value, with paths that hold wherever one stands."""

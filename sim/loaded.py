@@ -4,15 +4,17 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
 
 from policies.core.policy import Int, Shape
 from policies.core.spec import FETCHED, PolicyLike, PolicySpec, parse
+from policies.overhead import measured_us
 from sim.engines import compiled_engine, untimed
 from sim.experiment import Experiment
 from sim.loop.log import Ended, RunLog, joined
@@ -32,6 +34,8 @@ from traces.models.profile import ModelProfile
 from traces.reader import HEARD, open_folder
 from traces.shards import Shards
 from traces.trace import Trace
+
+NONE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,17 @@ class Loaded(ABC):
         self.require(spec, slots)
         return spec, slots
 
+    def measured_us(self, policies: Iterable[PolicySpec], before: Mapping[str, float] = NONE) -> dict[str, float]:
+        """Measure what an event takes of each policy whose overhead is not known; return microseconds, by policies.
+
+        before: what was measured earlier, and is not measured again.
+        """
+        return {}
+
+    def charging(self, us: Mapping[str, float]) -> Self:
+        """Return the same run with these overheads, which are of policies whose own is not known."""
+        return replace(self, experiment=self.experiment.charging(us))
+
     def versions(self, policies: Iterable[PolicySpec]) -> list[bool]:
         """Return which version of the engine runs each policy (`compiled_engine.tiered`)."""
         return []
@@ -224,11 +239,22 @@ class TimedRun(Loaded):
 
     def predictor_us(self, policy: PolicySpec) -> float | None:
         """Return the policy overhead of an event, as stated, measured here, or shipped; None: unknown."""
-        if self.experiment.predictor_us is not None:
-            return self.experiment.predictor_us
+        stated = self.experiment.overhead_us(policy.text)
+        if stated is not None:
+            return stated
         if self.measured and policy.text in self.measured.predictor_us:
             return self.measured.predictor_us[policy.text]
         return cost_us(policy, self.trace.layers, self.trace.num_experts)
+
+    def measured_us(self, policies: Iterable[PolicySpec], before: Mapping[str, float] = NONE) -> dict[str, float]:
+        found = {}
+        for policy in policies:
+            if self.predictor_us(policy) is None:
+                earlier = before.get(policy.text)
+                found[policy.text] = (
+                    measured_us(policy, self.shape, Requests(self.trace)) if earlier is None else earlier
+                )
+        return found
 
     def timing(self, policy: PolicySpec | None = None) -> Timing:
         """Return durations on this machine under a policy, whose work is free where its cost is unknown."""

@@ -29,11 +29,12 @@ class PolicyRunner:
         shape: Shape,
         requests: Requests,
         experts_per_layer: float | None = None,
+        guarded: bool = True,
     ) -> None:
         self.shape = shape
         self._spec, self._residencies = spec, 0
         self._divide = spec.divide
-        self.retention, self.prefetcher = spec.build(shape)
+        self.retention, self.prefetcher = spec.build(shape, guarded)
         if self.prefetcher.needs_lookahead and requests and requests[0].lookahead is None:
             raise ValueError(f"{self.prefetcher.name} needs the trace's lookahead, and the requests have none")
         for half in (self.retention, self.prefetcher):

@@ -71,9 +71,9 @@ class Part:
         changed = _options(self.cls, {**self.values, **options}.items())
         return replace(self, options=changed, stated=self.stated | options.keys())
 
-    def build(self, shape: Shape) -> Any:
+    def build(self, shape: Shape, guarded: bool = True) -> Any:
         """Return a fresh instance with options of its own, guarded if it is a user's (`policies.core.guard`)."""
-        return guard.built(self.cls, lambda: self.cls(shape, copy(self.options)), shape)
+        return guard.built(self.cls, lambda: self.cls(shape, copy(self.options)), shape, guarded)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if file_and_class(self.name):
@@ -283,21 +283,23 @@ class PolicySpec:
             for half in (self.evict, self.prefetch):
                 guard.guarded(half.cls, "require", half.cls.require)(half.options, shape)
 
-    def build(self, shape: Shape) -> tuple[Policy, Prefetcher]:
+    def build(self, shape: Shape, guarded: bool = True) -> tuple[Policy, Prefetcher]:
         """Return fresh instances; halves of one name and the same options share what they have learned.
+
+        guarded: those of a user's own classes are (`policies.core.guard`).
 
         In a scope of layers an eviction policy that is no score is one instance for each, so it shares nothing.
         Raise InputError where one cannot be made, such as without the file that it reads.
         """
         with self._named():
-            keeper: Policy = self.evict.build(shape)
+            keeper: Policy = self.evict.build(shape, guarded)
             if self.scope.cls.per_layer and not isinstance(keeper, ScorePolicy):
-                others = [self.evict.build(shape) for _ in range(1, shape.layers)]
-                return PerLayer(keeper, others), self.prefetch.build(shape)
+                others = [self.evict.build(shape, guarded) for _ in range(1, shape.layers)]
+                return PerLayer(keeper, others), self.prefetch.build(shape, guarded)
             if not self.shares:
-                return keeper, self.prefetch.build(shape)
+                return keeper, self.prefetch.build(shape, guarded)
             cls = self.prefetch.cls
-            return keeper, guard.built(cls, lambda: cls.beside(keeper), shape)
+            return keeper, guard.built(cls, lambda: cls.beside(keeper), shape, guarded)
 
 
 PolicyLike = str | type[Listener] | Part | PolicySpec

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from sim.loop.log import StepRow
 from sim.loop.requests import Requests
 from sim.quantities import show_bytes
 from sim.sweeps import winner
+from sim.sweeps.report import overhead_notes
 from sim.timeline.file import writing
 from traces.commands import console
 from traces.commands.options import typed
@@ -77,7 +78,9 @@ def run(
         taken, whole = cell.taken(experiment, replayed), "requests" in replayed
         request = Request(experiment, cell.policy or defaults.POLICY, cell.size, whole, taken)
     choice = _choose(request, chosen(on, replayed))
-    output.note(*_notes(request, choice, on["device"]))
+    us = choice.loaded.measured_us([choice.policy])
+    choice = replace(choice, loaded=choice.loaded.charging(us))
+    output.note(*_notes(request, choice, on["device"]), *overhead_notes(us))
     folder = output.folder(choice.loaded.experiment.trace, "-replay")
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
     is_real = choice.device != "virtual"
@@ -155,9 +158,6 @@ def _notes(request: Request, choice: Choice, device_typed: str) -> Iterator[str]
     count, experiment = len(choice.loaded.trace.requests), choice.loaded.experiment
     all_of_it = experiment.requests == request.experiment.requests
     yield f"{device}, " + (f"{count} requests" if all_of_it else f"the first {count} requests (--requests N for more)")
-    if choice.loaded.predictor_us(choice.policy) is None:
-        machine = experiment.hardware
-        yield f"no measured policy overhead for {choice.policy.text}: the prediction for {machine} assumes 0"
     size = choice.loaded.expert_bytes or 0
     if choice.device in ("cpu", "disk") and size < TIMED_BYTES:
         yield (

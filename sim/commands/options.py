@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
@@ -28,6 +28,8 @@ from traces.location import name_of
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+R = TypeVar("R", bound=Loaded)
 
 MOST_WORKERS = 1024
 
@@ -97,6 +99,12 @@ class CellOptions:
         """Return the policy and the slots. Raise InputError where the trace cannot be run so."""
         return loaded.chosen(self.policy or POLICY, self.size)
 
+    def charged(self, loaded: R, policy: PolicySpec, output: "OutputOptions") -> R:
+        """Return the run with what the policy costs, measured now if nothing says it."""
+        us = loaded.measured_us([policy])
+        output.note(*report.overhead_notes(us))
+        return loaded.charging(us)
+
     def announce(
         self, loaded: Loaded, policy: PolicySpec, slots: int, stated: Mapping[str, Any], output: "OutputOptions"
     ) -> None:
@@ -125,7 +133,7 @@ class OutputOptions:
     def note(self, *texts: str) -> None:
         """Print lines on standard error, unless quiet."""
         for text in () if self.quiet else texts:
-            console.note(text)
+            console.note(with_flags(text, OPTIONS))
 
     def show(self, value: Callable[[], object], parts: "Callable[[], Iterable[str | Table]]") -> None:
         """Print the value as JSON or, unless quiet, the parts for people."""

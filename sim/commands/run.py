@@ -56,6 +56,7 @@ def run(
     if window:
         timeline_window.check(window, Requests(loaded.trace))
     cell.announce(loaded, spec, slots, stated, output)
+    loaded = cell.charged(loaded, spec, output)
     if timeline:
         window = window or timeline_window.first_steps(Requests(loaded.trace))
         row = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)

@@ -37,6 +37,7 @@ def sensitivity(
     share = _share(step)
     loaded = TimedRun.of(options.experiment(stated, cell.trace))
     spec, slots = cell.chosen(loaded)
+    loaded = cell.charged(loaded, spec, output)
     point = point_of(loaded, spec, slots)
     variants, left_out = plan(point, share)
     folder = output.folder(loaded.experiment.trace, "/sensitivity")

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,7 +97,7 @@ def sweep(
     _ask(made.cells, yes)
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
     folder = output.out or _free(Path("results"), name, output)
-    tables = _tables(made, folder)
+    made, tables = _charging(made, _tables(made, folder), Store(folder) if output.resume else None, output)
     output.note(*_taken(made, values), *_surprises(tables, made.cache_sizes))
     if seeds is not None and not made.seeds_count:
         output.note("--seeds has no effect: no policy draws random numbers, but for those that name a seed themselves")
@@ -165,6 +166,22 @@ def _tables(made: Sweep, folder: Path) -> list[Table]:
         Table(each, grid_of(each, made.specs, made.cache_sizes), folder / name)
         for each, name in zip(loaded, names, strict=True)
     ]
+
+
+def _charging(
+    made: Sweep, tables: list[Table], finished: Store | None, output: options.OutputOptions
+) -> tuple[Sweep, list[Table]]:
+    """Return both with what policies of a user's own cost: as finished cells have it, or as measured now.
+
+    One figure for all tables, of the model with the most experts.
+    """
+    before = {row["policy"]: row["predictor_us"] for row in map(finished.row, finished)} if finished else {}
+    us: dict[str, float] = {}
+    for table in sorted(tables, key=lambda table: -table.loaded.all_experts):
+        us |= table.loaded.charging(us).measured_us(made.specs, before)
+    output.note(*report.overhead_notes(us))
+    charged = [replace(table, loaded=table.loaded.charging(us)) for table in tables]
+    return replace(made, shared=made.shared.charging(us)), charged
 
 
 def _folders(loaded: Sequence[Loaded]) -> list[str]:

@@ -1,22 +1,24 @@
 """The command `moe-sim tune`: which options of a policy serve a trace best, and their worth on other requests."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from policies.core.grammar import policy_title, value_text
+from policies.core.spec import PolicySpec
 from sim.commands import options
 from sim.commands.printed import METRICS, milliseconds, progress, table
 from sim.engines import compiling
-from sim.loaded import TimedRun
+from sim.experiment import Experiment
+from sim.loaded import Loaded, TimedRun
 from sim.results.compare import FEWEST
 from sim.sweeps import report
 from sim.sweeps.config import Sweep
 from sim.tuning.journal import NAME, Journal
 from sim.tuning.search_space import space_of
-from sim.tuning.tune import BEST, MAKER, TRIALS, Halves, Result, Search, save
+from sim.tuning.tune import BEST, MAKER, OVERHEAD, TRIALS, Halves, Result, Search, save
 from sim.tuning.tune import tune as run
 from traces.commands import console
 from traces.errors import InputError
@@ -59,11 +61,13 @@ def tune(
     experiment = options.experiment(stated, cell.trace)
     folder = output.folder(experiment.trace, "/tune")
     halves = Halves.of(experiment)
-    loaded = halves.first
-    spec, slots = cell.chosen(loaded)
-    space = space_of(spec, loaded.shape, search)
+    spec, slots = cell.chosen(halves.first)
+    space = space_of(spec, halves.first.shape, search)
     with claimed(folder, MAKER, [NAME, TRIALS, BEST]):
         journal = Journal(folder)
+        experiment = _charging(experiment, halves.first, spec, journal, output)
+        halves = Halves.of(experiment)
+        loaded = halves.first
         processes = options.processes(journal.workers if workers is None else workers)
         wanted = Search(halves, spec, slots, space, trials, seed, processes)
         _refuse_another(journal, wanted, resume)
@@ -93,6 +97,19 @@ def tune(
     output.show(
         lambda: _as_json(found), lambda: (_title(wanted, found), _table(found, spec.oracle), *_notes(found), wrote)
     )
+
+
+def _charging(
+    experiment: Experiment, loaded: Loaded, policy: PolicySpec, journal: Journal, output: options.OutputOptions
+) -> Experiment:
+    """Return the experiment with what a policy of a user's own costs, as the journal has it or as measured now.
+
+    Whatever its options: trials differ in nothing else.
+    """
+    before = {policy.text: float(journal.searched[OVERHEAD])} if journal.trials and journal.searched[OVERHEAD] else {}
+    us = loaded.measured_us([policy], before)
+    output.note(*report.overhead_notes(us))
+    return replace(experiment, predictor_us=us[policy.text]) if us else experiment
 
 
 def _refuse_another(journal: Journal, search: Search, resume: bool) -> None:

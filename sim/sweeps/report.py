@@ -1,9 +1,11 @@
 """What a sweep reports: warnings and notes before it, and which policies are the best after it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from policies.core.spec import PolicySpec
+from sim.experiment import overheads
 from sim.loaded import Loaded, TimedRun
+from sim.profiles.policy_overhead import cost_us
 from sim.quantities import show_bytes
 from sim.results import compare
 from sim.sweeps.grid import Grid, Outcome
@@ -13,7 +15,7 @@ BEST, EQUAL = "best", "equal"
 
 
 def warnings(loaded: Loaded, grid: Grid) -> list[str]:
-    """Cache sizes and memories that are too small or too large for the model, and policies of unknown cost."""
+    """Cache sizes and memories that are too small or too large for the model, and overheads that may surprise."""
     found = [
         f"a cache of {text} is larger than all {loaded.all_experts:,} experts: it holds them all (100%)"
         for text in grid.sizes
@@ -57,9 +59,29 @@ def _of_machine(loaded: TimedRun, grid: Grid, sizes: Sequence[int]) -> list[str]
         size = loaded.profile.expert_bytes if loaded.sizes is None else "experts of several sizes"
         run = f"{loaded.profile.name} ({size})"
         found.append(f"{loaded.hardware.name} was measured with {known}, not with {run}: times go by its rates")
-    if costless := [policy.text for policy in grid.policies if loaded.predictor_us(policy) is None]:
-        found.append(f"no measured policy overhead for {', '.join(costless)}: assuming 0 (set `predictor_us`)")
-    return found
+    return [*found, *_of_overhead(loaded, grid.policies)]
+
+
+def _of_overhead(loaded: TimedRun, policies: Sequence[PolicySpec]) -> Iterator[str]:
+    """Yield what `predictor_us` does that one may not expect."""
+    stated = loaded.experiment.predictor_us
+    if isinstance(stated, str):
+        names = overheads(stated).keys() - {policy.text for policy in policies}
+        if names:
+            yield f"`predictor_us` has a time for {', '.join(sorted(names))}, which is not run"
+    elif stated:
+        shape = loaded.shape.layers, loaded.shape.experts
+        if free := [policy.text for policy in policies if cost_us(policy, *shape) == 0]:
+            yield (
+                f"`predictor_us` {stated:g} is charged to all policies, so to {', '.join(free)} too, which would cost "
+                f"nothing: `predictor_us` POLICY={stated:g} charges one"
+            )
+
+
+def overhead_notes(us: Mapping[str, float]) -> Iterator[str]:
+    """Yield what was measured of policies of a user's own (`Loaded.measured_us`), and how to state it."""
+    for policy, each in us.items():
+        yield f"{policy}: {each:g} us an event, measured here and charged to it (`predictor_us` {policy}={each:g})"
 
 
 def sizes_note(loaded: Loaded, grid: Grid, cache_sizes: Iterable[str]) -> Iterator[str]:

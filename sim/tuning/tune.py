@@ -35,6 +35,9 @@ from traces.steps import DECODE, PREFILL
 TRIALS, BEST = "trials.parquet", "best.toml"
 MAKER = "moe-sim tune"
 
+OVERHEAD = "--predictor-us"
+"""The word for what an event of the policy costs, of which a search depends."""
+
 OWN = ("trial", "policy", "state", "value", "refusal")
 """Columns of trials.parquet beside the options."""
 
@@ -91,6 +94,7 @@ class Search:
             "--search": self.words,
             "--cache-size": f"{self.slots}",
             "--hardware": first.hardware.name if isinstance(first, TimedRun) else "",
+            OVERHEAD: f"{first.predictor_us(self.policy) or 0:g}" if isinstance(first, TimedRun) else "",
             "--seed": f"{self.seed}",
             WORKERS: f"{self.workers}",
             "setup, file or version": key(first, self.policy, self.slots),

@@ -19,7 +19,7 @@ def test_every_policy_conforms(policy):
     report.require()
     assert report.passed
     assert report.events > 1000
-    assert report.us_per_event > 0
+    assert report.us_per_event >= 0
     assert "conforms" in str(report)
 
 

@@ -215,7 +215,19 @@ def test_a_command_reports_the_fault_in_one_line_and_fails(home):
 
 def test_what_a_policy_prints_is_not_among_the_results(home):
     file_of(home, "print('class')\ndef begin_request(self, *_): print('run', flush=True)", "ScorePolicy", "prints.py")
-    done = moe_sim("run", "tiny", "--policy", "prints.py:Mine", "--cache-size", "50%", "-q", "--json", cwd=home)
+    done = moe_sim(
+        "run",
+        "tiny",
+        "--policy",
+        "prints.py:Mine",
+        "--cache-size",
+        "50%",
+        "-q",
+        "--json",
+        "--predictor-us",
+        "0",
+        cwd=home,
+    )
     assert json.loads(done.stdout)["policy"] == "prints.py:Mine"
     assert done.stderr.splitlines().count("run") == len(REQUESTS)
 

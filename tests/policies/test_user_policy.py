@@ -104,7 +104,13 @@ def test_classes_stand_wherever_names_do(home, monkeypatch):
     exec("\n".join([*FILES.values(), block]), names)
     frame = names["result"].frame
     assert frame["policy"].tolist() == ["lru", *CLASSES]
+    stated = (
+        f"{CLASSES[policy]}={us}"
+        for policy, us in zip(frame["policy"], frame["predictor_us"], strict=True)
+        if policy != "lru"
+    )
     asked = ("--policies", ",".join(["lru", *CLASSES.values()]), "--cache-sizes", "25%", "--out", "named")
+    asked += ("--predictor-us", ",".join(stated))
     for row, by_name in zip(frame.to_dict("records"), rows(home, *asked), strict=True):
         figures = {name: value for name, value in by_name.items() if isinstance(value, int | float)}
         assert len(figures) > 20
@@ -128,9 +134,24 @@ def test_a_users_policy_is_counted_exactly(home):
 
 def test_workers_find_the_file_as_well(home):
     asked = ("--policies", "lru,fading.py:Fading:alpha=0.9+again.py:Again", "--cache-sizes", "25%,50%")
+    asked += ("--predictor-us", "2")
     alone, together = (rows(home, *asked, "--workers", n, "--out", f"by{n}") for n in ("1", "2"))
     assert [row["tpot_mean_ms"] for row in alone] == [row["tpot_mean_ms"] for row in together]
     assert alone[1]["bytes_prefetch"] > 0
+
+
+def test_the_overhead_of_a_users_policy_is_measured_charged_to_it_alone_and_kept(home):
+    asked = ("--policies", "lru,fading.py:Fading,belady", "--cache-sizes", "25%", "--out", "measured")
+    first = rows(home, *asked)
+    lru, own, belady = (row["predictor_us"] for row in first)
+    assert lru == belady == 0 < own
+    assert first[1]["stall_predictor_ms"] == pytest.approx(own * 3 * 6 * TRACE.layers / 1_000)
+    assert rows(home, *asked, "--resume") == first
+    assert f'predictor_us = "fading.py:Fading={own:g}"' in (home / "measured" / "sweep.toml").read_text()
+    again = rows(home, "--config", "measured/sweep.toml", "--out", "again")
+    assert [row["tpot_mean_ms"] for row in again] == [row["tpot_mean_ms"] for row in first]
+    run = moe_sim("run", "demo/trace", "--policy", "belady", "--predictor-us", "500", cwd=home)
+    assert "charged to all policies, so to belady too, which would cost nothing" in run.stderr
 
 
 def test_a_class_in_a_file_is_a_policy_like_any_other(home, monkeypatch):

@@ -221,7 +221,7 @@ def test_a_victim_that_is_landing_holds_its_slot_until_it_is_whole() -> None:
 class Unasked(PolicySpec):
     """A policy that cannot be built."""
 
-    def build(self, shape: Shape):
+    def build(self, shape: Shape, guarded: bool = True):
         raise AssertionError("lockstep asked the policy")
 
 
