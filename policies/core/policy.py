@@ -45,7 +45,8 @@ NOTHING: tuple[Int, Float] = (NO_INTS, np.empty(0, np.float64))
 class Shape:
     """A model as policies see it: L MoE layers of E experts; expert `e` of layer `l` has the id `l * E + e`.
 
-    `batch_slots` is how many requests the batch of this run holds at most; it says nothing of the model.
+    layers: MoE layers, L. experts: of each layer, E. batch_slots: requests that the batch of this run holds at most,
+    which says nothing of the model.
     """
 
     layers: int
@@ -64,22 +65,36 @@ class Event(NamedTuple):
     It holds arrays of its own and nothing of what comes later. Of all requests together are `experts` and `counts`;
     a request's own are `own_experts` and `own_counts` from offsets[r] to offsets[r + 1], where r is its
     place in `batch_slots`. With one request these are the same arrays. Compiled functions take an Event as it is.
+
+    serial: number of the event over the whole run, from 1.
+    phase: 0, the step is a prefill (all tokens of a prompt at once), or 1, decode (one token of each request).
+    layer: index of the MoE layer, from 0 (dense layers do not count); START, -1, where a step starts.
+    experts: int64[n], distinct ids of the experts chosen, ascending: layer * E + expert.
+    counts: int64[n], tokens of the step that chose each.
+    batch_slots: int64[R], the place that each request holds in the batch; [0] with one request at a time.
+    steps: int64[R], index of the step within each request, from 0; the prefill is a step.
+    offsets: int64[R + 1], where each request's part of own_experts and own_counts begins and ends.
+    own_experts: int64[m], ids by request, ascending within each.
+    own_counts: int64[m], tokens of that request that chose each.
+    ahead_experts: int64[a], ids that the next layer's router picks for this layer's input; empty if not recorded.
+    ahead_counts: int64[a], tokens of each of these.
+    token_ids: int64[T], ids of the tokens that the step takes in: all of a prefill, else one a request; -1 where
+        withheld, empty where none is known.
     """
 
-    serial: int  # number of the event over the whole run, from 1
-    phase: int  # traces.steps.PREFILL or DECODE
+    serial: int
+    phase: int
     layer: int
-    experts: Int  # [n] ids, ascending
-    counts: Int  # [n] tokens of the step that chose each
-    batch_slots: Int  # [R] place that each request holds in the batch; 0 with one request at a time
-    steps: Int  # [R] index of the step within each request
-    offsets: Int  # [R + 1]
-    own_experts: Int  # [m] ids, ascending within a request
-    own_counts: Int  # [m]
-    ahead_experts: Int  # ids that the next layer's router picks for what entered this layer; empty if not recorded
-    ahead_counts: Int  # tokens of each
-    token_ids: Int  # [T] of the tokens that the step takes in: of a prefill all, of others one a request;
-    # -1 where withheld; empty where none is known
+    experts: Int
+    counts: Int
+    batch_slots: Int
+    steps: Int
+    offsets: Int
+    own_experts: Int
+    own_counts: Int
+    ahead_experts: Int
+    ahead_counts: Int
+    token_ids: Int
 
     def by_request(self) -> Iterator[tuple[int, int, Int, Int]]:
         """Each request's (batch_slot, step, experts, counts)."""
