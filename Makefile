@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: docs release-check demo test test-all fuzz fuzz-engines soak audit bench disk-check live-check gpu-check lint format clean
+.PHONY: docs release-check demo test test-policies test-traces test-docs test-all fuzz fuzz-engines soak audit bench disk-check live-check gpu-check lint format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -29,6 +29,15 @@ demo: $(READY) ## the whole loop on what ships with the project: record, sweep, 
 
 test: $(READY) lint ## what CI runs: about 16 minutes on two cores
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
+
+test-policies: $(READY) ## what a change of a policy touches
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow' tests/policies
+
+test-traces: $(READY) ## what a change of importers, readers or writers touches
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow' tests/traces
+
+test-docs: $(READY) ## what a change of a page touches
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow' tests/test_documents.py tests/test_contract.py tests/test_plain_words.py
 
 test-all: $(READY) lint ## everything, also what takes long
 	$(BIN)/pytest -n 2 --dist worksteal
