@@ -115,6 +115,11 @@ class Loaded(ABC):
             return parse_cache_size(cache_size, self.all_experts, self.expert_bytes, self.trace.layers)
         return parse_cache_bytes(cache_size, self.sizes, self.trace.layers)
 
+    @property
+    def whole_slots(self) -> int:
+        """Slots of a cache of all experts: bytes, where experts differ in size."""
+        return self.all_experts if self.sizes is None else int(self.sizes.sum())
+
     def exceeds(self, cache_size: str) -> bool:
         """Return whether a cache of this size, as stated, is larger than all experts."""
         alike = self.expert_bytes and self.all_experts * self.expert_bytes
@@ -180,6 +185,7 @@ class Loaded(ABC):
             model=self.model,
             hardware=None,
             predictor_us=None,
+            fits=None,
             cache_experts=self.experts_in(slots),
             cache_bytes=slots if self.sizes is not None else slots * self.expert_bytes if self.expert_bytes else None,
             all_experts=self.all_experts,
@@ -231,6 +237,14 @@ class TimedRun(Loaded):
     def mean_expert_bytes(self) -> float:
         """Bytes of one expert; of their mean where they differ."""
         return self.profile.expert_bytes if self.sizes is None else float(self.sizes.mean())
+
+    def needed(self, slots: int) -> float:
+        """Return the bytes of GPU memory that a cache of so many slots takes, with the dense weights."""
+        return self.experts_in(slots) * self.mean_expert_bytes + self.profile.dense_bytes
+
+    def fits(self, slots: int) -> bool:
+        """Return whether GPU memory holds such a cache and the dense weights."""
+        return self.needed(slots) <= self.memory
 
     @property
     def measured(self) -> MeasuredModel | None:
@@ -322,7 +336,8 @@ class TimedRun(Loaded):
     def cell(self, policy: PolicySpec, slots: int) -> Cell:
         machine = f"{self.hardware.name} (measured)" if self.measured else self.hardware.name
         predictor_us = self.timing(policy).predictor_ns / 1_000
-        return replace(super().cell(policy, slots), hardware=machine, predictor_us=predictor_us)
+        cell = super().cell(policy, slots)
+        return replace(cell, hardware=machine, predictor_us=predictor_us, fits=self.fits(slots))
 
 
 def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | TimedRun:

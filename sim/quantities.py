@@ -144,6 +144,17 @@ def show_mib(size: float) -> str:
     return f"{mib:,.0f}" if mib >= 99.5 else f"{mib:.3g}"
 
 
+def show_memory(size: float) -> str:
+    """Return bytes of memory in binary units with three digits: `480 MiB`, `2.4 GiB`."""
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
+
+
+def show_ms(value: float) -> str:
+    """Return milliseconds with three digits: `1.79`, `27.5`, `1,204`."""
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 1 else None
+    return f"{value:.3g}" if decimals is None else f"{value:,.{decimals}f}"
+
+
 def show_share(value: float | None) -> str:
     """Return a percentage with one digit behind the point: `17.3%`; `-` for None."""
     return "-" if value is None else f"{value:.1%}"

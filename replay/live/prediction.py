@@ -47,6 +47,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
         model=live.loaded.name,
         hardware=str(known["device_name"]),
         predictor_us=predictor_ns / 1_000,
+        fits=None,
         cache_experts=run.gpu.slots,
         cache_bytes=run.gpu.slots * run.gpu.link.expert_bytes,
         all_experts=run.shape.total,

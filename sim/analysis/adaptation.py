@@ -311,7 +311,7 @@ def figure(found: Adaptation, loaded: Loaded) -> "Figure":
     protocol, kinds = found.plan.protocol, list(dict.fromkeys(kind for kind, _ in found.groups()))
     drawing = Figure(figsize=(3 + 4 * len(kinds), 4.2), layout="constrained")
     panels = dict(zip(kinds, drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], strict=True))
-    colours = {policy: plot.look(i)["color"] for i, policy in enumerate(dict.fromkeys(p for _, p in found.groups()))}
+    colours = {policy: style["color"] for policy, style in plot.looks(p for _, p in found.groups()).items()}
     for (kind, policy), rows in found.groups().items():
         axes, of_all = panels[kind], [np.subtract(row["hit_rates"], row["undisturbed_hit_rates"]) for row in rows]
         points = 100 * np.mean(of_all, axis=0)

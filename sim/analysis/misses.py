@@ -206,13 +206,14 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
         )
         axes.plot(100 * slots / total, 1 - found.belady[slots] / lookups, **plot.BOUND)
         others = {split["policy"]: split["oracle"] for split in found.splits if split["policy"] not in CURVED}
-        for i, (policy, oracle) in enumerate(others.items(), start=1):
+        styles = plot.looks(["lru", *others])
+        for policy, oracle in others.items():
             points = [split for split in found.splits if split["policy"] == policy]
             shares, rates = (
                 [100 * one["cache_fraction"] for one in points],
                 [1 - one["misses"] / lookups for one in points],
             )
-            axes.plot(shares, rates, **plot.look(i), linestyle="", label=plot.wrapped(policy_title(policy, oracle)))
+            axes.plot(shares, rates, **styles[policy], linestyle="", label=plot.wrapped(policy_title(policy, oracle)))
         if loaded.trace.phases != "prefill":
             axes.axvline(100 * found.demand / total, **plot.DEMAND)
         axes.set(xlim=(0, 100), ylim=(0, 1))

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from sim.quantities import show_ms
 from sim.results.metrics import Row, cell_text, engine_words
 from traces.commands import console
 
@@ -33,7 +34,7 @@ def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> Ta
 
 
 def milliseconds(value: float) -> str:
-    return f"{value:,.{2 if value >= 10 else 3}f}"
+    return show_ms(value)
 
 
 def progress(

@@ -2,27 +2,25 @@
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
 from policies.core.grammar import split_list
 from sim import defaults
-from sim.commands import options
-from sim.commands.printed import progress
+from sim.commands import options, printed
+from sim.commands.printed import milliseconds, progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.engines import compiling
 from sim.loaded import Loaded, TimedRun, load
 from sim.quantities import parse_whole, show_bytes, show_share
-from sim.results import diagnosis
 from sim.results.compare import SweptRun
-from sim.results.metrics import Row, engine_words, size_text
-from sim.sweeps import report
+from sim.results.metrics import Row, engine_words
+from sim.sweeps import report, verdict
 from sim.sweeps.config import NAME as TOML
 from sim.sweeps.config import Sweep
 from sim.sweeps.grid import Outcome, Table, grid_of, missing, names, outcome, save
@@ -251,19 +249,13 @@ def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, outpu
 
 def _shown(outcomes: Sequence[Outcome], runs: Sequence[Sequence[SweptRun]]) -> Iterator[str | RichTable]:
     for found, of_it in zip(outcomes, runs, strict=True):
-        yield from _of_table(found, of_it)
-        loaded = found.table.loaded
-        yield from diagnosis.lines(found.rows, found.bound, loaded.token_experts / loaded.all_experts)
+        marks = report.marks(found, of_it)
+        yield from verdict.sentences(found.rows, of_it)
         yield ""
-
-
-def _of_table(outcome: Outcome, runs: Sequence[SweptRun]) -> Iterator[str | RichTable]:
-    """Yield what was run on what, the table, and what its marks mean. runs: those of the rows."""
-    marks = report.marks(outcome, runs)
-    yield _title(outcome)
-    yield _cells(outcome, marks)
-    if report.EQUAL in marks.values():
-        yield report.equal_note(runs[0], outcome.judged_by)
+        yield _title(found)
+        yield _cells(found, marks)
+        yield from report.legend(marks, of_it, found.judged_by)
+        yield ""
 
 
 def _title(outcome: Outcome) -> str:
@@ -275,36 +267,45 @@ def _title(outcome: Outcome) -> str:
 
 def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
     """A row per cell, those of one size together, which stands there as stated."""
-    latencies = _latencies(outcome.rows)
+    times = _times(outcome.rows)
     sized = ["MiB"] if outcome.rows[0]["cache_bytes"] else []
-    shown = RichTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("cache", "experts", "a layer", *sized, "policy"):
-        shown.add_column(heading, justify="left" if heading in ("cache", "policy") else "right", no_wrap=True)
-    moved = ["MB/token"] if outcome.table.loaded.expert_bytes else []
-    hits = {"hit rate": "hit_rate"} | ({"decode": "decode_hit_rate"} if outcome.rows[0]["phase"] == "both" else {})
-    for heading in (*hits, *latencies, "idle" if latencies else "misses", *moved, ""):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    shown = printed.table(
+        "cache", "a layer", *sized, "policy", "hits", "gap", *times, "idle" if times else "misses", ""
+    )
+    shown.columns[2 + len(sized)].justify = "left"
     stated = {slots: text for text, slots in outcome.table.grid.sizes.items()}
     typed = [stated[slots] for _, slots in outcome.table.grid.requested()]
     for size, row, following in zip(typed, outcome.rows, [*typed[1:], None], strict=True):
         mark = marks.get((row["cache_experts"], row["policy"]), "oracle" if row["oracle"] else "")
-        cells = [size, size_text(row), *engine_words(row), row["policy"]]
-        cells += [show_share(row[column]) for column in hits.values()]
-        cells += [f"{row[column]:,.2f}" for column in latencies.values()]
-        cells.append(_idle(row) if latencies else f"{row['misses']:,}")
-        if moved:
-            size_b = (row["bytes_demand"] + row["bytes_prefetch"]) / row["tokens"]
-            cells.append(f"{size_b / 1e6:,.1f}" if size_b >= 1e7 else f"{size_b / 1e6:.3g}")
-        style = {report.BEST: "bold green", report.EQUAL: "green"}.get(mark)
+        cells = [size, *engine_words(row), row["policy"], show_share(row["hit_rate"]), _whole_share(row["gap_hits"])]
+        cells += [text(row) for text in times.values()]
+        cells.append(_idle(row) if times else f"{row['misses']:,}")
+        style = {report.BEST: "bold green", report.EQUAL: "green", report.NO_ROOM: "dim"}.get(mark)
         shown.add_row(*cells, mark, style=style, end_section=following != size)
     return shown
 
 
-def _latencies(rows: list[Row]) -> dict[str, str]:
-    offered = {"TTFT ms": "ttft_mean_ms", "TPOT ms": "tpot_mean_ms", "p99": "tpot_p99_ms"}
-    return {heading: column for heading, column in offered.items() if all(row[column] is not None for row in rows)}
+def _times(rows: list[Row]) -> dict[str, Callable[[Row], str]]:
+    """What is shown of times, by heading."""
+    if any(row["gpu_idle_ms"] is None for row in rows):
+        return {}
+    decoded, prefilled = (all(row[name] is not None for row in rows) for name in ("tpot_mean_ms", "ttft_mean_ms"))
+    shown: dict[str, Callable[[Row], str]] = {}
+    if decoded:
+        shown["TPOT ms"] = lambda row: milliseconds(row["tpot_mean_ms"])
+        shown["gap "] = lambda row: _whole_share(row["gap_latency"])
+        shown["p99"] = lambda row: milliseconds(row["tpot_p99_ms"])
+    if prefilled:
+        shown["TTFT ms"] = lambda row: milliseconds(row["ttft_mean_ms"])
+    if prefilled and not decoded:
+        shown["gap "] = lambda row: _whole_share(row["gap_latency"])
+    return shown
+
+
+def _whole_share(value: float | None) -> str:
+    return "-" if value is None else f"{value + 0:.0%}"
 
 
 def _idle(row: Row) -> str:
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
-    return show_share(row["gpu_idle_ms"] / elapsed if elapsed else None)
+    return _whole_share(row["gpu_idle_ms"] / elapsed if elapsed else None)

@@ -45,6 +45,6 @@ def svg_of(figure: "Figure") -> Markup:
         text.set_parse_math(False)
     written = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe"}):
-        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = written.getvalue()
     return Markup(svg[svg.index("<svg") :])

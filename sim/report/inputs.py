@@ -20,7 +20,6 @@ from sim.results.compare import SweptRun, swept_runs
 from sim.results.metrics import MS, REQUESTS, RESULTS, SHARE, TEXT, Row
 from sim.sweeps import winner
 from traces.errors import InputError
-from traces.trace import Trace
 
 T = TypeVar("T")
 
@@ -66,10 +65,6 @@ class Results:
     def cells(self) -> list[SweptRun]:
         """The cells with their requests, to pair; none where these are missing."""
         return [] if self.requests is None else swept_runs(self.rows, self.requests, self.folder)
-
-    @cached_property
-    def trace(self) -> Trace | None:
-        return self.loaded.whole if self.loaded else None
 
     def note(self, problem: str) -> None:
         if problem not in self.problems:

@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from sim.report import measured, recommendation, sweep
+from sim.report import measured, sweep
 from sim.report.elements import Item, Section
 from sim.report.inputs import DEVICE, Results
 from sim.results.provenance import commit
-from sim.sweeps import config
+from sim.sweeps import config, verdict
 
 TEMPLATE = "page.html"
 
@@ -27,6 +27,8 @@ def written(results: Sequence[Results], command: str) -> tuple[str, list[str]]:
         sections += sweep.sections(each, several=len(sweeps) > 1)
     sections.append(measured.section(replays))
     sections.append(_commands(results, command))
+    for each in sweeps:
+        sections += sweep.table(each, several=len(sweeps) > 1)
     problems = [problem for each in results for problem in each.problems]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -43,7 +45,10 @@ def _title(results: Sequence[Results]) -> str:
 
 
 def _summary(sweeps: Sequence[Results]) -> list[str]:
-    texts = [recommendation.text(sweep) for sweep in sweeps if sweep.rows]
+    texts = []
+    for each in sweeps:
+        said = verdict.sentences(each.rows, each.cells) if each.rows else []
+        texts += [f"{each.folder.name}: {text}" if len(sweeps) > 1 and not i else text for i, text in enumerate(said)]
     return texts or ["There is no result to recommend anything by."]
 
 

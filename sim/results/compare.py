@@ -10,7 +10,7 @@ in 90% with ten and in 93% with twenty.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -240,6 +240,24 @@ def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: in
     if not rows:
         raise InputError(f"{names[0]} and {names[1]} have fewer than two requests with a measure in common")
     return rows
+
+
+def gain(baseline: SweptRun, cell: SweptRun, judged_by: str) -> Difference | None:
+    """Return what `cell` has less than the baseline, by a column of results: of times in %, of hits in points.
+
+    None where they have no two requests to pair.
+    """
+    try:
+        found = differences(baseline, cell, resamples=RESAMPLES_OF_A_TABLE)
+    except InputError:
+        return None
+    one = next((each for each in found if each.measure.name == OF_A_REQUEST[judged_by]), None)
+    if one is None:
+        return None
+    requests = baseline.requests[one.measure.name].to_numpy(np.float64)
+    scale = 1.0 if judged_by == "misses" else -100 / float(np.nanmean(requests))
+    low, high = sorted((scale * one.low, scale * one.high))
+    return replace(one, mean=scale * one.mean, low=low, high=high)
 
 
 def indistinct(best: SweptRun, others: Sequence[SweptRun], judged_by: str) -> list[SweptRun]:

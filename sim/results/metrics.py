@@ -58,6 +58,8 @@ RESULTS = pa.schema(
         *_required(("on_host",), COUNT),  # of the misses, those computed on the host
         ("hit_rate", SHARE),
         ("decode_hit_rate", SHARE),  # of decode steps alone
+        ("belady_hit_rate", SHARE),  # of Belady at this size; this and the next two in sweeps alone
+        *[(f"gap_{name}", SHARE) for name in ("hits", "latency")],  # share closed of the gap from LRU to Belady
         *[(name, COUNT) for name in ("bytes_demand", "bytes_prefetch", "bytes_wasted")],
         *_required(("reads_demand", "reads_prefetch"), COUNT),  # of the disk, in experts
         *[(name, SHARE) for name in ("prefetch_precision", "prefetch_coverage")],
@@ -67,6 +69,8 @@ RESULTS = pa.schema(
         *[(name, MS) for name in ("gpu_idle_ms", "link_busy_ms", "compute_busy_ms", "host_busy_ms", "disk_busy_ms")],
         ("overlap", SHARE),
         ("tokens_per_s", pa.float64()),
+        ("fits", pa.bool_()),  # whether GPU memory holds the cache beside the dense weights; null: untimed
+        ("resident_ms", MS),  # of a sweep: TPOT (TTFT) with all experts in GPU memory; null where they do not fit
         ("host_memory", TEXT),  # as stated; null: it holds all experts
         ("max_batch", COUNT),  # requests at a time; null: one after another
         ("arrivals", TEXT),
@@ -121,6 +125,7 @@ class Cell:
     model: str
     hardware: str | None  # None: untimed
     predictor_us: float | None  # charged an event; None: untimed
+    fits: bool | None  # into GPU memory, beside the dense weights; None: untimed
     cache_experts: int
     cache_bytes: int | None
     all_experts: int

@@ -1,12 +1,14 @@
 """The figures of results, in one style: those of a sweep, of README, notebooks and report.
 
-Colours are told apart without colour vision (Okabe and Ito), and each goes with a marker or a hatch of its own. Axes
-have units, small multiples share their scales, and a bound is drawn wherever there is one.
+Colours are distinct without colour vision (Okabe and Ito), and each goes with a marker or a hatch of its own; a policy
+has the same ones in all figures. Axes have units, small multiples share their scales, and a bound is drawn wherever
+there is one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +34,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "**")
 BOUND_COLOUR = "#777777"
-BOUND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "--", "linewidth": 1.3, "label": "belady (bound)"}
+BOUND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "--", "linewidth": 1.3, "label": "belady (oracle)"}
 FLOOR: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "-.", "linewidth": 1.3, "label": "physical floor"}
 DEMAND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": ":", "linewidth": 1, "label": "working set of one token"}
 
@@ -47,6 +49,12 @@ USERS = "users.png"
 
 BELADY = "belady"
 """The name of the bound, which is drawn like none of the policies."""
+
+FIXED = ("lru", "eamc", "eamc-blend", "lfu", "lrfu")
+"""Policies that have the first colours; others get those that are left, in the order in which they come."""
+
+LABELS_APART = 0.07
+"""Of an axis' height, between two labels beside it."""
 
 BINS = 200
 """Groups of steps that a figure of a long run shows."""
@@ -70,20 +78,60 @@ def figure(
     first = rows[0]
     machine = f" on {first['hardware']}" if first["hardware"] else ""
     title = f"{first['model']}{machine}, {first['trace']}, {first['requests']} requests"
-    with against_size(DRAWN[column][1], title) as (drawing, axes):
-        policies = {row["policy"]: row["oracle"] for row in rows if row["policy"] != "belady"}
-        for i, (policy, oracle) in enumerate(policies.items()):
-            points = _points([row for row in rows if row["policy"] == policy], column)
-            axes.plot(*points, **look(i), label=wrapped(policy_title(policy, oracle)), linewidth=1.6)
-        if bound:
-            axes.plot(*_points(bound, column), **BOUND, marker=".")
-        if floor:
-            axes.plot(*_points(floor, column), **FLOOR)
-        if any(row["phase"] != "prefill" for row in rows):
-            axes.axvline(100 * demand, **DEMAND)
-        axes.set_xlim(left=0)
-        axes.set_ylim(0, 1 if column == "hit_rate" else None)
+    drawing, axes = single((7, 4.2), title, "cache size (% of all experts)")
+    axes.set_ylabel(DRAWN[column][1])
+    policies = {row["policy"]: row["oracle"] for row in rows if row["policy"] != BELADY}
+    styles = looks(policies)
+    for policy, oracle in policies.items():
+        points = _points([row for row in rows if row["policy"] == policy], column)
+        axes.plot(*points, **styles[policy], label=wrapped(policy_title(policy, oracle)), linestyle="none")
+    if bound:
+        axes.plot(*_points(bound, column), **{**BOUND, "linestyle": "none"}, marker="_", markersize=10)
+    if floor:
+        axes.plot(*_points(floor, column), **{**FLOOR, "linestyle": "none"}, marker="_", markersize=10)
+    if any(row["phase"] != "prefill" for row in rows):
+        axes.axvline(100 * demand, **{**DEMAND, "label": "_"})
+        axes.annotate(DEMAND["label"], (100 * demand, 1), xycoords=("data", "axes fraction"), **_BESIDE_A_LINE)
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1 if column == "hit_rate" else None)
+    if first["cache_bytes"]:
+        gib = first["cache_bytes"] / first["cache_fraction"] / 100 / 2**30  # of a percent
+        top = axes.secondary_xaxis("top", functions=(lambda x: x * gib, lambda x: x / gib))
+        top.set_xlabel("GiB", fontsize=8)
+        top.tick_params(labelsize=8)
+    _label_directly(axes)
     return drawing
+
+
+_BESIDE_A_LINE: dict[str, Any] = {
+    "xytext": (3, -3),
+    "textcoords": "offset points",
+    "rotation": 90,
+    "va": "top",
+    "fontsize": 7,
+    "color": BOUND_COLOUR,
+}
+
+
+def _label_directly(axes: "Axes") -> None:
+    """Write what is drawn beside its last point, in place of a legend."""
+    drawn = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    ends = [(float(np.asarray(line.get_xdata())[-1]), float(np.asarray(line.get_ydata())[-1])) for line in drawn]
+    (low, high), place, places = axes.get_ylim(), -1.0, {}
+    for height, i in sorted(((y - low) / (high - low), i) for i, (_, y) in enumerate(ends)):
+        place = places[i] = max(height, place + LABELS_APART)
+    for i, (line, end) in enumerate(zip(drawn, ends, strict=True)):
+        axes.annotate(
+            str(line.get_label()).strip(),
+            end,
+            (1.03, places[i] - max(0.0, place - 1)),
+            textcoords="axes fraction",
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.5, "alpha": 0.6},
+            color=line.get_color(),
+            va="center",
+            fontsize=8,
+            annotation_clip=False,
+        )
 
 
 def steps(table: "pd.DataFrame", title: str) -> "Figure":
@@ -172,6 +220,14 @@ def single(
     return drawing, axes
 
 
+def looks(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return how each of these is drawn, alike in all figures of the same policies."""
+    names = list(dict.fromkeys(policies))
+    places = {name: FIXED.index(name) for name in names if name in FIXED}
+    others = (place for place in count() if place not in places.values())
+    return {name: look(places.get(name, -1) if name in places else next(others)) for name in names}
+
+
 def look(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
 
@@ -213,11 +269,12 @@ def distributions(requests: "dict[str, dict[str, Float]]", unit: str) -> "Figure
     """Return the share of requests at or below a value, by panel (as titled) and policy."""
     drawing, grid = panels(list(requests), unit)
     policies = list(dict.fromkeys(policy for each in requests.values() for policy in each))
+    styles = looks(policies)
     for axes, held in zip(grid, requests.values(), strict=True):
         for policy, values in held.items():
             ordered = np.sort(values)
             shares = np.arange(1, len(ordered) + 1) / len(ordered)
-            style = {**look(policies.index(policy)), "markersize": 3.5, "markevery": max(1, len(ordered) // 8)}
+            style = {**styles[policy], "markersize": 3.5, "markevery": max(1, len(ordered) // 8)}
             axes.step(ordered, shares, where="post", label=wrapped(policy), linewidth=1.4, **style)
         axes.set_ylim(0, 1)
         axes.set_xlim(left=0)
@@ -270,13 +327,13 @@ def ranking(groups: "dict[str, list[Difference]]", policies: Sequence[str], unit
     """Return the differences to the best policy with their intervals, by panel. policies: all, for their colours."""
     drawing, grid = panels(list(groups), unit, 2.6)
     names = list(dict.fromkeys(each.cell for differences in groups.values() for each in differences))
+    styles = looks([*policies, *names])
     for axes, differences in zip(grid, groups.values(), strict=True):
         axes.axvline(0, **{**BOUND, "label": "the best policy"})
         for each in differences:
             i = names.index(each.cell)
             ends = [[each.mean - each.low], [each.high - each.mean]]
-            style = look(policies.index(each.cell) if each.cell in policies else i)
-            axes.errorbar([each.mean], [i], xerr=ends, capsize=3, linestyle="none", **style)
+            axes.errorbar([each.mean], [i], xerr=ends, capsize=3, linestyle="none", **styles[each.cell])
         axes.set_yticks(range(len(names)), [wrapped(name) for name in names], fontsize=7)
         axes.set_ylim(len(names) - 0.5, -0.5)
     return drawing
@@ -346,9 +403,10 @@ def line_panels(held: "dict[str, dict[str, tuple[Any, Any]]]", xlabel: str, ylab
     """Return lines by panel and name, as x and y; one called belady is the bound."""
     drawing, grid = panels(list(held), xlabel)
     names = [name for name in dict.fromkeys(name for each in held.values() for name in each) if name != BELADY]
+    styles = looks(names)
     for axes, each in zip(grid, held.values(), strict=True):
         for name, (x, y) in each.items():
-            style = BOUND if name == BELADY else {**look(names.index(name)), "linewidth": 1.6, "label": wrapped(name)}
+            style = BOUND if name == BELADY else {**styles[name], "linewidth": 1.6, "label": wrapped(name)}
             axes.plot(x, y, **style)
     grid[0].set_ylabel(ylabel)
     _legend_below(drawing, grid)

@@ -4,7 +4,8 @@ A cell depends on nothing but its setup, so neither the number of workers nor th
 result; rows come in the order of tables, sizes, then policies as given. What has ended is on disk (`sim.sweeps.store`),
 under
 a key made of all that the cell depends on, the code and the files that it reads included: a sweep that continues runs
-no such cell again. Belady is the bound: where it was not asked for, it is computed for the plots and gets no row.
+no such cell again. LRU and Belady at each size, and a cache of all experts where it fits, are what rows are judged
+by: where they were not asked for, they are run and get no row.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ from traces.errors import InputError
 from traces.output import claim
 from traces.reader import open_folder
 
-BELADY = PolicySpec.of("belady")
+LRU, BELADY = PolicySpec.of("lru"), PolicySpec.of("belady")
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,15 @@ class Grid:
 
     policies: tuple[PolicySpec, ...]
     sizes: dict[str, int]  # as stated: slots, no two the same
+    whole: int | None = None  # slots of a cache of all experts, if GPU memory has room for it
 
     def cells(self) -> list[tuple[PolicySpec, int]]:
-        """Return all cells in the order of the rows, the bound's last."""
-        has_bound = any(policy.text == BELADY.text for policy in self.policies)
-        return self.requested() + [(BELADY, slots) for slots in self.sizes.values() if not has_bound]
+        """Return all cells in the order of the rows; behind them those that rows are measured by."""
+        cells = {(policy.text, slots): (policy, slots) for policy, slots in self.requested()}
+        measures = [(policy, slots) for slots in self.sizes.values() for policy in (LRU, BELADY)]
+        for policy, slots in [*measures, *([(LRU, self.whole)] if self.whole else [])]:
+            cells.setdefault((policy.text, slots), (policy, slots))
+        return list(cells.values())
 
     def requested(self) -> list[tuple[PolicySpec, int]]:
         """Return those that get a row."""
@@ -75,7 +80,8 @@ def grid_of(loaded: Loaded, policies: Sequence[PolicySpec], cache_sizes: Sequenc
             sizes[text] = slots
     for policy in policies:
         loaded.require(policy, min(sizes.values()))
-    return Grid(tuple(policies), sizes)
+    whole = loaded.whole_slots
+    return Grid(tuple(policies), sizes, whole if isinstance(loaded, TimedRun) and loaded.fits(whole) else None)
 
 
 @dataclass(frozen=True)
@@ -173,18 +179,33 @@ def outcome(table: Table, store: Store) -> Outcome:
     cells = [(cell, {**row, "prefetch_coverage": None}) for cell, row in zip(table.grid.cells(), found, strict=True)]
     shown = cells[: len(table.grid.requested())]
     misses = {cell: row["misses"] for cell, row in shown}
+    rows = [row for _, row in shown]
+    by = winner.metric(rows)
+    known = {(policy.text, slots): row for (policy, slots), row in cells}
     for (policy, slots), row in shown:
         without = misses.get((policy.without_prefetch(), slots))
         if policy.prefetches and without:
             row["prefetch_coverage"] = (without - row["misses"]) / without
-    rows = [row for _, row in shown]
+        lru, belady = (known[each.text, slots] for each in (LRU, BELADY))
+        row["belady_hit_rate"] = belady["hit_rate"]
+        row["gap_hits"] = _closed(row, lru, belady, "hits")
+        row["gap_latency"] = _closed(row, lru, belady, by) if by != "misses" else None
+        if table.grid.whole and by != "misses":
+            row["resident_ms"] = known[LRU.text, table.grid.whole][by]
     return Outcome(
         table=table,
         rows=rows,
         bound=[row for (policy, _), row in cells if policy.text == BELADY.text],
         winners=winner.choose(rows, {text: table.loaded.experts_in(n) for text, n in table.grid.sizes.items()}),
-        judged_by=winner.metric(rows),
+        judged_by=by,
     )
+
+
+def _closed(row: Row, lru: Row, belady: Row, column: str) -> float | None:
+    """Return the share of the gap from LRU to Belady that a row closes; None where Belady is not better."""
+    gap = belady[column] - lru[column]
+    better = gap > 0 if column == "hits" else gap < 0
+    return (row[column] - lru[column]) / gap if better else None
 
 
 def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:

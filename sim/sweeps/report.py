@@ -11,7 +11,7 @@ from sim.results import compare
 from sim.sweeps.grid import Grid, Outcome
 from sim.sweeps.store import Store
 
-BEST, EQUAL = "best", "equal"
+BEST, EQUAL, UNKNOWN, NO_ROOM = "best", "equal", "?", "no room"
 
 
 def warnings(loaded: Loaded, grid: Grid) -> list[str]:
@@ -36,14 +36,12 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
 
 def _of_machine(loaded: TimedRun, grid: Grid, sizes: Sequence[int]) -> list[str]:
     """Return what of a machine is too small, or not known."""
-    found = []
-    for slots in sizes:
-        needed = slots * loaded.mean_expert_bytes + loaded.profile.dense_bytes
-        if needed > loaded.memory:
-            found.append(
-                f"a cache of {slots} experts and the dense weights need {show_bytes(needed)}, "
-                f"{loaded.hardware.name} has {show_bytes(loaded.memory)}"
-            )
+    found = [
+        f"a cache of {slots} experts and the dense weights need {show_bytes(loaded.needed(slots))}, "
+        f"{loaded.hardware.name} has {show_bytes(loaded.memory)}"
+        for slots in sizes
+        if not loaded.fits(slots)
+    ]
     experts = loaded.all_experts * loaded.mean_expert_bytes
     held = loaded.hardware.host_memory_gib * 2**30
     host_memory = loaded.experiment.host_memory
@@ -117,22 +115,36 @@ def runs(outcome: Outcome, store: Store) -> list[compare.SweptRun]:
 
 
 def marks(outcome: Outcome, runs: Sequence[compare.SweptRun]) -> dict[tuple[int, str], str]:
-    """Return what stands beside a size and policy: BEST, or EQUAL for each of several within the noise."""
-    causal = {(row["cache_experts"], row["policy"]) for row in outcome.rows if not row["oracle"]}
-    found = {}
+    """Return what stands beside a size and policy: BEST, EQUAL for each of several within the noise, or NO_ROOM.
+
+    UNKNOWN stands for EQUAL where too few requests were run, nothing beside a policy that was run alone.
+    """
+    able = {
+        (row["cache_experts"], row["policy"]): row["fits"] is not False for row in outcome.rows if not row["oracle"]
+    }
+    found = {cell: NO_ROOM for cell, has_room in able.items() if not has_room}
     for winner in outcome.winners:
         here = [each for each in runs if each.cache_experts == winner.cache_experts]
         best = next(each for each in here if each.policy == winner.policy)
-        others = [each for each in here if each is not best and (each.cache_experts, each.policy) in causal]
+        others = [each for each in here if each is not best and able.get((each.cache_experts, each.policy))]
         equal = compare.indistinct(best, others, outcome.judged_by)
-        for each in (best, *equal):
-            found[each.cache_experts, each.policy] = EQUAL if equal else BEST
+        mark = BEST if not equal else UNKNOWN if _too_few(best, outcome.judged_by) else EQUAL
+        for each in (best, *equal) if others else ():
+            found[each.cache_experts, each.policy] = mark
     return found
 
 
-def equal_note(cell: compare.SweptRun, judged_by: str) -> str:
-    """Return what EQUAL means in a sweep of which `cell` is one."""
-    few = cell.requests[compare.OF_A_REQUEST[judged_by]].count() < compare.FEWEST
-    note = f"; fewer than {compare.FEWEST} requests show no difference" if few else ""
-    noise = f"the noise ({compare.CONFIDENCE:.0%}, paired over requests)"
-    return f"{EQUAL}: differs from the best mean by no more than {noise}{note}"
+def legend(marks: Mapping[tuple[int, str], str], runs: Sequence[compare.SweptRun], judged_by: str) -> Iterator[str]:
+    """Yield what the columns and marks of a sweep's table mean, as far as they occur."""
+    yield "gap: share closed of the way from LRU to Belady, in hits and in time"
+    if EQUAL in marks.values():
+        yield f"{EQUAL}: the best mean, or within its noise ({compare.CONFIDENCE:.0%}, paired over requests)"
+    if UNKNOWN in marks.values():
+        count = int(runs[0].requests[compare.OF_A_REQUEST[judged_by]].count())
+        yield f"{UNKNOWN}: too few requests to say which is the best ({count}; {compare.FEWEST} are needed)"
+    if NO_ROOM in marks.values():
+        yield f"{NO_ROOM}: GPU memory does not hold this cache beside the dense weights"
+
+
+def _too_few(cell: compare.SweptRun, judged_by: str) -> bool:
+    return bool(cell.requests[compare.OF_A_REQUEST[judged_by]].count() < compare.FEWEST)

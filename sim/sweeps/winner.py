@@ -1,7 +1,8 @@
 """winner.toml: what a sweep recommends, and all that is needed to replay it.
 
 Per cache size the causal policy with the least mean TPOT (TTFT where nothing is decoded, misses where nothing
-is timed); of equal ones the first typed. Oracles are drawn, never chosen.
+is timed); of equal ones the first typed. Oracles are drawn, never chosen, nor is a cache that does not fit into GPU
+memory.
 """
 
 import dataclasses
@@ -53,12 +54,21 @@ def choose(rows: Sequence[Row], sizes: dict[str, int]) -> list[Winner]:
     judged_by = metric(rows)
     winners = []
     for text, slots in sizes.items():
-        causal = [row for row in rows if row["cache_experts"] == slots and not row["oracle"]]
-        if causal:
-            best = min(causal, key=lambda row: row[judged_by])
+        for best in best_of_sizes([row for row in rows if row["cache_experts"] == slots], judged_by):
             predicted = {name: best[name] for name in PREDICTED if best[name] is not None}
             winners.append(Winner(text, slots, best["policy"], predicted))
     return winners
+
+
+def best_of_sizes(rows: Iterable[Row], judged_by: str) -> list[Row]:
+    """Return the best row of each cache size that may be chosen, the smallest first."""
+    best: dict[int, Row] = {}
+    for row in rows:
+        if not row["oracle"] and row["fits"] is not False:
+            best.setdefault(row["cache_experts"], row)
+            if row[judged_by] < best[row["cache_experts"]][judged_by]:
+                best[row["cache_experts"]] = row
+    return [best[slots] for slots in sorted(best)]
 
 
 def write(path: Path, experiment: Experiment, judged_by: str, winners: Iterable[Winner]) -> None:

@@ -87,8 +87,8 @@ def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
         done = moe_sim("sweep", "t", *asked, "--workers", "1", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         rows = [line.split() for line in done.stdout.splitlines() if line.startswith(" 75%")]
-        marks[policies] = {row[5]: row[-1] for row in rows}
-        assert ("equal: differs from the best mean by no more than the noise" in done.stdout) == ("Same" in policies)
+        marks[policies] = {row[3]: row[-1] for row in rows}
+        assert ("equal: the best mean, or within its noise" in done.stdout) == ("Same" in policies)
     best, equal = marks.values()
     assert best["lru"] == "best"
     assert equal["lru"] == equal["mine.py:Same"] == "equal"

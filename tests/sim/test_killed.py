@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 from sim.commands import main  # before the forks
 from sim.engines import untimed
-from sim.results import diagnosis
+from sim.sweeps import verdict
 from sim.results import plot
 from sim.sweeps import report
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from sim.results.plot import draw, figure, users, wrapped
+from sim.results.plot import draw, figure, looks, users, wrapped
 
 
 def rows(policy, **columns):
@@ -16,6 +16,7 @@ def rows(policy, **columns):
             "requests": 3,
             "cache_experts": slots,
             "cache_fraction": slots / 100,
+            "cache_bytes": slots * 2**20,
             "hit_rate": slots / 200,
             "tpot_mean_ms": 100.0 - slots,
             "ttft_mean_ms": None,
@@ -36,10 +37,10 @@ def test_counts_are_not_drawn(tmp_path):
     assert [file.name for file in draw(rows("lru"), [], 0.1, ("hit_rate", "misses"), tmp_path)] == ["hit_rate.png"]
 
 
-def test_each_policy_is_a_line_over_ascending_sizes_and_belady_the_bound():
+def test_each_policy_is_dots_over_ascending_sizes_and_belady_the_bound():
     drawn = figure([*rows("lru"), *rows("lru+oracle1"), *rows("belady")], rows("belady"), 0.1, "tpot_mean_ms")
     lines = {line.get_label(): line for line in drawn.axes[0].get_lines()}
-    assert list(lines) == ["lru", "lru+oracle1 (oracle)", "belady (bound)", "working set of one token"]
+    assert list(lines) == ["lru", "lru+oracle1 (oracle)", "belady (oracle)", "_"]
     assert np.asarray(lines["lru"].get_xdata()).tolist() == pytest.approx([10, 25, 50])
     assert np.asarray(lines["lru"].get_ydata()).tolist() == [90, 75, 50]
 
@@ -50,9 +51,16 @@ def test_users_at_cache_sizes_that_are_as_good_as_one_share_are_a_line_each():
     assert [line.get_label() for line in drawn.axes[0].get_lines()] == ["lru, 2,000 (20%)", "lru, 2,001 (20%)"]
 
 
-def test_a_policy_whose_file_begins_with_an_underscore_is_in_the_legend():
-    drawn = figure(rows("_mine.py:Mine"), [], 0.1, "hit_rate")
-    assert "_mine.py:Mine" in [text.get_text().strip() for text in drawn.legends[0].get_texts()]
+def test_each_policy_is_named_beside_its_dots_also_one_whose_file_begins_with_an_underscore():
+    drawn = figure([*rows("_mine.py:Mine"), *rows("lru")], rows("belady"), 0.1, "hit_rate")
+    beside = {text.get_text() for text in drawn.axes[0].texts}
+    assert beside == {"_mine.py:Mine", "lru", "belady (oracle)", "working set of one token"}
+
+
+def test_a_policy_has_one_colour_whatever_is_drawn_beside_it():
+    alone, beside = looks(["eamc"]), looks(["mine", "lru", "other", "eamc", "eamc-blend"])
+    assert alone["eamc"] == beside["eamc"]
+    assert len({style["color"] for style in beside.values()}) == 5
 
 
 def test_a_long_policy_is_broken_before_its_options_and_nothing_of_it_is_lost():

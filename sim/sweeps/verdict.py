@@ -1,0 +1,147 @@
+"""What a sweep means, in a few sentences: what to do, what it gains over LRU, how sure that is, what memory buys.
+
+All of it follows from the rows of results.parquet and, for intervals, those of requests.parquet.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from sim.quantities import show_memory, show_ms, show_share
+from sim.results import compare
+from sim.results.compare import SweptRun
+from sim.results.metrics import Row
+from sim.sweeps import winner
+
+KNEE = 2.0
+"""How many times as much a byte buys up to the knee as behind it, at least."""
+
+WHAT = {"tpot_mean_ms": "a token", "ttft_mean_ms": "the first token"}
+"""What the column by which a sweep is judged is the time of; not of misses."""
+
+UNITS = {"a GiB": 2**30, "100 MiB": 100 * 2**20, "a MiB": 2**20}
+"""Of memory that is bought, in bytes."""
+
+
+def sentences(rows: Sequence[Row], runs: Sequence[SweptRun]) -> list[str]:
+    """Return the answer of a sweep: rows of results.parquet, and the same runs with their requests, as far as known."""
+    by = winner.metric(rows)
+    if all(row["oracle"] for row in rows):
+        return ["Only oracles were run, which know the future: there is nothing to choose."]
+    whole, best = list(_whole(rows[0], by)), winner.best_of_sizes(rows, by)
+    if not best:
+        return [f"None of these caches fits {rows[0]['hardware']} beside the dense weights: nothing to choose."]
+    chosen = best[_knee(best, by) or -1]
+    return [*whole, _fastest(best, by, bool(whole)), _gain(chosen, runs, by), *_memory(best, by), *_misses(best)]
+
+
+def _whole(row: Row, by: str) -> Iterator[str]:
+    """Yield that no cache is needed, where none is."""
+    if row["resident_ms"] is not None:
+        size = show_memory(row["all_experts"] * row["expert_bytes"])
+        yield (
+            f"All {row['all_experts']:,} experts ({size}) fit the {row['hardware']}: no cache is needed, and "
+            f"{WHAT[by]} takes {show_ms(row['resident_ms'])} ms."
+        )
+
+
+def _fastest(best: Sequence[Row], by: str, less: bool) -> str:
+    sizes: dict[str, list[str]] = {}
+    for row in best:
+        sizes.setdefault(row["policy"], []).append(_share(row))
+    if len(sizes) == 1 and len(best) > 3:
+        sizes = {policy: [f"each of {len(best)} sizes"] for policy in sizes}
+    what = "misses least" if by == "misses" else "is the fastest"
+    texts = [f"{policy} {what} at {_listed(each)}" for policy, each in sizes.items()]
+    return f"{'Where less memory is free, ' if less else ''}{', '.join(texts)}."
+
+
+def _gain(row: Row, runs: Sequence[SweptRun], by: str) -> str:
+    """Return what the best policy of a size takes, and what it gains over LRU."""
+    memory = f" ({show_memory(row['cache_bytes'])})" if row["cache_bytes"] else ""
+    takes = (
+        f"{WHAT[by]} takes {show_ms(row[by])} ms" if by in WHAT else f"{show_share(_value(row, by))} of lookups miss"
+    )
+    text = f"With {_share(row)} of the experts in the cache{memory} {takes}"
+    if row["policy"] == "lru":
+        return f"{text}; no policy that was run is better than LRU there."
+    here = {each.policy: each for each in runs if each.cache_experts == row["cache_experts"]}
+    mine, lru = here.get(row["policy"]), here.get("lru")
+    gain = f", {_against(lru, mine, by)}" if mine and lru else ""
+    gap = row["gap_latency" if by in WHAT else "gap_hits"]
+    return f"{text}{gain}{'' if gap is None else f'; that closes {gap:.0%} of the gap from LRU to Belady'}."
+
+
+def _against(lru: SweptRun, mine: SweptRun, by: str) -> str:
+    gain = compare.gain(lru, mine, by)
+    if gain is None or gain.requests < compare.FEWEST:
+        count = gain.requests if gain else len(mine.requests)
+        return f"but these are too few requests to compare it with LRU ({count}; {compare.FEWEST} are needed)"
+    if gain.low <= 0 <= gain.high:
+        return f"which differs from LRU by no more than chance ({gain.requests} requests)"
+    more = "less" if by in WHAT and gain.mean > 0 else "fewer" if gain.mean > 0 else "more"
+    unit = "%" if by in WHAT else " points"
+    low, mean, high = sorted(abs(each) for each in (gain.low, gain.mean, gain.high))
+    return f"{mean:.0f}{unit} {more} than under LRU (95%: {low:.0f} to {high:.0f})"
+
+
+def _memory(best: Sequence[Row], by: str) -> Iterator[str]:
+    """Yield what more memory buys, and where that drops."""
+    slopes, knee, size = _slopes(best, by), _knee(best, by), best[0]["expert_bytes"]
+    if not slopes or size is None:
+        return
+    unit = next((unit for unit in UNITS if best[0]["all_experts"] * size >= 4 * UNITS[unit]), "a MiB")
+    more = [slope * UNITS[unit] / size for slope in slopes]
+    texts = [f"{show_ms(each)} ms" if by in WHAT else f"{each:.3g} points" for each in more]
+    if knee is not None:
+        yield f"Up to {_share(best[knee])} {unit} more of cache saves {texts[knee - 1]}, behind that {texts[knee]}."
+    else:
+        yield f"From {_share(best[-2])} to {_share(best[-1])} {unit} more of cache saves {texts[-1]}."
+
+
+def _slopes(best: Sequence[Row], by: str) -> list[float]:
+    """Return what an expert more buys from each size to the next: ms, or points of misses."""
+    scale = 1 if by in WHAT else 100
+    return [
+        scale * (_value(one, by) - _value(other, by)) / (other["cache_experts"] - one["cache_experts"])
+        for one, other in pairwise(best)
+    ]
+
+
+def _knee(best: Sequence[Row], by: str) -> int | None:
+    """Return the place of the size behind which memory buys much less than before; None without one."""
+    drops = [
+        (one / other if other > 0 else float("inf"), place)
+        for place, (one, other) in enumerate(pairwise(_slopes(best, by)), 1)
+        if one > 0
+    ]
+    ratio, place = max(drops, key=lambda drop: drop[0], default=(0.0, 0))
+    return place if ratio >= KNEE else None
+
+
+def _misses(best: Sequence[Row]) -> Iterator[str]:
+    """Yield whose the misses are: what Belady misses too is due to the size, and the rest to the policy."""
+    known = [row for row in best if row["belady_hit_rate"] is not None and row["hit_rate"] is not None]
+    shown = known if len(known) <= 4 else [known[0], known[len(known) // 2], known[-1]]
+    if not shown:
+        return
+    missed = [100 * (1 - row["hit_rate"]) for row in shown]
+    bound = [100 * (1 - row["belady_hit_rate"]) for row in shown]
+    own = [max(0.0, one - other) for one, other in zip(missed, bound, strict=True)]
+    misses, least, points = (_listed([f"{each:.0f}" for each in group]) for group in (missed, bound, own))
+    yield (
+        f"At {_listed([_share(row) for row in shown])} the best policy misses {misses}% of lookups, and Belady, which "
+        f"knows the future, {least}%: {points} points are the policy's, the others the size's."
+    )
+
+
+def _share(row: Row) -> str:
+    return f"{100 * row['cache_fraction']:.3g}%"
+
+
+def _value(row: Row, by: str) -> float:
+    """Return what a sweep is judged by: ms, or the share of lookups that miss."""
+    return float(row[by]) if by in WHAT else 1 - float(row["hit_rate"] or 0)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"

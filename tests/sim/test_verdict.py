@@ -1,0 +1,109 @@
+"""The first sentences about a sweep, from rows made by hand: each number in them has a closed form."""
+
+import pandas as pd
+
+from sim.results.compare import swept_runs
+from sim.sweeps import verdict
+
+GIB = 2**30
+
+
+def row(policy: str, experts: int, tpot: float, hit_rate: float, **changed):
+    """A cell of a model of 100 experts of 1 GiB; Belady hits 90% at 25 experts, and 95 at 50."""
+    made = {
+        "policy": policy,
+        "oracle": False,
+        "trace": "t",
+        "phase": "decode",
+        "hardware": "card",
+        "warmup_requests": 0,
+        "cache_experts": experts,
+        "cache_fraction": experts / 100,
+        "cache_bytes": experts * GIB,
+        "all_experts": 100,
+        "layers": 10,
+        "expert_bytes": GIB,
+        "hit_rate": hit_rate,
+        "misses": round(1000 * (1 - hit_rate)),
+        "tpot_mean_ms": tpot,
+        "ttft_mean_ms": None,
+        "belady_hit_rate": {10: 0.7, 25: 0.9, 50: 0.95}[experts],
+        "gap_hits": 0.5,
+        "gap_latency": 0.4,
+        "fits": True,
+        "resident_ms": None,
+    }
+    return made | changed
+
+
+def said(rows, requests: int = 8):
+    """`requests` of each, whose times lie about its mean as those of all others do, so that pairs differ alike."""
+    table = [
+        {
+            "policy": each["policy"],
+            "cache_experts": each["cache_experts"],
+            "request": str(i),
+            "hits": 1000 - each["misses"],
+            "lookups": 1000,
+            "tpot_mean_ms": each["tpot_mean_ms"] + (i - (requests - 1) / 2),
+            "ttft_ms": None,
+        }
+        for each in rows
+        for i in range(requests)
+    ]
+    return verdict.sentences(rows, swept_runs(rows, pd.DataFrame(table)))
+
+
+SWEPT = [
+    *(row("lru", 10, 100.0, 0.5), row("mine", 10, 80.0, 0.6)),
+    *(row("lru", 25, 50.0, 0.7), row("mine", 25, 35.0, 0.8)),
+    *(row("lru", 50, 30.0, 0.8), row("mine", 50, 25.0, 0.9)),
+]
+
+
+def test_the_answer_names_the_policy_its_gain_the_knee_and_whose_the_misses_are():
+    assert said(SWEPT) == [
+        "mine is the fastest at 10%, 25% and 50%.",
+        "With 25% of the experts in the cache (25 GiB) a token takes 35.0 ms, 30% less than under LRU "
+        "(95%: 30 to 30); that closes 40% of the gap from LRU to Belady.",
+        "Up to 25% a GiB more of cache saves 3.00 ms, behind that 0.4 ms.",
+        "At 10%, 25% and 50% the best policy misses 40, 20 and 10% of lookups, and Belady, which knows the future, "
+        "30, 10 and 5%: 10, 10 and 5 points are the policy's, the others the size's.",
+    ]
+
+
+def test_where_all_experts_fit_no_cache_is_needed():
+    first, second, *_ = said([{**each, "resident_ms": 12.0} for each in SWEPT])
+    assert first == "All 100 experts (100 GiB) fit the card: no cache is needed, and a token takes 12.0 ms."
+    assert second == "Where less memory is free, mine is the fastest at 10%, 25% and 50%."
+
+
+def test_a_cache_without_room_never_wins():
+    small = [{**each, "fits": each["cache_experts"] < 25} for each in SWEPT]
+    assert said(small)[0] == "mine is the fastest at 10%."
+    (nothing,) = said([{**each, "fits": False} for each in SWEPT])
+    assert nothing == "None of these caches fits card beside the dense weights: nothing to choose."
+
+
+def test_how_sure_it_is_and_where_no_policy_helps():
+    assert "too few requests to compare it with LRU (5; 6 are needed)" in said(SWEPT, requests=5)[1]
+    plain = said([row("lru", 25, 50.0, 0.7), row("mine", 25, 60.0, 0.6)])
+    assert plain[:2] == [
+        "lru is the fastest at 25%.",
+        "With 25% of the experts in the cache (25 GiB) a token takes 50.0 ms; no policy that was run is better than "
+        "LRU there.",
+    ]
+    (oracle,) = said([row("belady", 25, 50.0, 0.7, oracle=True)])
+    assert oracle == "Only oracles were run, which know the future: there is nothing to choose."
+
+
+def test_without_a_clock_it_speaks_of_misses():
+    counted = [{**each, "tpot_mean_ms": None, "gap_latency": None, "fits": None} for each in SWEPT]
+    table = [
+        {"policy": each["policy"], "cache_experts": each["cache_experts"], "request": str(i), "lookups": 1000,
+         "hits": 1000 - each["misses"], "tpot_mean_ms": None, "ttft_ms": None}
+        for each in counted for i in range(8)
+    ]  # fmt: skip
+    texts = verdict.sentences(counted, swept_runs(counted, pd.DataFrame(table)))
+    assert texts[0] == "mine misses least at 10%, 25% and 50%."
+    assert "20.0% of lookups miss, 10 points fewer than under LRU (95%: 10 to 10)" in texts[1]
