@@ -33,6 +33,7 @@ SCHEMA = pa.schema(
         ("resumed_steps", COUNT),  # measured before a run was cut off, and kept
         ("host_ms", MS),  # nothing was submitted and nothing awaited: bookkeeping on the host
         ("host_us_per_layer", pa.float64()),  # bookkeeping, calls of device and policy apart, whatever runs beside it
+        ("computed_in", TEXT),  # packed experts: the type of the matrices that are multiplied in their place
         ("dense", TEXT),  # real or none
         ("fallbacks", TEXT),  # what is launched kernel by kernel for lack of graphs or a fused kernel, and why
         ("dense_loaded", SHARE),  # of the dense parameters, those that --weights gave

@@ -18,7 +18,7 @@ from replay.comparison.errors import in_words
 from replay.comparison.record import ERROR, Record
 from replay.device_choice import require_cuda
 from replay.devices.gpu import Gpu
-from replay.model.network import expert_dtype_of
+from replay.model.network import stored_dtype
 from sim.results.metrics import Row
 from traces.commands import console, program
 from traces.errors import InputError, unknown
@@ -144,7 +144,8 @@ def _models(plan: Plan, only: str, traces: Path | None) -> tuple[str, ...]:
     if not names:
         raise InputError(f"--only names no model: take some of {', '.join(plan.tokens)}")
     for name in names:
-        expert_dtype_of(model_profile.model(name))
+        if stored_dtype(model_profile.model(name)) is None:
+            raise InputError(f"--only {name}: its experts are packed, and kernels are compared on float32 and bfloat16")
     return names
 
 

@@ -23,7 +23,6 @@ from replay.calibration.rates import Rates, host_gib, rates
 from replay.choice import DEFAULT_STEPS, Choice, first_steps
 from replay.device_choice import DeviceChoice
 from replay.devices.gpu import Gpu
-from replay.model.network import expert_dtype_of
 from replay.warmup import undisturbed
 from sim.defaults import HARDWARE
 from sim.experiment import Experiment
@@ -70,6 +69,7 @@ class Calibration:
     passes: dict[str, list[Measurement]] = field(default_factory=dict)  # by model: what each pass alone comes to
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # by model: layers, top-k
     costs: dict[str, dict[str, float]] = field(default_factory=dict)  # by model, then policy: us an event
+    computed_in: dict[str, str] = field(default_factory=dict)  # by model of packed experts: a type
 
     def model(self, name: str) -> MeasuredModel:
         """Return the model with what policies cost."""
@@ -135,7 +135,6 @@ def with_synthetic_routing(profile: ModelProfile, longest: int) -> TimedRun:
 def _choice(loaded: TimedRun, target: DeviceChoice) -> Choice:
     """Take slots for the experts of a token, and for more than a GPU's caches hold; fewer where memory is short."""
     profile = loaded.profile
-    expert_dtype_of(profile)
     size, device = profile.expert_bytes, target.device
     wanted = max(profile.moe_layers * profile.top_k, -(-SLOT_BYTES[device] // size))
     if device == "cuda":
@@ -171,6 +170,8 @@ def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: 
         assert choice.loaded.profile
         say(f"{choice.loaded.profile.name}: memory")
         with choice.opened() as (device, facts), undisturbed(choice.run):
+            if packed := facts.pop("computed_in"):
+                result.computed_in[choice.loaded.profile.name] = packed
             result.facts = result.facts or facts
             add_model(result, choice, device, policies, passes, say)
         if gpu:
@@ -243,6 +244,7 @@ def profile(result: Calibration) -> str:
     calibration = {  # for people
         "gpu" if result.facts["driver"] else "cpu": facts.pop("device_name"),
         **facts,
+        **({"computed_in": result.computed_in} if result.computed_in else {}),
         "commit": commit(),
         "date": date.today().isoformat(),
         "passes": len(result.rates),

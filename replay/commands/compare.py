@@ -12,6 +12,7 @@ from rich.table import Table
 from policies.core.grammar import policy_title, split_list
 from replay.choice import Choice, first_part
 from replay.commands.device_options import Compared, Replayed, chosen
+from replay.commands.shown import packed
 from replay.comparison import plot
 from replay.comparison.cell import MODES
 from replay.comparison.errors import in_words
@@ -139,6 +140,8 @@ def _shown(record: Record, finished: list[Row], failed: list[Row]) -> Iterator[s
     facts = record.facts
     machine = facts["machine"] or f"a logical clock for {facts['hardware']['name']}"
     yield f"{facts['device']} ({machine}), predicted for {facts['hardware']['name']}"
+    if facts.get("computed_in") and finished:
+        yield packed(facts["computed_in"], finished[0]["expert_bytes"])
     for mode in dict.fromkeys(cell["mode"] for cell in finished):
         yield table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gb_per_s"])
     yield from (f"failed: {named(cell)}: {cell[ERROR]}" for cell in failed)

@@ -83,6 +83,8 @@ def notes(outcome: Outcome) -> list[str]:
     lines = []
     if row["device"] == "cpu":
         lines.append("on the cpu device the link is memcpy and the GPU is this CPU")
+    if row.get("computed_in"):
+        lines.append(packed(row["computed_in"], row["expert_bytes"]))
     if row.get("past_cache") is False:
         lines.append(
             "the file is read through the operating system's page cache, since its file system knows no direct reads: "
@@ -99,6 +101,14 @@ def notes(outcome: Outcome) -> list[str]:
         flattered = ": the host's caches may flatter the link" if size < AMPLE_HOST_BYTES else ""
         lines.append(f"--host-dedup: {experts} experts share {distinct} host buffers, {show_bytes(size)}{flattered}")
     return lines
+
+
+def packed(dtype: str, expert_bytes: int) -> str:
+    """Return what is moved and what is computed of packed experts."""
+    return (
+        f"experts travel packed, {show_bytes(expert_bytes)} each; what is computed is {dtype}, on matrices of their "
+        "shape that lie ready: nothing is unpacked"
+    )
 
 
 def _measured(row: Row) -> str:

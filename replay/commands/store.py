@@ -7,7 +7,6 @@ import typer
 
 from replay.devices.expert_file import Fill, stride_of, write
 from replay.devices.store import Stamps
-from replay.model.network import expert_dtype_of
 from replay.model.weights import Checkpoint
 from sim.commands.printed import progress
 from sim.quantities import show_bytes
@@ -47,7 +46,6 @@ def store(
         raise InputError("--model-profile says whose experts they are: name one (moe-replay store --help)")
     check_file(file, overwrite)
     profile = model(model_profile)
-    expert_dtype_of(profile)  # what replay cannot multiply is not worth writing
     experts = profile.moe_layers * profile.experts
     distinct = experts if dedup is None else dedup
     if not 1 <= distinct <= experts:

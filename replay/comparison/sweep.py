@@ -110,6 +110,7 @@ class Comparison:
             "torch": here.get("torch"),
             "device": self.choice.device,
             "host_pinned": here.get("host_pinned"),
+            "computed_in": here.get("computed_in"),
             "ceiling_gb_per_s": ceiling_gb_per_s(stage) if stage else None,
             "hardware": machine.facts,
         }

@@ -23,7 +23,7 @@ from replay.devices.lanes import parts
 from replay.devices.store import ExpertSource, ExpertStore, anonymous
 from replay.devices.waiting import WATCHDOG_S, Pace, spread, stuck, timed
 from replay.model.dense import Weights
-from replay.model.network import Network
+from replay.model.network import Network, Operands
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 from traces.errors import InputError
 
@@ -166,9 +166,9 @@ class CpuDevice(LinkThreads):
         self._holds = store.holds
         self._network = network
         self._verify = verify
-        self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
+        self._weights = Operands(network, torch.from_numpy(self.pool))
         self._compute = Stream("compute")
-        self._spare: list[NDArray[np.uint8]] = []  # slots that pauses read into, and compute
+        self._spare = self.pool[:0]  # slots that pauses read into, and compute
         self._spare_weights: Iterator[Weights] = iter(())
         self._paced = 0  # experts read in pauses
 
@@ -199,10 +199,11 @@ class CpuDevice(LinkThreads):
         was read a while ago, as in a run, and is weights: on other numbers a CPU takes another time.
         """
         with self._paused([*self._lanes, self._compute]):
-            if not self._spare:
+            if not len(self._spare):
                 slots = min(max(1, SPARE_BYTES // self.store.stride), MOST_PACED)
-                self._spare = list(self._slots(slots))
-                self._spare_weights = cycle([self._network.weights(torch.from_numpy(slot)) for slot in self._spare])
+                self._spare = self._slots(slots)
+                spare = Operands(self._network, torch.from_numpy(self._spare))
+                self._spare_weights = (spare[slot] for slot in cycle(range(slots)))
                 self._took(self._lanes, self._reads(slots), Kind.COPY)
                 self._pace()  # the first one is slower
             return self._pace()

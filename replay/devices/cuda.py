@@ -22,7 +22,8 @@ import torch
 from replay.devices.gpu import Event, Gpu, Stream, Task
 from replay.devices.store import HostStore
 from replay.devices.waiting import WATCHDOG_S, stuck, timed
-from replay.model.network import Network
+from replay.model.dense import Weights
+from replay.model.network import Network, Operands
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
 TAIL_BYTES = 2 << 20
@@ -121,7 +122,8 @@ class CudaDevice(Device):
         self.pool = torch.ones(slots, store.stride, dtype=torch.uint8, device=gpu.device)  # never zeros
         self._host = [torch.from_numpy(store[expert]) for expert in range(store.distinct)]
         self._rows = list(self.pool)
-        self._weights = [network.weights(row) for row in self._rows]
+        self._operands = Operands(network, self.pool)
+        self._weights: Operands | list[Weights] = self._operands
         self._compute, self._link = gpu.compute_stream(), gpu.copy_stream()
         self._copies: deque[Pending] = deque()
         self._computes: deque[Pending] = deque()
@@ -239,7 +241,7 @@ class CudaDevice(Device):
 
     def _in_memory(self, slots: list[int]) -> tuple[torch.Tensor, list[int]]:
         """Return what a fused launch reads: uint8[n, stride] and rows of it."""
-        return self.pool, slots
+        return self._operands.pool, self._operands.rows(slots)
 
     def _copying(self, expert: int, slot: int) -> None:
         """Begin a transfer into a slot: a hook for other paths."""

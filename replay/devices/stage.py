@@ -57,6 +57,7 @@ class Stage:
             "host_pinned": self.is_pinned,
             "lanes": self.lanes if self.target.store else None,
             "past_cache": self.store.past_cache if isinstance(self.store, ExpertFile) else None,
+            "computed_in": self.network.computed_in,
             "dense": self.target.dense,
             "dense_loaded": self.network.loaded_share if self.target.weights else None,
         }

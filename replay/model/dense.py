@@ -47,6 +47,10 @@ class Source:
         self._load(name, made, size)
         return made
 
+    def matrices(self, experts: int, numbers: int) -> torch.Tensor:
+        """Return so many random numbers for each of some experts, small enough that activations stay finite."""
+        return self._normal((experts, numbers), 0.02)
+
     def cache(self, *shape: int) -> torch.Tensor:
         """Return keys and values of tokens that were never computed: random, so that no cache is ever zero."""
         made = self._normal(shape, 1.0)

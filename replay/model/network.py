@@ -3,15 +3,18 @@
 `dense` has no data-dependent shapes and never asks the device for a value, so a decoded token's can be captured in a
 CUDA graph for each layer and bucket of contexts. Its buffers are allocated once; routing comes from the trace, so the
 router's own choice is computed and not used, and experts count with equal weights.
+
+Experts whose bytes are no matrices of float32 or bfloat16 (MXFP4, fp8, GGUF's types) are packed: their bytes are moved,
+and matrices of their shape, which lie ready, are multiplied in their place. Nothing is unpacked.
 """
 
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from replay.model.dense import Source, Stack, Weights, activated, rms_norm
-from traces.errors import InputError
 from traces.models.profile import ModelProfile
 
 if TYPE_CHECKING:
@@ -20,6 +23,12 @@ if TYPE_CHECKING:
 BUCKET = 256
 """Contexts are rounded up to multiples of this, so that few CUDA graphs serve all."""
 
+ALIGNMENT = 256
+"""Of an expert's matrices, in bytes."""
+
+READY_BYTES = 256 << 20
+"""Of matrices that lie ready for packed experts: more than caches hold."""
+
 
 class Network:
     """One state that steps flow through, of at most `max_tokens` tokens each, in contexts of at most `max_context`.
@@ -27,6 +36,7 @@ class Network:
     hidden: [max_tokens, H], what experts get. experts_out: float32[max_tokens, H] on every device, the sum of their
     outputs, each times `router_weight`. dense: "real", or "none" for a model without its dense part, so that a big
     model's experts can be replayed alone. loaded: a checkpoint, whose tensors are taken where names and shapes agree.
+    ready: None, or of packed experts uint8[n, bytes], matrices that are multiplied in their place.
     """
 
     def __init__(
@@ -42,20 +52,23 @@ class Network:
         if device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for each shape, in the middle of a run
         self.profile = profile
-        self.expert_dtype = expert_dtype_of(profile)
-        dtype = dtype_of(profile.dense_bytes_per_parameter, "a dense")
+        dtype = torch.float32 if profile.dense_bytes_per_parameter >= torch.float32.itemsize else torch.bfloat16
+        stored = stored_dtype(profile)
+        self.expert_dtype = stored or dtype
         self.router_weight = 1 / profile.top_k
         self._positions = -(-max(max_context, max_tokens) // BUCKET) * BUCKET
         self._source = Source(device, dtype, seed, None if profile.encoder_moe_layers else loaded)
         self._stack = Stack(profile, self._source, self._positions, max_tokens) if dense == "real" else None
+        self.ready = None if stored else self._source.matrices(*_ready_shape(profile, dtype)).view(torch.uint8)
         self._residual = torch.ones(max_tokens, profile.hidden_size, device=device, dtype=dtype)
         self.hidden = torch.ones_like(self._residual)
         self.experts_out = torch.zeros_like(self._residual, dtype=torch.float32)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of dense weights and KV cache; a network on the device `meta` takes none."""
-        return (self._source.parameters + self._source.cached) * self._source.dtype.itemsize
+        """Return the bytes of all that is not in slots; a network on the device `meta` takes none."""
+        ready = 0 if self.ready is None else self.ready.numel()
+        return (self._source.parameters + self._source.cached) * self._source.dtype.itemsize + ready
 
     @property
     def parameters(self) -> int:
@@ -64,6 +77,11 @@ class Network:
     @property
     def loaded_share(self) -> float:
         return self._source.loaded_parameters / max(1, self._source.parameters)
+
+    @property
+    def computed_in(self) -> str | None:
+        """Return the type in which packed experts are computed; None: experts are not packed."""
+        return None if self.ready is None else str(self.expert_dtype).removeprefix("torch.")
 
     def bucket(self, tokens: int, context: int) -> int:
         """The context that `dense` computes with: a prefill's own, else rounded up; its own bucket again.
@@ -129,19 +147,36 @@ def expert_output(weights: Weights, tokens: torch.Tensor, matrices: int) -> torc
     return functional.linear(activated(first, tokens, matrices), down)
 
 
-def expert_dtype_of(profile: ModelProfile) -> torch.dtype:
-    """Return the type of an expert's weights. Raise InputError for experts that replay does not multiply."""
-    if profile.differing_bytes:
-        raise InputError(f"{profile.name} has experts of several sizes, which moe-replay does not run: simulate them")
-    return dtype_of(profile.expert_bytes / profile.expert_parameters, f"{profile.name}: an expert's")
+class Operands:
+    """What experts in slots are multiplied from: the slots; of packed experts, matrices that lie ready, taken in turn.
+
+    In turn, so that one is taken again only when caches have lost it.
+    """
+
+    def __init__(self, network: Network, pool: torch.Tensor) -> None:
+        """pool: uint8[slots, stride]."""
+        self.pool = pool if network.ready is None else network.ready
+        self._turns = None if network.ready is None else cycle(range(len(self.pool)))
+        self._weights = [network.weights(row) for row in self.pool]
+
+    def rows(self, slots: list[int]) -> list[int]:
+        """Return the rows of `pool` that stand for these slots."""
+        return slots if self._turns is None else [next(self._turns) for _ in slots]
+
+    def __getitem__(self, slot: int) -> Weights:
+        return self._weights[self.rows([slot])[0]]
 
 
-def dtype_of(bytes_per_parameter: float, whose: str) -> torch.dtype:
-    """Return float32 or bfloat16; a buffer may hold a little more than matrices (biases), which is moved as well."""
+def stored_dtype(profile: ModelProfile) -> torch.dtype | None:
+    """Return the type of an expert's matrices, if its bytes are these, and perhaps biases; None: they are packed."""
     for dtype in (torch.float32, torch.bfloat16):
-        if dtype.itemsize <= bytes_per_parameter < dtype.itemsize * 1.05:
+        if dtype.itemsize <= profile.expert_bytes / profile.expert_parameters < dtype.itemsize * 1.05:
             return dtype
-    raise InputError(
-        f"replay multiplies float32 and bfloat16, but {whose} parameter of this model profile has "
-        f"{bytes_per_parameter:g} bytes; choose another with --model-profile (gpt-oss-20b-bf16 for gpt-oss-20b)"
-    )
+    return None
+
+
+def _ready_shape(profile: ModelProfile, dtype: torch.dtype) -> tuple[int, int]:
+    """Return how many experts' matrices lie ready, and the numbers of each, whole units of what a kernel loads."""
+    numbers = -(-profile.expert_parameters * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
+    experts = profile.moe_layers * profile.experts
+    return min(experts, max(1, READY_BYTES // (numbers * dtype.itemsize))), numbers

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from replay.model.network import expert_dtype_of
+from replay.model.network import stored_dtype
 from traces.errors import InputError
 from traces.models.profile import ModelProfile
 from traces.models.safetensors_files import files_of
@@ -44,7 +44,13 @@ class Checkpoint:
 
     def __init__(self, folder: Path, profile: ModelProfile) -> None:
         self.folder, self.profile = folder, profile
-        self._dtype = expert_dtype_of(profile)
+        dtype = stored_dtype(profile)
+        if dtype is None:
+            raise InputError(
+                f"`weights` fills experts of float32 and bfloat16, and those of {profile.name} are packed, so their "
+                "bytes are moved but not multiplied: leave it out, or name a profile in bfloat16 (`model_profile`)"
+            )
+        self._dtype = dtype
         self._files = _open(folder)
         places: set[str] = set()
         matrices: set[str] = set()

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tests.support.devices import Watch, Watching, run_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces import InputError
+from traces.models.profile import ModelProfile
 from traces.synthetic import synthetic
 
 
@@ -25,15 +27,18 @@ class Watched(Watching, CudaDevice):
     """Checks every submission and completion."""
 
 
+PACKED = replace(PROFILE, expert_bytes_per_parameter=0.25)
+
+
 @contextmanager
-def device(gpu: Gpu, slots: int) -> Iterator[Watched]:
+def device(gpu: Gpu, slots: int, profile: ModelProfile = PROFILE) -> Iterator[Watched]:
     with torch.inference_mode():
-        network = Network(PROFILE, gpu.device, max_tokens=16, max_context=64, seed=0)
-        store = HostStore.of(L * E, SIZE, seed=0)
+        network = Network(profile, gpu.device, max_tokens=16, max_context=64, seed=0)
+        store = HostStore.of(L * E, profile.expert_bytes, seed=0)
         with pinned(store.memory, REQUIRE, gpu):
             made = Watched(store, network, slots, gpu, Launches(gpu, network), verify=True)
-            made.tail_bytes = SIZE // 8
-            made.watch = Watch(Shape(L, E), slots, SIZE, made.tail_bytes)
+            made.tail_bytes = profile.expert_bytes // 8
+            made.watch = Watch(Shape(L, E), slots, profile.expert_bytes, made.tail_bytes)
             try:
                 yield made
                 assert network.finite()
@@ -73,7 +78,8 @@ def replay(made: Watched, policy: str, cold: bool = False, prompt: int = 5, top_
     trace = synthetic(3, 12, layers=L, experts=E, top_k=top_k, seed=1, prompt_tokens=prompt)
     requests = Requests(trace)
     made.prepare({int(context) for request in requests for context in request.context[request.tokens == 1]})
-    plan = run_of(requests, Shape(L, E), len(made.pool), parse(policy), SIZE, SIZE // 3, cold)
+    size = made.store.expert_bytes
+    plan = run_of(requests, Shape(L, E), len(made.pool), parse(policy), size, size // 3, cold)
     return play(plan, made)
 
 
@@ -82,7 +88,8 @@ def replay(made: Watched, policy: str, cold: bool = False, prompt: int = 5, top_
 def test_every_slot_holds_its_expert_whenever_it_computes(
     gpu: Gpu, fused: list[int], policy: str, slots: int, cold: bool
 ) -> None:
-    with device(gpu, slots) as made:
+    """With packed experts where nothing else differs, in runs that end cold."""
+    with device(gpu, slots, PACKED if cold else PROFILE) as made:
         log = replay(made, policy, cold)
         assert made.watch.computed == (log.hits + log.late + log.misses).sum()
     assert log.demand_transfers.sum() == log.misses.sum() > 0

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -48,8 +49,8 @@ from traces import InputError
 from traces.models.profile import MODELS, ModelProfile, model
 from traces.synthetic import synthetic
 
-BIG = replace(PROFILE, name="big", hidden_size=64, expert_intermediate_size=57)
-"""Its experts are of eleven pages, the last one not full."""
+BIG = replace(PROFILE, name="big", hidden_size=64, expert_intermediate_size=429, expert_bytes_per_parameter=0.53125)
+"""Its experts are packed, and of eleven pages, the last one not full."""
 
 
 class WatchedDisk(Watching, CpuDevice):
@@ -67,9 +68,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The file of a profile with a shape for the shipped trace, and experts of 48 pages: its own ones have 12."""
+    """The file of a profile with a shape for the shipped trace, and packed experts of 25.5 pages."""
     shipped = MODELS.find("demo-stand-in").read_text()
-    sizes = {"hidden_size": 256, "expert_intermediate_size": 128, "vocabulary": 1024}
+    sizes: dict[str, float] = {"hidden_size": 256, "expert_intermediate_size": 256, "vocabulary": 1024}
+    sizes["expert_bytes_per_parameter"] = 0.53125
     small, replaced = re.subn(rf"(?m)^({'|'.join(sizes)}) = .*", lambda row: f"{row[1]} = {sizes[row[1]]}", shipped)
     assert replaced == len(sizes)
     path = tmp_path_factory.mktemp("profile") / "stand-in.toml"
@@ -298,6 +300,10 @@ def test_the_commands_write_a_file_and_replay_from_it(command: Run, on_disk: tup
     status, out, told = command(*on_disk, *few, "--policy", "lru", "--out", "here")
     assert status == 0, told
     assert "as the machine's pace varied" in (out + told).replace("\n", " ")
+    row = pd.read_parquet("here/results.parquet").iloc[0]
+    assert row["expert_bytes"] == 3 * 256 * 256 * 17 / 32
+    assert row["bytes_demand"] == row["misses"] * row["expert_bytes"] > 0
+    assert row["computed_in"] == "bfloat16"
 
 
 def test_a_machine_with_a_disk_is_calibrated(
