@@ -41,6 +41,7 @@ SCHEMA = pa.schema(
         *[(f"predicted_{name}", MS) for name in ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms")],
         ("predicted_hit_rate", SHARE),
         *[(f"predicted_tpot_{end}_ms", MS) for end in ("low", "high")],  # as sure as the machine's pace is
+        ("predicted_lru_tpot_ms", MS),  # of LRU on the same machine
     ]
 )
 """Columns of a replay's results.parquet: those of a sweep, then the device's."""
@@ -54,10 +55,13 @@ HEADER = ("request", *COLUMNS, "latency_ns")
 
 
 @contextmanager
-def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterator[Callable[[StepRow], None]]:
+def step_writer(
+    folder: Path, key: str, done: Sequence[StepRow] = (), commands: Sequence[str] = ()
+) -> Iterator[Callable[[StepRow], None]]:
     """Append each step to per_token.csv as it ends, so that a run cut off keeps what it has measured.
 
-    Beside it run.json holds the `key` of the run, for `done_before`. The file begins with the rows `done`.
+    Beside it run.json holds the `key` of the run, for `done_before`, and the commands that make it again, for reports.
+    The file begins with the rows `done`.
     """
     with ExitStack() as opened:
         files: list[io.FileIO] = []  # written at once: nothing is left in a buffer that could not be
@@ -67,7 +71,7 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
                 others = (RESULTS_FILE, REQUESTS_FILE) if done else (RESULTS_FILE, REQUESTS_FILE, STEPS)
                 remove(*(folder / old for old in others))  # they would not be of this run
                 with replacing(folder / RUN_FILE) as part:
-                    part.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
+                    part.write_text(json.dumps({"key": key, "commands": commands}) + "\n", encoding="utf-8")
                 with replacing(folder / STEPS) as part, part.open("w", newline="", encoding="utf-8") as begun:
                     csv.writer(begun).writerows([HEADER, *map(_line, done)])
                 files.append(opened.enter_context((folder / STEPS).open("ab", buffering=0)))

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from policies.core.spec import PolicySpec
 from replay.calibration.in_loop import effective
 from replay.calibration.pace import pausing
 from replay.choice import Choice, Described
@@ -108,6 +109,7 @@ def replay(
     if timeline:
         simulated.play(run, lambda log: None, timeline, names, replace(window, stops=True), slots)
     predictions = predict(choice, cell, calibrations)
+    row["predicted_lru_tpot_ms"] = _lru_ms(choice, cell, calibrations)
     first = predictions[0]
     row["predicted_for"] = first.machine
     row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
@@ -149,6 +151,18 @@ def under_contention(choice: Choice, model: MeasuredModel, predictor_ns: int) ->
 
     slowed = effective(model, simulate)
     return slowed.timing(predictor_ns), slowed.link(chunk_bytes)
+
+
+def _lru_ms(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -> float | None:
+    """Return what the simulator says of LRU on the same machine: its TPOT mean; None where nothing decodes."""
+    lru = replace(choice, policy=PolicySpec.of("lru"))
+    timing, link = lru.loaded.timing(lru.policy), lru.loaded.link
+    if calibrations:
+        timing, link = under_contention(lru, calibrations[1], 0)
+    log = compiled_engine.simulate(lru.on(timing, link))
+    row: Row = summarise(log, cell, choice.loaded.trace.requests)[0]
+    ms: float | None = row["tpot_mean_ms"]
+    return ms
 
 
 def predict(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -> list[Prediction]:

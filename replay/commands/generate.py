@@ -97,7 +97,7 @@ def generate(
             console.say(" ".join(map(str, last)))
         if not quiet:
             measured = outcome(live, answered)
-            for part in (shown.title(measured), shown.table(measured), shown.last_line(measured)):
+            for part in (shown.verdict(measured), shown.title(measured), shown.table(measured)):
                 console.say_on_stderr(part)
             console.say_on_stderr(
                 live.memory.sentence(int(answered.trace.position.max()) + 2, live.device.peak_bytes())

@@ -14,6 +14,7 @@ from replay.choice import Choice, first_part
 from replay.commands import shown
 from replay.commands.device_options import Measured, Replayed, chosen
 from replay.device_choice import DeviceChoice
+from replay.devices.expert_file import command_of
 from replay.run import Outcome, replay
 from sim import defaults
 from sim.commands import options
@@ -30,6 +31,9 @@ from traces.commands import console
 from traces.commands.options import typed
 from traces.errors import InputError, refuse
 from traces.output import claimed
+
+STAND_IN = "demo-stand-in"
+"""A model of the shipped trace's shape whose experts can be timed."""
 
 TIMED_BYTES = 1_000_000
 """Of an expert that threads copy and compute in a time that is worth predicting."""
@@ -61,8 +65,8 @@ def run(
     """Run a trace through a policy on a device, one request after another.
 
     Writes results.parquet (the columns of a sweep, then those of the device), requests.parquet and per_token.csv. The
-    last line shows predicted and measured. https://ui.perfetto.dev opens a timeline. In a run of more than 2,000 steps,
-    it shows the first 100 tokens.
+    first line sets predicted beside measured. https://ui.perfetto.dev opens a timeline. In a run of more than 2,000
+    steps, it shows the first 100 tokens.
 
     [b]moe-replay --policy eamc --cache-size 25%[/b]
 
@@ -71,13 +75,16 @@ def run(
     if no_slots and not timeline:
         raise InputError("name the file of the timeline whose tracks are chosen: --timeline out.json")
     replayed |= typed(hardware=hardware)
+    target = chosen(on, replayed)
+    if target.device != "virtual" and not (from_ or cell.trace or target.weights or "model_profile" in replayed):
+        replayed |= {"model_profile": STAND_IN}
+        output.note(f"taking the experts of {STAND_IN}: the shipped trace's own are too small to be timed")
     if from_:
         request = _of_sweep(from_, cell, replayed)
     else:
         experiment = options.experiment(replayed, cell.trace)
-        taken, whole = cell.taken(experiment, replayed), "requests" in replayed
-        request = Request(experiment, cell.policy or defaults.POLICY, cell.size, whole, taken)
-    choice = _choose(request, chosen(on, replayed))
+        request = Request(experiment, cell.policy or defaults.POLICY, cell.size, cell.taken(experiment, replayed))
+    choice = _choose(request, target, whole="requests" in replayed)
     us = choice.loaded.measured_us([choice.policy])
     choice = replace(choice, loaded=choice.loaded.charging(us))
     output.note(*_notes(request, choice, on["device"]), *overhead_notes(us))
@@ -111,7 +118,6 @@ class Request:
     experiment: Experiment
     policy: str
     cache_size: str
-    whole: bool = True  # run all that the experiment names, however long
     notes: Sequence[str] = ()
     cache_experts: int | None = None  # what the size came to in the sweep; None: typed
 
@@ -134,11 +140,14 @@ def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated) -> Requ
     if len(sizes) > 1:
         note += f" (--cache-size: it has others at {', '.join(other for other in sizes if other != size)})"
     notes = () if cell.policy else (note,)
-    return Request(experiment, cell.policy or best.policy, size, True, notes, best.cache_experts)
+    return Request(experiment, cell.policy or best.policy, size, notes, best.cache_experts)
 
 
-def _choose(request: Request, target: DeviceChoice) -> Choice:
-    """Read all files. Raise InputError for whatever cannot be used."""
+def _choose(request: Request, target: DeviceChoice, whole: bool) -> Choice:
+    """Read all files. Raise InputError for whatever cannot be used.
+
+    whole: run all that the experiment names, however long.
+    """
     loaded = TimedRun.of(request.experiment)
     policy, slots = loaded.chosen(request.policy, request.cache_size)
     if request.cache_experts not in (None, experts := loaded.experts_in(slots)):
@@ -146,7 +155,7 @@ def _choose(request: Request, target: DeviceChoice) -> Choice:
             f"a cache of {request.cache_size} was {request.cache_experts} experts in the sweep and is {experts} with "
             "this trace: it is of another model"
         )
-    if not request.whole:
+    if not whole:
         loaded = first_part(loaded, target.device)
     return Choice(loaded, policy, slots, target)
 
@@ -162,7 +171,7 @@ def _notes(request: Request, choice: Choice, device_typed: str) -> Iterator[str]
     if choice.device in ("cpu", "disk") and size < TIMED_BYTES:
         yield (
             f"experts of {show_bytes(size)} are too small to be timed: threads take longer to hand them over than to "
-            "copy and compute them; with --model-profile others are run (demo-stand-in for the shipped trace)"
+            f"copy and compute them; with --model-profile others are run ({STAND_IN} for the shipped trace)"
         )
 
 
@@ -184,7 +193,7 @@ def _replay(
         ended = len(done)
         try:
             with (
-                files.step_writer(folder, key, done) as write,
+                files.step_writer(folder, key, done, _commands(choice, folder)) as write,
                 progress(steps, output.quiet, "steps replayed", ended) as advance,
                 writing(timeline, lambda: {"made by": "moe-replay"}, output.overwrite)
                 if timeline
@@ -206,9 +215,16 @@ def _replay(
     return outcome
 
 
+def _commands(choice: Choice, folder: Path) -> list[str]:
+    """Return what to type to make this replay again, the file of its experts included."""
+    store = choice.target.store
+    written_by = [command_of(store)] if store else []
+    return [*filter(None, written_by), shown.typed_again("--out", str(folder))]
+
+
 def _shown(outcome: Outcome, folder: Path) -> Iterator[str | Table]:
+    yield shown.verdict(outcome)
     yield shown.title(outcome)
     yield shown.table(outcome)
     yield from shown.notes(outcome)
     yield written((files.RESULTS_FILE, files.REQUESTS_FILE, files.STEPS), folder)
-    yield shown.last_line(outcome)

@@ -1,4 +1,7 @@
-"""What `moe-replay run` and `generate` print: a table, and a last line with predicted beside measured."""
+"""What `moe-replay run` and `generate` print: a verdict, and a table with predicted beside measured."""
+
+import shlex
+import sys
 
 from rich import box
 from rich.table import Table
@@ -10,47 +13,82 @@ from sim.results.metrics import Row, cell_text
 AMPLE_HOST_BYTES = 8 << 30
 """Distinct host buffers of less than this may be served by the host's caches."""
 
-STALLED = {
-    "predictor": "by the policy",
-    "demand": "for a demand",
-    "late": "for a late prefetch",
-    "behind_prefetch": "behind a prefetch",
-    "slot": "for a slot",
-}
-"""Causes of a stall, in words."""
+JUST = 0.02
+"""Of the measured time: a prediction misses its range by so much at most, to be just outside of it."""
 
 ROWS = {
     "TTFT mean (ms)": ("ttft_mean_ms", "{:,.3f}"),
     "TPOT mean (ms)": ("tpot_mean_ms", "{:,.3f}"),
-    "TPOT p50 (ms)": ("tpot_p50_ms", "{:,.3f}"),
     "TPOT p99 (ms)": ("tpot_p99_ms", "{:,.3f}"),
     "hit rate": ("hit_rate", "{:.1%}"),
-    "late": ("late", "{:,}"),
     "misses": ("misses", "{:,}"),
     "demanded (MB)": ("bytes_demand", ""),
     "prefetched (MB)": ("bytes_prefetch", ""),
-    "prefetch precision": ("prefetch_precision", "{:.1%}"),
-    "link busy (ms)": ("link_busy_ms", "{:,.1f}"),
-    "compute busy (ms)": ("compute_busy_ms", "{:,.1f}"),
     "stalled (ms)": ("gpu_idle_ms", "{:,.1f}"),
-    **{f"  {words}": (f"stall_{cause}_ms", "{:,.1f}") for cause, words in STALLED.items()},
-    "host alone (ms)": ("host_ms", "{:,.1f}"),
-    "host a layer (us)": ("host_us_per_layer", "{:,.1f}"),
     "link (GB/s)": ("copy_gb_per_s", "{:,.2f}"),
 }
 
 
+def verdict(outcome: Outcome) -> str:
+    """Return what was measured, how good the prediction is, and what LRU would take: sentences of a line."""
+    row, (expected, *_) = outcome.row, outcome.predictions
+    decodes = row["tpot_mean_ms"] is not None
+    column, unit = ("tpot_mean_ms", "a token") if decodes else ("ttft_mean_ms", "to the first token")
+    measured, predicted = row[column], expected.row[column]
+    if row["device"] == "virtual":
+        said = "as" if measured == predicted else f"where it is {_ms(predicted)} ms"
+        text = f"Simulated {_ms(measured)} ms {unit} for {row['hardware']}, {said} in moe-sim: nothing was measured."
+    else:
+        low, high = expected.interval_ms or (predicted, predicted)
+        interval = f" ({_ms(low)} to {_ms(high)})" if expected.interval_ms else ""
+        text = f"Measured {_ms(measured)} ms {unit}; predicted {_ms(predicted)} ms{interval}: "
+        text += _off(predicted / measured - 1 if measured else 0.0)
+        if expected.interval_ms:
+            beyond = max(low - measured, measured - high)
+            just = "just " if beyond <= JUST * measured else ""
+            text += ", within the range" if beyond <= 0 else f", {just}outside of the range"
+        text += "."
+    lru = row.get("predicted_lru_tpot_ms")
+    if lru is None or not decodes or row["policy"] == "lru":
+        return text
+    saved = 1 - predicted / lru
+    better = f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} than LRU"
+    return f"{text} {row['policy']} is predicted to take {better} ({_ms(lru)} ms) here."
+
+
+def _off(error: float) -> str:
+    return f"{abs(error):.0%} too {'slow' if error > 0 else 'fast'}" if round(abs(error), 2) else "right to 1%"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def table(outcome: Outcome) -> Table:
-    """Return a line for each figure, measured beside every prediction."""
+    """Return a line for each figure, measured beside predicted; on a logical clock both are one."""
     shown = Table("", box=box.SIMPLE_HEAD)
-    for heading in (_measured(outcome.row), *(f"predicted for {one.machine}" for one in outcome.predictions)):
-        shown.add_column(heading, justify="right")
-    rows = [outcome.row, *(prediction.row for prediction in outcome.predictions)]
+    rows = [outcome.row]
+    if outcome.row["device"] == "virtual":
+        shown.add_column("simulated", justify="right")
+    else:
+        rows.append(outcome.predictions[0].row)
+        shown.add_column("measured", justify="right")
+        shown.add_column(f"predicted for\n{outcome.predictions[0].machine}", justify="right")
     for heading, (column, form) in ROWS.items():
         values = [row.get(column) for row in rows]
         if any(value is not None for value in values):
             shown.add_row(heading, *(_show(value, form) for value in values))
     return shown
+
+
+def typed_again(*more: str) -> str:
+    """Return the command that runs, so that it can be run again: it replaces what it has written.
+
+    more: an option and its value, where the command has it not.
+    """
+    typed = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
+    added = more if more and not any(word.split("=")[0] == more[0] for word in typed) else ()
+    return shlex.join(["moe-replay", *typed, *added, "--overwrite"])
 
 
 def title(outcome: Outcome) -> str:
@@ -60,27 +98,14 @@ def title(outcome: Outcome) -> str:
     return f"{row['model']} on {row['device']} ({machine}), {cell_text(row)} of the experts: {ran}"
 
 
-def last_line(outcome: Outcome) -> str:
-    """Return predicted beside measured: TPOT (TTFT where nothing is decoded) and hit rate."""
-    row = outcome.row
-    column = "tpot_mean_ms" if row["tpot_mean_ms"] is not None else "ttft_mean_ms"
-    name = column[:4].upper()
-    measured = _measured(row)
-    expected = outcome.predictions[0]
-    off = expected.row[column] / row[column] - 1 if row[column] else 0.0
-    low, high = expected.interval_ms or (0.0, 0.0)
-    apart = f"; {low:.4g} to {high:.4g} as the machine's pace varied" if expected.interval_ms else ""
-    return (
-        f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms ({off:+.1%}{apart}), "
-        f"hit rate {_show(expected.row['hit_rate'], '{:.1%}')}; {measured}: {name} mean {row[column]:.4g} ms, "
-        f"hit rate {_show(row['hit_rate'], '{:.1%}')}"
-    )
-
-
 def notes(outcome: Outcome) -> list[str]:
     """Return what a reader of the figures must know."""
     row = outcome.row
-    lines = []
+    lines = [
+        f"on another machine, {other.machine}, the simulator says {_ms(ms)} ms a token"
+        for other in outcome.predictions[1:]
+        if (ms := other.row["tpot_mean_ms"]) is not None
+    ]
     if row["device"] == "cpu":
         lines.append("on the cpu device the link is memcpy and the GPU is this CPU")
     if row.get("computed_in"):
@@ -109,10 +134,6 @@ def packed(dtype: str, expert_bytes: int) -> str:
         f"experts travel packed, {show_bytes(expert_bytes)} each; what is computed is {dtype}, on matrices of their "
         "shape that lie ready: nothing is unpacked"
     )
-
-
-def _measured(row: Row) -> str:
-    return "replayed" if row["device"] == "virtual" else "measured"  # nothing is measured on a logical clock
 
 
 def _show(value: float | None, form: str) -> str:

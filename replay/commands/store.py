@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from replay.commands.shown import typed_again
 from replay.devices.expert_file import Fill, stride_of, write
 from replay.devices.store import Stamps
 from replay.model.weights import Checkpoint
@@ -56,7 +57,7 @@ def store(
     else:
         fill, source = Stamps(distinct, profile.expert_bytes, seed).write, f"random weights, seed {seed}"
     with progress(distinct, quiet, "experts written") as advance:
-        write(file, profile, fill, source, distinct, lambda: advance(1), overwrite)
+        write(file, profile, fill, source, distinct, lambda: advance(1), overwrite, typed_again())
     if not quiet:
         size = show_bytes(distinct * stride_of(profile.expert_bytes))
         console.say(f"wrote {distinct} of {experts} experts of {profile.name} to {file}: {size}, {source}")

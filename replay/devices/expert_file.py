@@ -49,6 +49,7 @@ class Facts:
     distinct: Positive  # in the file
     expert_bytes: Positive
     checksums: str  # eight hexadecimal digits an expert
+    command: str = ""  # that wrote it
 
 
 class DirectFile:
@@ -150,6 +151,7 @@ def write(
     distinct: int,
     on_written: Callable[[], None] = lambda: None,
     overwrite: bool = True,
+    command: str = "",
 ) -> None:
     """Write a file whole or not at all.
 
@@ -158,7 +160,9 @@ def write(
     `overwrite` where a file is there by then.
     """
     size, stride = model.expert_bytes, stride_of(model.expert_bytes)
-    facts = Facts(FORMAT, model.name, weights, model.moe_layers * model.experts, distinct, size, "0" * 8 * distinct)
+    facts = Facts(
+        FORMAT, model.name, weights, model.moe_layers * model.experts, distinct, size, "0" * 8 * distinct, command
+    )
     begin, buffer, checksums = len(_header_of(facts)), anonymous(stride), list[str]()
     with replacing(path, overwrite=overwrite) as part, part.open("wb", buffering=0) as file:
         if hasattr(os, "posix_fallocate"):
@@ -172,6 +176,11 @@ def write(
         file.seek(0)
         _write_all(file.fileno(), _header_of(replace(facts, checksums="".join(checksums))))
         os.fsync(file.fileno())
+
+
+def command_of(path: Path) -> str:
+    """Return the command that wrote a file of experts; nothing where another program did."""
+    return str(header_of(path)[0]["__metadata__"].get("command", ""))
 
 
 def _write_all(file: int, content: bytes | memoryview) -> None:

@@ -3,6 +3,7 @@
 What is missing, or made by another version, is a sentence of the page, never its end.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 DEVICE = "device"
 """A column that replays have and sweeps have not."""
+
+RUN_FILE = "run.json"
+"""Of a replay: the commands that make it again."""
 
 REPLAYED = pa.schema(
     [
@@ -49,6 +53,12 @@ class Results:
     @property
     def replayed(self) -> bool:
         return any(map(_measured, self.rows))
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands that make a replay again; none where they are not known."""
+        file = self.folder / RUN_FILE
+        return list(json.loads(file.read_text("utf-8")).get("commands", [])) if file.exists() else []
 
     @cached_property
     def loaded(self) -> Loaded | None:

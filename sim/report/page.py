@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sim.report import measured, sweep
 from sim.report.elements import Item, Section
-from sim.report.inputs import DEVICE, Results
+from sim.report.inputs import RUN_FILE, Results
 from sim.results.provenance import commit
 from sim.sweeps import config, verdict
 
@@ -54,13 +54,11 @@ def _summary(sweeps: Sequence[Results]) -> list[str]:
 
 def _commands(results: Sequence[Results], command: str) -> Section:
     lines = []
-    sweeps = [shlex.quote(str(each.folder)) for each in results if each.experiment]
-    source = sweeps[0] if len(sweeps) == 1 else "SWEEP"
     for each in results:
         folder = shlex.quote(str(each.folder))
         configured = [above for above in (each.folder, each.folder.parent) if (above / config.NAME).exists()]
         if each.replayed:
-            lines.append(f"moe-replay --from {source} --device {each.rows[0][DEVICE]} --out {folder}")
+            lines += each.commands or [f"# {folder} has no {RUN_FILE}: what was typed is not known"]
         elif configured:
             file, out = (shlex.quote(str(path)) for path in (configured[0] / config.NAME, configured[0]))
             lines.append(f"moe-sim sweep --config {file} --out {out} --resume")

@@ -30,10 +30,8 @@ from traces.models.profile import MODELS
 def test_virtual_measures_what_was_predicted(command, tmp_path: Path) -> None:
     status, out, err = command("--policy", "eamc", "--device", "virtual", "--requests", "3", "--out", "here")
     assert status == 0, err
-    last = out.splitlines()[-1]
-    predicted, measured = re.findall(r"mean ([\d.]+) ms", last)
-    assert predicted == measured
-    assert "(+0.0%)" in last
+    assert re.match(r"Simulated [\d.]+ ms a token for a5000, as in moe-sim: nothing was measured\. eamc .* LRU", out)
+    assert "predicted for" not in out
     assert str(demo_trace()) in err
     row = pd.read_parquet(tmp_path / "here/results.parquet").iloc[0]
     assert list(row.index)[: len(RESULTS.names)] == RESULTS.names
@@ -51,10 +49,23 @@ def test_virtual_measures_what_was_predicted(command, tmp_path: Path) -> None:
 
 
 def test_the_cpu_moves_bytes_and_sets_predicted_beside_measured(command, tmp_path: Path) -> None:
-    arguments = ("--policy", "lru", "--device", "cpu", "--requests", "3", "--verify", "--chunk-bytes", "4kB")
+    arguments = (
+        "--policy",
+        "lru",
+        "--device",
+        "cpu",
+        "--trace",
+        str(demo_trace()),
+        "--requests",
+        "3",
+        "--verify",
+        "--chunk-bytes",
+        "4kB",
+    )
     status, out, err = command("run", *arguments, "--cache-size", "40")
     assert status == 0, err
-    assert re.search(r"predicted for this machine as measured: .* measured: .*hit rate", out.splitlines()[-1])
+    verdict = r"Measured [\d.]+ ms a token; predicted [\d.]+ ms \([\d.]+ to [\d.]+\): .*(too|right).*range\.$"
+    assert re.match(verdict, out.splitlines()[0])
     row = pd.read_parquet(tmp_path / "results/demo-replay/results.parquet").iloc[0]
     assert row["device"] == "cpu"
     assert row["hardware"] == row["device_name"]
@@ -87,7 +98,7 @@ def test_a_policy_is_predicted_whether_the_compiled_engine_plays_it_or_not(comma
     status, out, _ = command("--policy", policy, "--device", "virtual", "--requests", "1")
     assert status == 0
     assert re.search(rf", {re.escape(titled)}, [\d,]+ \([\d.]+%\) of the experts: 1 requests of ", out)
-    assert out.splitlines()[-1].startswith("predicted for a5000: TPOT mean")
+    assert out.startswith("Simulated ")
 
 
 @pytest.fixture
@@ -137,7 +148,9 @@ def test_on_a_real_device_the_policys_own_work_is_measured_and_the_profile_pays_
     command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "policy_ns", lambda run, device: 123_456)
-    row = json.loads(command("--device", "cpu", "--policy", "eamc", "--requests", "1", "--json")[1])
+    row = json.loads(
+        command("--trace", str(demo_trace()), "--device", "cpu", "--policy", "eamc", "--requests", "1", "--json")[1]
+    )
     named = {name: each["hardware"] for name, each in row["predictions"].items()}
     assert named == {"this machine as measured": "this machine as measured", "a5000": "a5000"}
     here, there = row["predictions"]["this machine as measured"], row["predictions"]["a5000"]
@@ -167,7 +180,9 @@ def test_cuda_is_refused_where_there_is_none(command) -> None:
 
 def test_a_model_that_memory_cannot_hold_is_refused(command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.devices.store.available_memory_bytes", lambda: 512 << 20)
-    status, _, err = command("--policy", "lru", "--device", "cpu", "--requests", "1", "-q")
+    status, _, err = command(
+        "--policy", "lru", "--device", "cpu", "--trace", str(demo_trace()), "--requests", "1", "-q"
+    )
     assert status == 2
     assert "--host-dedup" in err
 
@@ -206,6 +221,7 @@ STAND_IN = MODELS.find("demo-stand-in").read_text()
 def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: Path, device: str) -> None:
     """SIGKILL in the middle, as soon as some steps are written; what was measured before stays to the digit."""
     asked: tuple[str, ...] = ("--policy", "lru", "--device", device, "--requests", "4", "--out", "here", "-q")
+    asked += ("--trace", str(demo_trace()))
     if device == "disk":
         shapes = re.sub(r"(?m)^(hidden_size|expert_intermediate_size) = .*", r"\1 = 128", STAND_IN)
         (tmp_path / "small.toml").write_text(shapes)
@@ -267,7 +283,19 @@ def test_a_line_of_steps_that_was_cut_off_is_not_counted(tmp_path: Path) -> None
 
 
 def test_a_run_cut_off_behind_its_last_step_plays_its_last_request_again(command, tmp_path: Path) -> None:
-    asked = ("--policy", "lru", "--device", "cpu", "--requests", "2", "--out", "here", "-q")
+    asked = (
+        "--policy",
+        "lru",
+        "--device",
+        "cpu",
+        "--trace",
+        str(demo_trace()),
+        "--requests",
+        "2",
+        "--out",
+        "here",
+        "-q",
+    )
     assert command(*asked)[0] == 0
     before = (tmp_path / "here" / "per_token.csv").read_text().splitlines()
     (tmp_path / "here" / "results.parquet").unlink()

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import replace
@@ -273,7 +274,7 @@ def test_a_replay_of_the_sweep_is_set_beside_it(swept, tmp_path):
     section = text.split("Predicted against measured</h2>")[1]
     assert "virtual: " in section
     assert "+0.0%" in section
-    assert f"moe-replay --from {swept} --device virtual --out {tmp_path / 'replayed'}" in section
+    assert shlex.join(["moe-replay", *map(str, asked), "--overwrite"]) in html.unescape(section)
     assert not problems
 
 
