@@ -32,7 +32,7 @@ HEARD = list[Any]()
 def recording(cls: type[Any]) -> type[Any]:
     """Return the class, which writes down in HEARD what it hears and then does as before."""
 
-    class Recording(cls):  # type: ignore[misc]
+    class Recording(cls):
         def begin_request(self, request: int, batch_slot: int) -> None:
             HEARD.append((request, batch_slot))
             super().begin_request(request, batch_slot)
@@ -87,7 +87,7 @@ def heard(run: Callable[[], int]) -> tuple[list[Any], int]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_hears_the_same_events_in_every_mode_and_hits_alike_where_time_does_not_enter(name: str) -> None:
-    policy = make_policy(POLICIES[name])
+    policy = make_policy(POLICIES[name])  # type: ignore[arg-type]
     modes = {mode: run for mode, run in MODES.items() if mode != "counted" or not policy.prefetches}
     found = {mode: heard(lambda run=run: run(policy)) for mode, run in modes.items()}  # type: ignore[misc]
     events, hits = found["simpy"]
