@@ -105,7 +105,7 @@ def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> R
         machine.host_experts_of_stream or factors["host_experts_of_stream"]
     )
     reads = (machine.host_gb_per_s or experts) * factors["host_layouts"].get(machine.host_layout, 1.0)
-    cpu = factors["cpu"]["server" if reads > factors["server_gb_per_s"] else "desktop"]
+    cpu = cpu_class(reads)
     copies = factors["links"][link] if link else of_base("link_bandwidth_gb_per_s")
     thread = machine.host_gflop_per_s_per_thread or cpu["gflop_per_s_per_thread"]
     cores = (machine.host_threads or cpu["threads"]) * thread / 1_000
@@ -130,6 +130,13 @@ def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> R
         us_per_expert=stated("us_per_expert", engine.get("us_per_expert", 0.0)),
         us_per_token=stated("us_per_token", engine.get("us_per_token", factors["us_per_token"])),
     )
+
+
+def cpu_class(gb_per_s: float) -> dict[str, Any]:
+    """Return the threads, and GFLOP/s of each, of a CPU that reads memory so fast."""
+    factors = table("factors")
+    found: dict[str, Any] = factors["cpu"]["server" if gb_per_s > factors["server_gb_per_s"] else "desktop"]
+    return found
 
 
 def kernels_per_layer(model: ModelProfile) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import tomli_w
 
-from sim.backtest.machine import gpu_data_sheet, table
+from sim.backtest.machine import cpu_class, gpu_data_sheet, table
 from sim.probe import cuda, disk, stream
 from sim.probe.cores import core_classes, processor
 from sim.probe.detection import Facts
@@ -69,16 +69,17 @@ def profile(probe: Probe, facts: Facts, was_busy: bool) -> str:
         plan["link"] = f"{probe.link:.4g}GB/s"
     total = psutil.virtual_memory().total / 2**30
     sheet = gpu_data_sheet(plan["gpu"].split(",")[0]) if "gpu" in plan else {}
-    cores = plan["threads"] * factors["host_gflop_per_s_per_thread"] / 1e3
+    gpu = factors["gpu"][sheet.get("kind", "gddr")]
+    cores = plan["threads"] * cpu_class(probe.triad)["gflop_per_s_per_thread"] / 1e3
     scalars: dict[str, Any] = {
         "title": ", ".join(filter(None, (plan.get("gpu", ""), processor()))) or "this machine",
         "link_bandwidth_gb_per_s": probe.link or probe.copy,
         "link_latency_us": factors["link_latency_us"],
         "memory_gib": float(sheet.get("memory_gib", total)),
-        "memory_bandwidth_gb_per_s": sheet.get("gb_per_s", 0) * factors["gpu_read_of_data_sheet"]
+        "memory_bandwidth_gb_per_s": sheet.get("gb_per_s", 0) * gpu["read_of_data_sheet"]
         or max(probe.triad, probe.copy),
         "compute_tflop_per_s": float(sheet.get("tflop_per_s", 0)) or cores,
-        "launch_us": factors["launch_us"],
+        "launch_us": gpu["launch_us"],
         "framework_us_per_layer": factors["cpu_us_per_layer"] if not sheet else 0.0,
         "host_compute_tflop_per_s": cores,
         "host_memory_bandwidth_gb_per_s": probe.triad,

@@ -182,7 +182,9 @@ def outcome(table: Table, store: Store) -> Outcome:
     rows = [row for _, row in shown]
     by = winner.metric(rows)
     known = {(policy.text, slots): row for (policy, slots), row in cells}
-    for (policy, slots), row in shown:
+    for (policy, slots), row in cells:
+        if (BELADY.text, slots) not in known:  # all experts, which are run for their time alone
+            continue
         without = misses.get((policy.without_prefetch(), slots))
         if policy.prefetches and without:
             row["prefetch_coverage"] = (without - row["misses"]) / without
@@ -205,7 +207,7 @@ def _closed(row: Row, lru: Row, belady: Row, column: str) -> float | None:
     """Return the share of the gap from LRU to Belady that a row closes; None where Belady is not better."""
     gap = belady[column] - lru[column]
     better = gap > 0 if column == "hits" else gap < 0
-    return (row[column] - lru[column]) / gap if better else None
+    return (row[column] - lru[column]) / gap + 0.0 if better else None  # no -0.0
 
 
 def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:

@@ -124,13 +124,12 @@ def _misses(best: Sequence[Row]) -> Iterator[str]:
     shown = known if len(known) <= 4 else [known[0], known[len(known) // 2], known[-1]]
     if not shown:
         return
-    missed = [100 * (1 - row["hit_rate"]) for row in shown]
-    bound = [100 * (1 - row["belady_hit_rate"]) for row in shown]
-    own = [max(0.0, one - other) for one, other in zip(missed, bound, strict=True)]
-    misses, least, points = (_listed([f"{each:.0f}" for each in group]) for group in (missed, bound, own))
+    missed = _listed([f"{100 * (1 - row['hit_rate']):.0f}" for row in shown])
+    own = _listed([f"{max(0.0, 100 * (row['belady_hit_rate'] - row['hit_rate'])):.0f}" for row in shown])
+    sizes = _listed([_share(row) for row in shown])
     yield (
-        f"At {_listed([_share(row) for row in shown])} the best policy misses {misses}% of lookups, and Belady, which "
-        f"knows the future, {least}%: {points} points are the policy's, the others the size's."
+        f"Of 100 lookups {missed} miss at {sizes} under the best policy: {own} of them because of the policy, as "
+        "Belady, which knows the future, hits them; the others because of the size."
     )
 
 

@@ -144,7 +144,7 @@ def test_tables_and_plot_are_written(loaded, tmp_path):
 def test_the_plot_has_both_curves_the_demand_and_a_point_for_each_other_cell(loaded):
     found = analyse(loaded, GRID)
     lines = {line.get_label(): line for line in figure(found, loaded).axes[0].lines}
-    assert list(lines) == ["lru", "belady (bound)", "lfu", "lru+popular", "working set of one token"]
+    assert list(lines) == ["lru", "belady (oracle)", "lfu", "lru+popular", "working set of one token"]
     assert np.asarray(lines["lru"].get_ydata())[12 - 2] == pytest.approx(1 - found.lru[12] / found.lookups)
     assert lines["lfu"].get_xdata() == pytest.approx([100 * 5 / 48, 25, 100])
     assert np.asarray(lines["working set of one token"].get_xdata())[0] == 100 * 6 / 48

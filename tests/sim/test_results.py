@@ -62,6 +62,7 @@ def a_cell(**changed):
         "cold": False,
         "warmup_requests": 0,
         "seed": 7,
+        "fits": None,
     }
     return Cell(**{**made, **changed})
 

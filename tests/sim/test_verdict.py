@@ -67,8 +67,8 @@ def test_the_answer_names_the_policy_its_gain_the_knee_and_whose_the_misses_are(
         "With 25% of the experts in the cache (25 GiB) a token takes 35.0 ms, 30% less than under LRU "
         "(95%: 30 to 30); that closes 40% of the gap from LRU to Belady.",
         "Up to 25% a GiB more of cache saves 3.00 ms, behind that 0.4 ms.",
-        "At 10%, 25% and 50% the best policy misses 40, 20 and 10% of lookups, and Belady, which knows the future, "
-        "30, 10 and 5%: 10, 10 and 5 points are the policy's, the others the size's.",
+        "Of 100 lookups 40, 20 and 10 miss at 10%, 25% and 50% under the best policy: 10, 10 and 5 of them because of "
+        "the policy, as Belady, which knows the future, hits them; the others because of the size.",
     ]
 
 
