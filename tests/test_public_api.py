@@ -20,7 +20,7 @@ from sim.experiment import Experiment
 
 NAMES = {
     traces: ["InputError", "Trace", "demo_trace"],
-    policies: ["Event", "Policy", "Prefetcher", "ScorePolicy", "Shape", "check_policy", "make_policy"],
+    policies: ["Event", "ExpertCache", "Policy", "Prefetcher", "ScorePolicy", "Shape", "check_policy", "make_policy"],
     sim: ["Comparison", "RunResult", "SweepResult", "plan", "simulate", "sweep"],
     replay: ["ReplayResult", "replay"],
 }
