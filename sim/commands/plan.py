@@ -114,8 +114,8 @@ def plan(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Precision of the weights (q4_k_m, q8_0, fp8). Default: as published, or the best of at least 4 bits "
-            "that fits without a disk; in the table at most 8 bits."
+            help="Precision of the weights (q4_k_m, q8_0, fp8). Default: the best of 4 to 8 bits, the published "
+            "one among them, that fits without a disk."
         ),
     ] = None,
     details: Annotated[bool, typer.Option("--details", help="Print all of a model's plan.")] = False,

@@ -56,6 +56,9 @@ PRECISIONS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "iq2_m")
 GOOD = 4.0 / 8
 """Bytes of a parameter below which answers get noticeably worse."""
 
+WHOLE = 2.0
+"""Bytes of a parameter from which on half of them give answers as good: a file is planned so, a model is not."""
+
 MXFP4 = "mxfp4"
 """Of experts alone: the files that llama.cpp runs have Q8_0 for all else."""
 
@@ -201,9 +204,9 @@ def plan(
 
     All are texts, such as gpu_memory="12GiB" and link="pcie4x8", but context and prompt, numbers of tokens, threads,
     and unified, whether CPU and GPU share host_memory. Several GPUs are a list: gpu="RTX 3090, RTX 3060".
-    A model that does not fit without a disk at its published precision is planned at the best one of at least 4 bits
-    that does, and if none does, at the fastest of these with the disk, unless `precision` names one. Raise InputError
-    for an option that cannot be, and where the model does not fit.
+    Unless `precision` names one, a model is planned at the best precision of 4 to 8 bits, the published one among them,
+    that fits without a disk, and if none does, at the fastest of these with the disk. Raise InputError for an option
+    that cannot be, and where the model does not fit.
     """
     machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth, threads, unified)
     layout, notes = chosen(str(model), machine, context, precision)
@@ -279,13 +282,16 @@ def chosen(text: str, machine: Resources, context: int, precision: str | None) -
     if precision and not layout.lack:
         return layout, []
     good = [] if precision else [layout, *(each for each in _lower(layout) if not _loses_quality(each))]
+    if layout.profile.expert_width >= WHOLE and not layout.profile.layer_expert_bytes:  # which are a file's
+        good = good[1:]
     if held := next((each for each in good if not each.shortage), None):
         if held is layout:
             return layout, [f"{layout.precision}, as the model is published (--precision)"]
-        return held, [f"{held.precision}, the best of at least 4 bits that fits without a disk: {layout.shortage}"]
+        less = f": {good[0].shortage}" if held is not good[0] else ""
+        return held, [f"{held.precision}, the best of 4 to 8 bits that fits without a disk{less} (--precision)"]
     if read := [each for each in good if not each.lack]:
         fastest = min(read, key=lambda each: placements.today(each).seconds())
-        return fastest, [f"{fastest.precision}, the fastest of at least 4 bits: none fits without the disk"]
+        return fastest, [f"{fastest.precision}, the fastest of 4 to 8 bits: none fits without the disk"]
     lower = next((each for each in _lower(layout) if not each.lack), None)
     fits = f"; at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})" if lower else ""
     raise InputError(layout.lack + fits)

@@ -29,10 +29,6 @@ CURRENT = (
 """By size."""
 
 
-EIGHT_BITS, WHOLE = "q8_0", 2.0
-"""In place of so many bytes a parameter: the answers are as good, of half of the bytes."""
-
-
 @dataclass(frozen=True)
 class Ranked:
     """A model on a machine; without a speed it does not run, and `lack` says why."""
@@ -51,8 +47,6 @@ def ranked(machine: Resources, context: int) -> Iterator[Ranked]:
     for name in CURRENT:
         try:
             layout, _ = chosen(name, machine, context, None)
-            if layout.profile.expert_width >= WHOLE:
-                layout, _ = chosen(name, machine, context, EIGHT_BITS)
         except InputError as error:
             yield Ranked(name, lack=str(error))
             continue

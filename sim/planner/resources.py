@@ -28,6 +28,9 @@ RAM = {"PCIe 3.0": "2 x DDR4-2666", "PCIe 4.0": "2 x DDR4-3200", "PCIe 5.0": "2 
 
 LINK = "PCIe 4.0 x16"
 
+USUAL_HOST = 32 * GIB
+"""Host memory beside a GPU, where it is not stated."""
+
 UNIFIED = 0.75
 """Of unified memory, what a GPU may use: what macOS grants by default on machines of more than 36 GB."""
 
@@ -138,6 +141,9 @@ def resources(
     if unified and not sizes:
         sizes = [int(host * UNIFIED)]
     sizes = [size for size in sizes or [int(sheet["memory_gib"]) * GIB for sheet in sheets] if size]
+    if sizes and host_memory is None and not unified:
+        host = USUAL_HOST
+        assumed.append(f"{host // GIB} GiB of host memory (--host-memory)")
     refuse(
         (not sizes and not host, "a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both"),
         (

@@ -124,7 +124,7 @@ def test_a_model_that_fits_the_gpu_needs_no_host_and_no_cache():
 
 def test_layers_of_two_gpus_follow_their_memories_and_their_times_add_up():
     """DeepSeek-V2-Lite in 16 bits: 27 layers, the first one without experts, and the vocabulary matmul."""
-    found = plan("deepseek-v2-lite", gpu="RTX 3090, RTX 3060", host_memory="64GiB", context=512)
+    found = plan("deepseek-v2-lite", gpu="RTX 3090, RTX 3060", host_memory="64GiB", context=512, precision="bf16")
     layout = Layout(Model("deepseek-v2-lite"), resources(gpu="RTX 3090, RTX 3060", host_memory="64GiB"), 512)
     first, second = layout.layers_by_gpu
     assert found.llama_cpp == (f"-ngl 99 -c 512 -ts {first},{second}",)
@@ -278,7 +278,7 @@ def test_a_small_machine_without_a_gpu_streams_from_the_disk():
             {**DESKTOP, "precision": "bf16"},
             r"19\.\d GB are missing; give --host-memory 50GiB or --disk .*at --precision q8_0 it fits",
         ),
-        ({"gpu_memory": "2GiB"}, r"do not hold the dense part .* are missing, or --host-memory"),
+        ({"gpu_memory": "2GiB", "host_memory": "0"}, r"do not hold the dense part .* are missing, or --host-memory"),
         ({"host_memory": "4GiB", "disk": "3GB/s", "precision": "bf16"}, r"beside experts .* are missing"),
         ({}, "a machine without memory: give --gpu-memory"),
         ({"gpu": "RTX 3O90"}, "did you mean RTX 3090"),
@@ -290,10 +290,10 @@ def test_what_cannot_be_is_said_with_what_is_missing(options, message):
         plan("qwen3-30b-a3b", **options)
 
 
-def test_a_model_that_does_not_fit_as_published_is_planned_at_the_next_precision_that_does():
+def test_a_model_is_planned_at_the_best_precision_of_four_to_eight_bits_that_fits():
     found = plan("olmoe-1b-7b", **LAPTOP)
     assert found.precision == "q5_k_m"
-    assert found.notes[0].startswith("q5_k_m, the best of at least 4 bits that fits without a disk: olmoe-1b-7b")
+    assert found.notes[0].startswith("q5_k_m, the best of 4 to 8 bits that fits without a disk: olmoe-1b-7b")
     assert replace(found, notes=()) == replace(plan("olmoe-1b-7b", precision="q5_k_m", **LAPTOP), notes=())
 
 
