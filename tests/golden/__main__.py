@@ -121,7 +121,8 @@ def content(path: Path) -> str:
 
 def stable(text: str) -> str:
     """Return the text without commit, keys of cells, and the note that the engine is compiled for the first time."""
-    text = re.sub(r"\n?compiling the engine, .*", "", text.replace(commit(), "COMMIT"))
+    text = text.replace(commit(), "COMMIT").replace(commit()[:12], "COMMIT")
+    text = re.sub(r"\n?compiling the engine, .*", "", text)
     return re.sub(r"\b[0-9a-f]{16}\b|(?<=-)[0-9a-f]{8}(?=\.csv)", "CELL", text)
 
 
