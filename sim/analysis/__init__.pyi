@@ -5,6 +5,6 @@ from .adaptation import to_run as to_run
 from .curves import Accesses as Accesses
 from .curves import belady_misses as belady_misses
 from .misses import analyse as analyse
-from .misses import sentence as sentence
+from .misses import sentences as sentences
 from .misses import to_play as to_play
 from .sensitivity import point_of as point_of

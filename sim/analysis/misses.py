@@ -172,15 +172,28 @@ def to_play(grid: Grid) -> int:
     return len(grid.sizes) * sum(policy.text not in CURVED for policy in grid.policies)
 
 
-def sentence(splits: Sequence[Row]) -> str:
-    """Return the main cause of misses at each size, for the best policy there that is no oracle (else the best)."""
-    clauses = []
+def sentences(splits: Sequence[Row]) -> list[str]:
+    """Return a sentence for each size: the best policy there that is no oracle (else the best), and why it misses."""
+    found = []
     for slots in dict.fromkeys(split["cache_experts"] for split in splits):
         here = [split for split in splits if split["cache_experts"] == slots]
         best = min([split for split in here if not split["oracle"]] or here, key=lambda split: split["misses"])
-        clauses.append(f"at {slots} slots ({100 * best['cache_fraction']:.3g}%) {_verdict(best)}")
-    text = "; ".join(clauses)
-    return f"{text[0].upper()}{text[1:]}."
+        size = f"At {slots} slots ({100 * best['cache_fraction']:.3g}%)"
+        found.append(f"{size} {_best(best, here)}; {_verdict(best)}.")
+    return found
+
+
+def _best(best: Row, here: Sequence[Row]) -> str:
+    """Return what the best policy of a size misses, and what it gains over LRU where that was run."""
+    lookups = max(best["lookups"], 1)
+    what = "misses least," if len(here) > 1 else "misses"
+    text = f"{policy_title(best['policy'], best['oracle'])} {what} {100 * best['misses'] / lookups:.3g}% of lookups"
+    lru = next((split for split in here if split["policy"] == "lru"), best)
+    if lru is best or not lru["policy_misses"]:
+        return text
+    fewer = lru["misses"] - best["misses"]
+    gain = f"{100 * fewer / lookups:.3g} points fewer than LRU"
+    return f"{text}, {gain}, and closes {fewer / lru['policy_misses']:.0%} of the gap from LRU to Belady"
 
 
 def _verdict(split: Row) -> str:

@@ -8,13 +8,13 @@ from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
 from sim import defaults
-from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentence, to_play
+from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentences, to_play
 from sim.commands import options
 from sim.commands.printed import progress, table, written
 from sim.loaded import Loaded, load
 from sim.results.compare import Difference, SweptRun, choose, differences, pairs_across, pairs_within, read, split_name
 from sim.results.metrics import engine_words, size_text
-from sim.sweeps import report
+from sim.sweeps import report, verdict
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
 from traces.commands import console
@@ -49,15 +49,15 @@ def analyze(
         with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
             found = analyse(loaded, grid, advance)
         files = save(found, loaded, folder)
-    answer = sentence(found.splits)
+    answer = sentences(found.splits)
     output.show(
         lambda: {
-            "answer": answer,
+            "answer": " ".join(answer),
             "misses": found.splits,
             "reuse": found.distances(),
             "locality": [asdict(metrics) for metrics in found.locality],
         },
-        lambda: (answer, _misses(found, loaded), _reuse(found), _locality(found), written(files, folder)),
+        lambda: (*answer, _misses(found, loaded), _reuse(found), _locality(found), written(files, folder)),
     )
 
 
@@ -83,6 +83,9 @@ def compare(
         console.say_json(rows)
         return
     several = len({one.cache_experts for one, other, _ in found if one.cache_experts == other.cache_experts}) > 1
+    for text in verdict.of_pairs(found):
+        console.say(text)
+    console.say("")
     for one, other, all_ in found:
         size = f"{one.cache_experts} slots: " if several and one.cache_experts == other.cache_experts else ""
         for difference in all_:
@@ -122,8 +125,8 @@ def _cell(one: SweptRun) -> dict[str, object]:
 
 def _misses(found: Analysis, loaded: Loaded) -> Table:
     sized = ["MiB"] if loaded.expert_bytes else []
-    headings = ("policy", "hit rate", "misses", "compulsory", "capacity", "policy's own")
-    shown = table("cache", "a layer", *sized, *headings, gap=1)
+    headings = ("policy", "hit rate", "misses", "compulsory", "capacity", "policy's")
+    shown = table("cache", "a layer", *sized, *headings)
     shown.columns[len(sized) + 2].justify = "left"
     for split, following in zip(found.splits, [*found.splits[1:], None], strict=True):
         shares = [

@@ -1,4 +1,4 @@
-"""The command `moe-sim run`: one cell told in full and, with a timeline, shown moment by moment."""
+"""The command `moe-sim run`: one cell in full and, with a timeline, moment by moment."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,10 @@ from sim.loaded import TimedRun
 from sim.loop.log import Ended
 from sim.loop.requests import Requests
 from sim.quantities import show_bytes
-from sim.results.metrics import LATENCIES, Row, users_text
-from sim.sweeps.grid import summed
+from sim.results.compare import swept_run
+from sim.results.metrics import LATENCIES, Row, Summary, users_text
+from sim.sweeps import verdict
+from sim.sweeps.grid import LRU, grid_of, measures, run_grid, summed
 from sim.timeline import simulated
 from sim.timeline import window as timeline_window
 from sim.timeline.file import writing
@@ -59,18 +61,28 @@ def run(
     loaded = cell.charged(loaded, spec, output)
     if timeline:
         window = window or timeline_window.first_steps(Requests(loaded.trace))
-        row = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)
+        summary = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)
     else:
-        row = _played(loaded, spec, slots, output)
-    output.show(lambda: row, lambda: (cell_title(row, loaded.hardware.title), _block(row)))
+        summary = _played(loaded, spec, slots, output)
+    row = {**summary.row(), **summary.latencies()}
+    title = cell_title(row, loaded.hardware.title)
+    output.show(lambda: row, lambda: (*_verdict(loaded, cell.size, summary), "", title, _block(row)))
 
 
-def _played(loaded: TimedRun, policy: PolicySpec, slots: int, output: options.OutputOptions) -> Row:
-    """The row of the cell, and more of TTFT, whose mean alone that has."""
+def _verdict(loaded: TimedRun, size: str, summary: Summary) -> list[str]:
+    """Return what the run means beside LRU and Belady, which are run too; nothing of a run that stopped early."""
+    found, requests = run_grid(loaded, grid_of(loaded, [LRU], [size]))
+    (lru,), (belady,), row = found.rows, found.bound, summary.row()
+    if row["requests"] != lru["requests"]:
+        return []
+    row |= {"resident_ms": lru["resident_ms"], **measures(row, lru, belady, found.judged_by)}
+    return verdict.of_run(row, [swept_run(lru, requests), swept_run(row, summary.requests().to_pandas())])
+
+
+def _played(loaded: TimedRun, policy: PolicySpec, slots: int, output: options.OutputOptions) -> Summary:
     output.note(*compiling.notes(loaded.versions([policy])))
     with progress(len(loaded.trace.requests), output.quiet) as advance:
-        summary = summed(loaded, policy, slots, advance)
-    return {**summary.row(), **summary.latencies()}
+        return summed(loaded, policy, slots, advance)
 
 
 def _shown(
@@ -82,7 +94,7 @@ def _shown(
     window: Window,
     slot_tracks: bool,
     output: options.OutputOptions,
-) -> Row:
+) -> Summary:
     """The same, and the timeline at `path`."""
     row: Row = {}
     with writing(path, lambda: {"made by": "moe-sim run", **row}, overwrite) as timeline:
@@ -102,7 +114,7 @@ def _shown(
     elif row["requests"] + loaded.experiment.warmup_requests < len(loaded.trace.requests):
         output.note("run up to the end of the request in which the window ends; the figures are of that")
     output.note(f"wrote {path} ({show_bytes(path.stat().st_size)}): open it at https://ui.perfetto.dev")
-    return row
+    return summary
 
 
 def _block(row: Row) -> str:

@@ -12,7 +12,7 @@ from sim.commands.printed import progress, table
 from sim.engines import compiling
 from sim.experiment import SIZES
 from sim.loaded import TimedRun
-from sim.quantities import show_bytes
+from sim.quantities import show_bytes, show_ms
 from sim.results.metrics import size_text
 from sim.systems import table1 as paper
 from sim.systems.predict import HOST_MEMORY, Prediction, Setting
@@ -53,8 +53,9 @@ def systems(
 ) -> None:
     """Predict how fast other systems would run a trace: MoE-Infinity, vLLM, Ollama, llama.cpp and others.
 
-    All systems get the same GPU memory and the same link. The table is for decoded tokens: time per token, its 99th
-    percentile, idle time of the GPU, share of lookups that hit, and bytes over the link. A trace of DeepSeek-V2-Lite on
+    All systems get the same GPU memory and the same link. The table is for decoded tokens: time per token, what of it
+    is declared as overhead of the framework, its 99th percentile, idle time of the GPU, share of lookups that hit, and
+    bytes over the link. A trace of DeepSeek-V2-Lite on
     the a5000 is also compared with Table 1 of the MoE-Infinity paper. docs/systems.md lists the assumptions.
 
     [b]moe-sim systems my-trace --systems moe-infinity,vllm --cache-size 8GiB[/b]
@@ -101,7 +102,15 @@ def systems(
         of_paper.append(f"{ours} ({_percent(other)})")
     output.show(
         lambda: _json(setting, predictions, rows, other),
-        lambda: [_title(setting), *_notes(setting), _table(predictions), *texts, *of_paper],
+        lambda: [
+            *_verdict(setting, predictions),
+            "",
+            _title(setting),
+            *_notes(setting),
+            _table(predictions),
+            *texts,
+            *of_paper,
+        ],
     )
 
 
@@ -124,11 +133,34 @@ def _notes(setting: Setting) -> list[str]:
     return notes
 
 
+def _verdict(setting: Setting, predictions: list[Prediction]) -> list[str]:
+    """Return whether a cache is needed, which system is the fastest, by how much, and how sure that is."""
+    texts, model, total = [], setting.model(), setting.loaded.shape.total
+    if setting.slots() == total:
+        size = show_bytes(total * model.expert_bytes)
+        texts.append(f"All {total:,} experts ({size}) fit this GPU memory: no cache is needed.")
+    run = [(each.tpot_mean_ms, each) for each in predictions if each.tpot_mean_ms is not None and not each.oracle]
+    ranked = sorted(run, key=lambda one: one[0])
+    if len(ranked) > 1:
+        (ms, first), (next_ms, second) = ranked[:2]
+        texts.append(
+            f"{first.system.title} would be the fastest: {show_ms(ms)} ms a token, {next_ms / ms:.2f} times as fast as "
+            f"{second.system.title}, the next."
+        )
+        texts.append(
+            "How sure: what frameworks take themselves (overhead) is declared from published figures and differs "
+            "between their versions; docs/systems.md has predictions beside measurements."
+        )
+    return texts
+
+
 def _table(predictions: list[Prediction]) -> Table:
-    shown = table("system", "TPOT ms", "p99 ms", "GPU idle ms", "hit rate", "MB a token", gap=1)
+    shown = table("system", "TPOT ms", "overhead", "p99 ms", "idle ms", "hits", "MB a token")
     for each in predictions:
         if each.tpot_mean_ms is not None:
-            times = [f"{ms or 0.0:,.1f}" for ms in (each.tpot_mean_ms, each.tpot_p99_ms, each.idle_ms)]
+            times = [
+                f"{ms or 0.0:,.1f}" for ms in (each.tpot_mean_ms, each.overhead_ms, each.tpot_p99_ms, each.idle_ms)
+            ]
             figures = [*times, f"{each.hit_rate:.1%}", f"{each.mb_per_token:,.0f}"]
             shown.add_row(policy_title(each.system.name, each.oracle), *figures)
     return shown

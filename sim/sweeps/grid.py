@@ -189,9 +189,7 @@ def outcome(table: Table, store: Store) -> Outcome:
         if policy.prefetches and without:
             row["prefetch_coverage"] = (without - row["misses"]) / without
         lru, belady = (known[each.text, slots] for each in (LRU, BELADY))
-        row["belady_hit_rate"] = belady["hit_rate"]
-        row["gap_hits"] = _closed(row, lru, belady, "hits")
-        row["gap_latency"] = _closed(row, lru, belady, by) if by != "misses" else None
+        row |= measures(row, lru, belady, by)
         if table.grid.whole and by != "misses":
             row["resident_ms"] = known[LRU.text, table.grid.whole][by]
     return Outcome(
@@ -201,6 +199,15 @@ def outcome(table: Table, store: Store) -> Outcome:
         winners=winner.choose(rows, {text: table.loaded.experts_in(n) for text, n in table.grid.sizes.items()}),
         judged_by=by,
     )
+
+
+def measures(row: Row, lru: Row, belady: Row, by: str) -> Row:
+    """Return the columns that measure a row by LRU and Belady at its size; by: the column that judges policies."""
+    return {
+        "belady_hit_rate": belady["hit_rate"],
+        "gap_hits": _closed(row, lru, belady, "hits"),
+        "gap_latency": _closed(row, lru, belady, by) if by != "misses" else None,
+    }
 
 
 def _closed(row: Row, lru: Row, belady: Row, column: str) -> float | None:

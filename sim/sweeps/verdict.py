@@ -1,14 +1,16 @@
-"""What a sweep means, in a few sentences: what to do, what it gains over LRU, how sure that is, what memory buys.
+"""What results mean, in a few sentences: what to do, what it gains over LRU, how sure that is, what memory buys.
 
-All of it follows from the rows of results.parquet and, for intervals, those of requests.parquet.
+All of it follows from the rows of results.parquet and, for intervals, those of requests.parquet. `sentences` is of a
+sweep, `of_run` of one run, `of_pairs` of comparisons.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from policies.core.grammar import policy_title
 from sim.quantities import show_memory, show_ms, show_share
 from sim.results import compare
-from sim.results.compare import SweptRun
+from sim.results.compare import Difference, SweptRun
 from sim.results.metrics import Row
 from sim.sweeps import winner
 
@@ -17,6 +19,9 @@ KNEE = 2.0
 
 WHAT = {"tpot_mean_ms": "a token", "ttft_mean_ms": "the first token"}
 """What the column by which a sweep is judged is the time of; not of misses."""
+
+JUDGED = ("tpot_mean_ms", "ttft_ms", "hit_rate")
+"""Measures of requests, the first of which that is known decides between two runs."""
 
 UNITS = {"a GiB": 2**30, "100 MiB": 100 * 2**20, "a MiB": 2**20}
 """Of memory that is bought, in bytes."""
@@ -31,7 +36,40 @@ def sentences(rows: Sequence[Row], runs: Sequence[SweptRun]) -> list[str]:
     if not best:
         return [f"None of these caches fits {rows[0]['hardware']} beside the dense weights: nothing to choose."]
     chosen = best[_knee(best, by) or -1]
-    return [*whole, _fastest(best, by, bool(whole)), _gain(chosen, runs, by), *_memory(best, by), *_misses(best)]
+    misses = _misses(best, "the best policy")
+    return [*whole, _fastest(best, by, bool(whole)), _gain(chosen, runs, by), *_memory(best, by), *misses]
+
+
+def of_run(row: Row, runs: Sequence[SweptRun]) -> list[str]:
+    """Return the answer of one run: its row with what `grid.measures` adds, and the run and LRU's at the same size."""
+    by = winner.metric([row])
+    room = [] if row["fits"] is not False else [f"This cache does not fit the {row['hardware']}: choose a smaller one."]
+    title = policy_title(row["policy"], row["oracle"])
+    return [*_whole(row, by), *room, _gain(row, runs, by, f" under {title}"), *_misses([row], title)]
+
+
+def of_pairs(pairs: Sequence[tuple[SweptRun, SweptRun, Sequence[Difference]]]) -> list[str]:
+    """Return which of each two to choose at which sizes, by time where it was measured: (baseline, cell, differences).
+
+    An oracle is nothing to choose.
+    """
+    sizes: dict[str, list[str]] = {}
+    for baseline, cell, found in pairs:
+        if baseline.oracle or cell.oracle:
+            continue
+        one = min(found, key=lambda each: JUDGED.index(each.measure.name))
+        gain = one.mean if one.measure.name == "hit_rate" else -one.mean
+        both, what = f"{one.cell} and {one.baseline}", one.measure.meaning
+        if one.requests < compare.FEWEST:
+            text = f"Too few requests to choose between {both} ({one.requests}; {compare.FEWEST} are needed)"
+        elif one.low <= 0 <= one.high:
+            text = f"{both} differ in {what} by no more than chance"
+        else:
+            better, worse = (one.cell, one.baseline) if gain > 0 else (one.baseline, one.cell)
+            text = f"Choose {better}, which beats {worse} in {what},"
+        same = baseline.cache_experts == cell.cache_experts
+        sizes.setdefault(text, []).extend([f"{100 * cell.cache_experts / cell.all_experts:.3g}%"] if same else [])
+    return [f"{text} at {_listed(at)}." if at else f"{text.rstrip(',')}." for text, at in sizes.items()]
 
 
 def _whole(row: Row, by: str) -> Iterator[str]:
@@ -55,13 +93,15 @@ def _fastest(best: Sequence[Row], by: str, less: bool) -> str:
     return f"{'Where less memory is free, ' if less else ''}{', '.join(texts)}."
 
 
-def _gain(row: Row, runs: Sequence[SweptRun], by: str) -> str:
-    """Return what the best policy of a size takes, and what it gains over LRU."""
+def _gain(row: Row, runs: Sequence[SweptRun], by: str, under: str = "") -> str:
+    """Return what the best policy of a size takes, or the one named by `under`, and what it gains over LRU."""
     memory = f" ({show_memory(row['cache_bytes'])})" if row["cache_bytes"] else ""
     takes = (
         f"{WHAT[by]} takes {show_ms(row[by])} ms" if by in WHAT else f"{show_share(_value(row, by))} of lookups miss"
     )
-    text = f"With {_share(row)} of the experts in the cache{memory} {takes}"
+    text = f"With {_share(row)} of the experts in the cache{memory} {takes}{under}"
+    if row["policy"] == "lru" and under:
+        return f"{text}, the baseline of other policies."
     if row["policy"] == "lru":
         return f"{text}; no policy that was run is better than LRU there."
     here = {each.policy: each for each in runs if each.cache_experts == row["cache_experts"]}
@@ -118,7 +158,7 @@ def _knee(best: Sequence[Row], by: str) -> int | None:
     return place if ratio >= KNEE else None
 
 
-def _misses(best: Sequence[Row]) -> Iterator[str]:
+def _misses(best: Sequence[Row], under: str) -> Iterator[str]:
     """Yield whose the misses are: what Belady misses too is due to the size, and the rest to the policy."""
     known = [row for row in best if row["belady_hit_rate"] is not None and row["hit_rate"] is not None]
     shown = known if len(known) <= 4 else [known[0], known[len(known) // 2], known[-1]]
@@ -128,7 +168,7 @@ def _misses(best: Sequence[Row]) -> Iterator[str]:
     own = _listed([f"{max(0.0, 100 * (row['belady_hit_rate'] - row['hit_rate'])):.0f}" for row in shown])
     sizes = _listed([_share(row) for row in shown])
     yield (
-        f"Of 100 lookups {missed} miss at {sizes} under the best policy: {own} of them because of the policy, as "
+        f"Of 100 lookups {missed} miss at {sizes} under {under}: {own} of them because of the policy, as "
         "Belady, which knows the future, hits them; the others because of the size."
     )
 

@@ -51,6 +51,7 @@ class Prediction:
     idle_ms: float | None = None  # of the GPU, a token
     hit_rate: float | None = None  # of expert uses, in GPU memory
     mb_per_token: float | None = None  # over the link, both ways
+    overhead_ms: float | None = None  # of the TPOT, what the system's framework is declared to take
     reason: str = ""
 
 
@@ -198,6 +199,7 @@ class SystemRun:
             idle_ms=(float(log.stall_ns[counted].sum(axis=1).mean()) + self._cpu_dense_ns(first)) / 1e6,
             hit_rate=hit_rate,
             mb_per_token=moved * (2 if self.system.copy_back else 1) / len(ns) / 1e6,
+            overhead_ms=(loaded.shape.layers * self.system.us_per_layer + self.system.us_per_token) / 1e3,
         )
 
     def _cpu_dense_ns(self, first: int) -> float:

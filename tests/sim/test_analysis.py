@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import parse
-from sim.analysis import analyse, misses, sentence, to_play
+from sim.analysis import analyse, misses, sentences, to_play
 from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, figure, save
 from sim.experiment import Experiment
 from sim.loaded import load
@@ -98,28 +98,32 @@ def test_only_what_no_curve_gives_is_played(loaded):
     ],
 )
 def test_the_sentence_names_the_largest_part(parts, verdict):
-    assert sentence([split(**parts)]) == f"At 12 slots (25%) {verdict}."
+    (text,) = sentences([split(**parts)])
+    assert text.startswith("At 12 slots (25%) lru misses ")
+    assert text.endswith(f"% of lookups; {verdict}.")
 
 
 def test_the_sentence_judges_the_best_policy_that_is_no_oracle_at_each_size():
-    text = sentence(
+    found = sentences(
         [
-            split("lru", own=9),
+            split("lru", own=9, capacity=1),
             split("lfu", own=3, capacity=1),
             split("belady", capacity=1, oracle=True),
             split("lru", capacity=2, slots=24),
             split("lfu", own=8, slots=24),
         ]
     )
-    assert text == (
-        "At 12 slots (25%) the policy is the main cause: 75% of lfu's misses are not Belady's; at 24 slots (50%) "
-        "the cache size is the main cause: 100% of lru's misses are Belady's too, for lack of room."
-    )
+    assert found == [
+        "At 12 slots (25%) lfu misses least, 0.4% of lookups, 0.6 points fewer than LRU, and closes 67% of the gap "
+        "from LRU to Belady; the policy is the main cause: 75% of lfu's misses are not Belady's.",
+        "At 24 slots (50%) lru misses least, 0.2% of lookups; the cache size is the main cause: 100% of lru's misses "
+        "are Belady's too, for lack of room.",
+    ]
 
 
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_every_split_has_a_verdict_of_one_line(own, capacity, compulsory):
-    text = sentence([split(own=own, capacity=capacity, compulsory=compulsory)])
+    (text,) = sentences([split(own=own, capacity=capacity, compulsory=compulsory)])
     assert text.endswith(".")
     assert "\n" not in text
 

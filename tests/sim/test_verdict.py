@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from sim.results.compare import swept_runs
+from sim.results.compare import differences, swept_runs
 from sim.sweeps import verdict
 
 GIB = 2**30
@@ -107,3 +107,29 @@ def test_without_a_clock_it_speaks_of_misses():
     texts = verdict.sentences(counted, swept_runs(counted, pd.DataFrame(table)))
     assert texts[0] == "mine misses least at 10%, 25% and 50%."
     assert "20.0% of lookups miss, 10 points fewer than under LRU (95%: 10 to 10)" in texts[1]
+
+
+def test_one_run_is_judged_beside_lru():
+    rows = SWEPT[2:4]
+    table = [
+        {"policy": each["policy"], "cache_experts": 25, "request": str(i), "hits": 1000 - each["misses"],
+         "lookups": 1000, "tpot_mean_ms": each["tpot_mean_ms"] + i - 3.5, "ttft_ms": None}
+        for each in rows for i in range(8)
+    ]  # fmt: skip
+    runs = swept_runs(rows, pd.DataFrame(table))
+    assert verdict.of_run(rows[1], runs) == [
+        "With 25% of the experts in the cache (25 GiB) a token takes 35.0 ms under mine, 30% less than under LRU "
+        "(95%: 30 to 30); that closes 40% of the gap from LRU to Belady.",
+        "Of 100 lookups 20 miss at 25% under mine: 10 of them because of the policy, as Belady, which knows the "
+        "future, hits them; the others because of the size.",
+    ]
+    assert (
+        verdict.of_run({**rows[1], "fits": False}, runs)[0] == "This cache does not fit the card: choose a smaller one."
+    )
+    lru = verdict.of_run(rows[0], runs)[0]
+    assert lru.endswith("a token takes 50.0 ms under lru, the baseline of other policies.")
+    pairs = [(one, other, differences(one, other)) for one, other in (runs, runs[::-1], [runs[0], runs[0]])]
+    chosen = "Choose mine, which beats lru in time per token, at 25%."
+    assert verdict.of_pairs(pairs[:2]) == ["Choose mine, which beats lru in time per token, at 25% and 25%."]
+    assert verdict.of_pairs(pairs[:1]) == [chosen]
+    assert verdict.of_pairs(pairs[2:]) == ["lru and lru differ in time per token by no more than chance at 25%."]
