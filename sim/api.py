@@ -6,12 +6,15 @@ ValueError whose text names the parameter; what a command would warn of is a war
 
 import dataclasses
 import inspect
+import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
 import pandas as pd
 
@@ -27,7 +30,7 @@ from sim.quantities import CacheSize, cache_text
 from sim.results import plot, steps
 from sim.results.compare import Difference, differences, pairs_within, swept_run, swept_runs
 from sim.results.metrics import Row, cell_text
-from sim.sweeps import grid, report
+from sim.sweeps import grid, report, verdict
 from sim.sweeps.config import seeded, specs
 from traces.trace import Trace
 
@@ -62,6 +65,11 @@ class RunResult:
 
     def __repr__(self) -> str:
         return f"<Run of {_title(self.row)}: {_figures(self.row)}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the title, and a table of the main columns."""
+        shown = {name: self.row[name] for name in FIGURES if self.row[name] is not None}
+        return _html([_title(self.row)], pd.DataFrame([shown]))
 
     @property
     def policy(self) -> str:
@@ -100,7 +108,7 @@ class SweepResult:
     """The runs of a sweep: one for each policy and cache size.
 
     rows: the columns of results.parquet for each run. bound: the same of Belady, for plots. requests: a row for each
-    run and request.
+    run and request. Shows itself in notebooks: `verdict` above the main columns of `frame`.
     """
 
     rows: list[Row]
@@ -125,6 +133,16 @@ class SweepResult:
         first = self.rows[0]
         where = f" on {first['hardware']}" if first["hardware"] else ", untimed"
         return f"Sweep of {first['trace']} ({first['model']}{where}):\n{table.to_string(index=False)}"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what the sweep means, and a table of its main columns."""
+        shown = ["policy", "cache_experts", "cache_fraction", *FIGURES, "gap_hits", "gap_latency"]
+        return _html(self.verdict, self.frame[shown].dropna(axis=1, how="all"))
+
+    @property
+    def verdict(self) -> list[str]:
+        """Return what the sweep means: what to run, what it gains over LRU, how sure that is, what memory buys."""
+        return verdict.sentences(self.rows, swept_runs(self.rows, self.requests))
 
     def compare(self, baseline: PolicyLike, seed: int = 0) -> "Comparison":
         """Return the differences of all policies from the baseline policy at the same cache size, paired over requests.
@@ -165,6 +183,10 @@ class Comparison(Sequence[Difference]):
         size = "{:,} experts: " if several else ""
         return "\n".join(size.format(difference.cache_experts) + difference.sentence() for difference in self)
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: a sentence for each difference, and their table."""
+        return _html([each.sentence() for each in self], self.frame)
+
     @property
     def frame(self) -> pd.DataFrame:
         """Return a row for each difference: cache, measure, run, baseline, mean, low, high, unit and requests."""
@@ -185,10 +207,19 @@ class Comparison(Sequence[Difference]):
 
 
 def with_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Show the fields of an experiment as keywords in a function's signature."""
+    """Show the fields of an experiment as keywords in a function's signature, and what they are in its docstring."""
     own = list(inspect.signature(function).parameters.values())[:-1]
     more = list(inspect.signature(Experiment).parameters.values())[1:]
-    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in more]
+    types = get_type_hints(Experiment)  # without limits and help
+    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[each.name]) for each in more]
+    helps = {
+        name: re.sub(
+            r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), each.help or "Of what is drawn, such as arrivals."
+        )
+        for name, each in OPTIONS.items()
+    }
+    listed = [textwrap.fill(f"{each.name}: {helps[each.name]}", 110, subsequent_indent="    ") for each in more]
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *listed])
     function.__dict__["__signature__"] = inspect.signature(function).replace(parameters=[*own, *keywords])
     return function
 
@@ -281,6 +312,12 @@ def _prepared(loaded: Run, requested: grid.Grid) -> Run:
 def _title(row: Row) -> str:
     where = f" on {row['hardware']}" if row["hardware"] else ", untimed"
     return f"{cell_text(row)} of the experts, {row['model']}{where}"
+
+
+def _html(sentences: Sequence[str], table: pd.DataFrame) -> str:
+    """Return sentences above a table, its figures of four digits."""
+    said = "".join(f"<p>{escape(each)}</p>" for each in sentences)
+    return said + table.to_html(index=False, float_format="{:.4g}".format, border=0)
 
 
 def _figures(row: Row) -> str:

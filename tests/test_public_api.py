@@ -264,3 +264,12 @@ def test_a_trace_in_memory_is_the_one_that_was_written(trace, tmp_path):
     assert (read.experts == trace.experts).all()
     assert (read.step == trace.step).all()
     assert repr(read) == "<Trace 't' of olmoe-1b-7b: 16 layers x 64 experts, top-8; 4 requests, 48 tokens>"
+
+
+def test_results_show_themselves_in_a_notebook_and_help_lists_the_options(trace):
+    result = sim.sweep(trace, ["lru", "eamc"], ["25%"])
+    for shown in (result, result.compare("lru"), sim.simulate(trace, "lru")):
+        assert "<table" in shown._repr_html_()
+    assert result.verdict[0] in result._repr_html_()
+    assert result.plot()._repr_svg_().startswith("<svg")
+    assert "\nmax_batch: Requests that run at the same time" in (sim.sweep.__doc__ or "")

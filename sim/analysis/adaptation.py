@@ -306,10 +306,10 @@ def figure(found: Adaptation, loaded: Loaded) -> "Figure":
 
     Thin: of single requests; thick: of windows, which is what is judged, each drawn where it begins.
     """
-    from matplotlib.figure import Figure
+    from sim.results.drawing import Drawing
 
     protocol, kinds = found.plan.protocol, list(dict.fromkeys(kind for kind, _ in found.groups()))
-    drawing = Figure(figsize=(3 + 4 * len(kinds), 4.2), layout="constrained")
+    drawing = Drawing(figsize=(3 + 4 * len(kinds), 4.2), layout="constrained")
     panels = dict(zip(kinds, drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], strict=True))
     colours = {policy: style["color"] for policy, style in plot.looks(p for _, p in found.groups()).items()}
     for (kind, policy), rows in found.groups().items():

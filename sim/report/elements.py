@@ -1,6 +1,5 @@
 """What a page is made of: sections of texts, lists, commands, tables and figures (SVG)."""
 
-import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,18 +32,6 @@ class Section:
 
 
 def figure_item(figure: "Figure", caption: str) -> Item:
-    return Item("figure", caption, svg_of(figure))
+    from sim.results.drawing import svg_of
 
-
-def svg_of(figure: "Figure") -> Markup:
-    """Return a figure as SVG for a page, its text as text; matplotlib escapes what stands in it."""
-    import matplotlib as mpl
-    from matplotlib.text import Text
-
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)
-    written = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe"}):
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = written.getvalue()
-    return Markup(svg[svg.index("<svg") :])
+    return Item("figure", caption, Markup(svg_of(figure)))

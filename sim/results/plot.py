@@ -169,9 +169,9 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
 
     tables: rows by what they were run on, which labels them where there are several.
     """
-    from matplotlib.figure import Figure
+    from sim.results.drawing import Drawing
 
-    drawing = Figure(figsize=(9, 4.2), layout="constrained")
+    drawing = Drawing(figsize=(9, 4.2), layout="constrained")
     columns = {"tokens_per_s": "tokens per second, all requests", "tpot_mean_ms": "mean time per output token (ms)"}
     groups: dict[tuple[str, ...], list[Row]] = {}
     for source, rows in tables.items():
@@ -212,9 +212,9 @@ def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "b
 def single(
     size: tuple[float, float], title: str, xlabel: str, grid: Literal["x", "both"] = "both"
 ) -> "tuple[Figure, Axes]":
-    from matplotlib.figure import Figure
+    from sim.results.drawing import Drawing
 
-    drawing = Figure(figsize=size, layout="constrained")
+    drawing = Drawing(figsize=size, layout="constrained")
     axes = drawing.add_subplot()
     frame(axes, title, xlabel, grid)
     return drawing, axes
@@ -252,11 +252,11 @@ def _points(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]
 
 def panels(titles: Sequence[str], xlabel: str, height: float = 3.4) -> "tuple[Figure, list[Axes]]":
     """Return a figure of small multiples side by side that share their scales, three in a row."""
-    from matplotlib.figure import Figure
+    from sim.results.drawing import Drawing
 
     columns = min(3, max(1, len(titles)))
     lines = -(-len(titles) // columns)
-    drawing = Figure(figsize=(3.4 * columns + 1.2, height * lines), layout="constrained")
+    drawing = Drawing(figsize=(3.4 * columns + 1.2, height * lines), layout="constrained")
     grid = drawing.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel().tolist()
     for axes, title in zip(grid, titles, strict=False):
         frame(axes, title, xlabel)

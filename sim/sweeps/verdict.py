@@ -108,7 +108,7 @@ def _gain(row: Row, runs: Sequence[SweptRun], by: str, under: str = "") -> str:
     mine, lru = here.get(row["policy"]), here.get("lru")
     gain = f", {_against(lru, mine, by)}" if mine and lru else ""
     gap = row["gap_latency" if by in WHAT else "gap_hits"]
-    return f"{text}{gain}{'' if gap is None else f'; that closes {gap:.0%} of the gap from LRU to Belady'}."
+    return f"{text}{gain}{'' if gap is None or gap <= 0 else f'; that closes {gap:.0%} of the gap from LRU to Belady'}."
 
 
 def _against(lru: SweptRun, mine: SweptRun, by: str) -> str:

@@ -74,7 +74,8 @@ def test_the_block_adds_up_and_says_which_defaults_it_took(moe_sim_run, home):
     status, out, err = moe_sim_run(str(home / "tiny"))
     assert status == 0
     assert "taking policy eamc-blend, cache size 25%, hardware a5000" in err
-    lines = {line.split()[0]: line for line in out.splitlines()[1:]}
+    assert out.startswith("All 48 experts (3.38 MiB) fit the a5000: no cache is needed")
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
     shares = [float(word.rstrip("%,")) for name in ("compute", "stalls") for word in lines[name].split() if "%" in word]
     assert len(shares) == 6
     assert sum(shares) == pytest.approx(100, abs=0.4)
