@@ -184,8 +184,8 @@ class Comparison(Sequence[Difference]):
         return "\n".join(size.format(difference.cache_experts) + difference.sentence() for difference in self)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: a sentence for each difference, and their table."""
-        return _html([each.sentence() for each in self], self.frame)
+        """Return what a notebook shows: the table of differences."""
+        return _html([], self.frame)
 
     @property
     def frame(self) -> pd.DataFrame:
