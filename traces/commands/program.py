@@ -31,6 +31,16 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+FIRST = {
+    *("policy", "policies", "cache_size", "cache_sizes", "hardware", "requests", "out"),
+    *("trace", "device", "from_", "model", "gpu", "gpu_memory", "precision", "details", "help"),
+}
+"""Options that a new user needs: of a command with many, the others stand in a panel below them."""
+
+MANY = 12
+"""Options that one panel may have."""
+
+
 class Command(TyperCommand):
     """A command of a table; it becomes the one that its function describes when it is called."""
 
@@ -59,7 +69,15 @@ class Command(TyperCommand):
         paragraphs = (" ".join(paragraph.split()) for paragraph in (inspect.getdoc(function) or "").split("\n\n"))
         app = typer.Typer(**SETTINGS)
         app.command(self.name, help="\n\n".join(paragraphs))(expanded(function))
-        return typer.main.get_command(app)
+        command = typer.main.get_command(app)
+        plain = [
+            each for each in command.params if getattr(each, "rich_help_panel", "") is None and each.name != "help"
+        ]
+        if len(plain) > MANY:
+            for each in plain:
+                if each.param_type_name == "option" and each.name not in FIRST:
+                    each.__dict__["rich_help_panel"] = "More options"
+        return command
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         return self.described().make_context(*args, **options)
