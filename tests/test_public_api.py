@@ -22,7 +22,7 @@ NAMES = {
     traces: ["InputError", "Trace", "demo_trace"],
     policies: ["Event", "ExpertCache", "Policy", "Prefetcher", "ScorePolicy", "Shape", "check_policy", "make_policy"],
     sim: ["Comparison", "RunResult", "SweepResult", "plan", "simulate", "sweep"],
-    replay: ["ReplayResult", "replay"],
+    replay: ["ReplayResult", "attach", "load_model", "replay"],
 }
 """Semantic versioning is promised for these names."""
 

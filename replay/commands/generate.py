@@ -84,15 +84,11 @@ def generate(
             show(stream.end() + "\n")
             stream, last = TextStream(loaded), stream.tokens
 
-        try:
-            with undisturbed():
-                answered = answer(
-                    *(live, loaded, texts, settings, lambda token: show(stream.add(token)), ended),
-                    *(record, overwrite, console.warn),
-                )
-        finally:
-            if opened.profile:
-                live.save(opened.profile)
+        with undisturbed():
+            answered = answer(
+                *(live, loaded, texts, settings, lambda token: show(stream.add(token)), ended),
+                *(record, overwrite, console.warn),
+            )
         if print_token_ids:
             console.say(" ".join(map(str, last)))
         if not quiet:

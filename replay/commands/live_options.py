@@ -1,6 +1,5 @@
 """Options that `generate` and `serve` share."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
@@ -32,9 +31,7 @@ class LiveOptions:
         Path | None, typer.Option(help="File for what the policy learns: it starts from it the next time.")
     ] = None
 
-    def live(
-        self, model: str | None, on: options.Stated, policy: str | PolicySpec, progress: Progress
-    ) -> AbstractContextManager[LiveModel]:
+    def live(self, model: str | None, on: options.Stated, policy: str | PolicySpec, progress: Progress) -> LiveModel:
         """Open the model; None: the shipped one."""
         return open_live(
             model or str(demo.MODEL),

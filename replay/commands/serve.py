@@ -62,8 +62,6 @@ def serve(
             Listener(server.app, server.worker.refuse).run([socket])
         finally:
             server.worker.close()
-            if opened.profile:
-                live.save(opened.profile)
         if not quiet:
             console.note("stopped serving: requests that ran have ended")
 

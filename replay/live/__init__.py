@@ -1,6 +1,6 @@
 """A model that generates now, with its experts on disk, or in host memory, and only a cache of them beside the compute.
 
-`replay.live.opening.open_live` gives a transformers model that is called as any other. Its experts go the way of a
+`replay.load_model` gives a transformers model that is called as any other. Its experts go the way of a
 replay: the same session, policies, pump and lanes."""
 
 import lazy_loader

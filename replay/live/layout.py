@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, ExpertSource
-from replay.live.shards import ALIGNMENT, Shard, ShardTensor, lead_of
+from replay.live.shards import ALIGNMENT, ShardTensor, lead_of
 from traces.errors import InputError
 
 ALIGNED_WIDTH = 4
@@ -110,7 +110,22 @@ def _layer(name: str, module: nn.Module) -> ExpertLayer:
     return ExpertLayer(name, module, lengths.pop(), tuple(rows))
 
 
-Range = tuple[Shard, int, int]
+class Readable(Protocol):
+    """A file of a checkpoint (`Shard`), or what is read like one."""
+
+    past_cache: bool
+
+    def read(self, offset: int, target: Bytes) -> None:
+        """Read len(target) bytes."""
+
+    def read_pages(self, offset: int, size: int, memory: Bytes, place: int) -> None:
+        """Read them to `memory[place]`, which lies as far behind a page's beginning; what is around may be written."""
+
+    def require_unchanged(self) -> None:
+        """Raise InputError where the content was written to since it was opened."""
+
+
+Range = tuple[Readable, int, int]
 """Bytes that lie together in a file: from where on, and how many."""
 
 OfExpert = tuple[list[Range], int]
@@ -221,7 +236,7 @@ def sources(
 class Piece(NamedTuple):
     """Bytes of an expert that lie together in a file, and their place in the slot."""
 
-    shard: Shard
+    shard: Readable
     offset: int  # in the file
     begin: int  # byte of the expert
     size: int

@@ -97,7 +97,6 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
             )
             require_weights(source, loading)
         model.__class__ = kind
-        model.requires_grad_(False)
         loaded = LoadedModel(name or checkpoint.name, model.eval(), checkpoint.tokenizer, notes_of(loading))
         yield Opened(loaded, layers, origins, shards)
         for shard in shards:

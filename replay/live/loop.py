@@ -6,6 +6,7 @@ model, nor the model for another thread.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Condition
 
 from policies.core.policy import Int
@@ -24,10 +25,13 @@ AT_NO_LAYER = -1
 
 
 class LiveLoop:
-    """Steps of the only request: `begin`; `route`, `works`, `computed` and `combined` for each layer; `end`.
+    """Steps of one request, or of a batch of them (rule 18).
+
+    `begin`; `route`, `works`, `computed` and `combined` for each layer; `end`.
 
     A pass that fails, or is left before its end, leaves nothing behind: with the next one, cache and policy start
     again. So they do after a transfer that failed when no pass ran, which no pass can raise: `on_note` is called.
+    And so they do with a batch of more requests than any before, for which policies have no room.
     """
 
     def __init__(self, run: Run, device: LiveDevice, on_note: Callable[[str], None]) -> None:
@@ -41,45 +45,52 @@ class LiveLoop:
         self._device.forget()
         self._driver = Driver(self._run, self._device, self.decider)
         self._device.listen(self._copied)
-        self._ordinal, self._number, self._events = -1, 0, 0
+        self._ordinal, self._number, self._events = 0, -1, 0  # of the first request of the batch, and of its step
         self._step: Step | None = None  # the one that was begun last, if it has not ended
         self.layer = AT_NO_LAYER
         """Of the step that runs, the next one."""
+        self._requests = 0  # of the batch that was begun last
         self._failure: Exception | None = None
         self._is_failure_known = False
 
     # The model's thread
 
-    def begin(self, tokens: int, context: int, is_new: bool, token_ids: Int) -> None:
-        """A forward pass begins. is_new: so does a request; token_ids: [tokens], or none.
+    def begin(self, rows: int, columns: int, context: int, is_new: bool, token_ids: Int, request: int) -> None:
+        """A forward pass begins, of so many tokens of each of so many requests, `request` being the first one's number.
 
+        context: tokens in each KV cache when it ends; is_new: so do requests; token_ids: [rows * columns], or none.
         Raise InputError where a copy of an earlier pass never ends.
         """
-        if self._failure or self._step:
+        if self._failure or self._step or rows > self._run.shape.batch_slots:
             self.stop()
+            slots = max(rows, self._run.shape.batch_slots)
+            self._run = replace(self._run, shape=replace(self._run.shape, batch_slots=slots))
             self._start()
-        if is_new or self._ordinal < 0:
-            self._ordinal, self._number = self._ordinal + 1, -1
+        is_new |= self._number < 0
+        if is_new:
+            self._ordinal, self._number = self._ordinal + self._requests, -1
+        self._requests = rows
         self._number += 1
-        phase = PREFILL if is_new or tokens > 1 else DECODE
-        routing = LiveStep(phase, self._number, self._events, token_ids)
+        phase = PREFILL if columns > 1 or context == columns else DECODE
+        routing = LiveStep(phase, self._number, self._events, token_ids, rows)
         self._events += self._run.shape.layers
-        places = (Place(self._ordinal, 0, self._ordinal, tokens, self._number),)
+        first, number = self._ordinal, self._number
+        places = tuple(Place(first + row, row, request + row, columns, number) for row in range(rows))
         begins = () if self._number else places
         callbacks = routing.chosen, routing.event, routing.start
-        step = Step(phase, tokens, context, places, begins, (), True, False, *callbacks)
+        step = Step(phase, rows * columns, rows * context, places, begins, (), True, False, *callbacks)
         with self._changed:
             self._step, self._routing, self.layer = step, routing, 0
             self._driver.begin(step)
             self._driver.session.submitting(Kind.ROUTER)
             self._driver.session.start(step)
 
-    def route(self, experts: Int, counts: Int) -> None:
-        """Take the choice of the next layer's router. experts: distinct ids over all layers, ascending."""
+    def route(self, tokens: Int) -> None:
+        """Take the choice of the next layer's router. tokens: int64[rows, E] that chose each expert."""
         with self._changed:
             self._require()
             session, layer = self._driver.session, self.layer
-            self._routing.put(layer, experts, counts)
+            self._routing.put(layer, tokens)
             session.handle(Completion(Kind.ROUTER))
             session.route(self._current, layer)
 

@@ -1,24 +1,33 @@
 """A model whose experts are behind a cache: `replay.live.opening` opens one, `LiveModel.model` is called as any other.
 
-Decisions are those of a replay: the session's (`sim.loop.session`), asked by the loop of a live model. A forward pass
-with an empty KV cache begins a request; `end_request` says that the last one has ended. When a read fails, early ones
-too, the pass that runs then raises the error, cache and policy start again, and the model can be called again. Where
-no pass runs then, `on_note` is called. What a policy has learned is kept in a file for the next time (a warm start).
+Decisions are those of a replay: the session's (`sim.loop.session`), asked by the loop of a live model. Each row of a
+batch is a request (rule 18). A forward pass begins new ones unless it continues the KV cache of the pass before it;
+`end_request` says that the last one has ended. When a read fails, early ones too, the pass that runs then raises the
+error, cache and policy start again, and the model can be called again. Where no pass runs then, `on_note` is called.
+What a policy has learned is kept in a file for the next time (a warm start).
+
+Threads: one pass runs at a time, others wait for it, and every pass gives what it gives alone. Passes of two threads
+that take turns are new requests to the policy each time. `close` waits for the pass that runs. Models share nothing,
+so each may have a thread of its own. A process that was forked, or is sent the model, has to load its own.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from threading import Event, Thread
+from threading import Event, RLock, Thread
 from time import perf_counter_ns
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+from weakref import ref
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from policies.core.policy import NO_INTS, Listener
@@ -31,19 +40,28 @@ from replay.live.layout import ExpertLayer, places_of
 from replay.live.loop import LiveLoop
 from replay.live.memory import KV_NAMES, Memory
 from replay.live.parts import Parts
-from sim.loop.log import StepRow
+from replay.live.recorder import Recorder
+from replay.live.report import measured
+from sim.api import RunResult
+from sim.loop.log import COLUMNS, MOVED, RunLog, StepRow
 from sim.loop.run import Run
+from sim.results import steps
+from tracer.answers import Runner
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel
 from traces.errors import InputError, refuse
 from traces.output import check_file, replacing
+from traces.trace import Trace
 
 HOOK = "moe_expert_cache"
 """Attribute of a module of experts: what computes them."""
 
 
 class LiveModel:
-    """Open. `model` is transformers' own; `rows` are those of the steps that have ended."""
+    """A cache of experts, open until it is closed; a context manager.
+
+    `model` is transformers' own, with this as its `expert_cache`; `rows` are those of the steps that have ended.
+    """
 
     def __init__(
         self,
@@ -57,11 +75,12 @@ class LiveModel:
         dense_ns: int,
         on_note: Callable[[str], None],
         require_unchanged: Callable[[], None],
+        profile: Path | None,
     ) -> None:
         """hook: of the tracer, which has probed the model; layers: in the order of execution.
 
         lanes: of the device; dense_ns: what a layer's dense part takes for a token, about; require_unchanged: raises
-        InputError where what experts are read from has changed.
+        InputError where what experts are read from has changed; profile: file for what the policy learns.
         """
         self.loaded, self.model, self.hook = loaded, loaded.model, hook
         self.device, self.memory, self.lanes = device, memory, lanes
@@ -79,13 +98,97 @@ class LiveModel:
         self.run = replace(run, tiers=(replace(run.gpu, experts_per_layer=self._window(dense_ns)),))
         self._experts = run.shape.experts
         self._require_unchanged = require_unchanged
-        self._tokens = self._context = 0  # of the forward pass
+        self._requests = self._tokens = self._context = 0  # of the forward pass
+        self._kv: Callable[[], object] = ref(self)  # the KV cache that it gave back, if any
         self._top_k = hook.top_k
         self.parts = Parts()
         self._loop = LiveLoop(self.run, device, on_note)
-        self._handles = [self.model.register_forward_pre_hook(self._begins, with_kwargs=True)]
+        self._recorder = Recorder(len(layers), self._experts, self._top_k)
+        self._profile, self._process, self._is_closed = profile, os.getpid(), False
+        self._opening = ExitStack()  # what is open as long as this is
+        self._turn = RLock()
         for number, layer in enumerate(layers):
             setattr(layer.module, HOOK, partial(self._event, number))
+        self._kind, forward = type(self.model), self.model.forward
+
+        @wraps(forward)
+        def one_at_a_time(*args: Any, **kwargs: Any) -> Any:
+            with self._passing(args, kwargs):
+                output = forward(*args, **kwargs)
+                parts = output if isinstance(output, tuple) else output.to_tuple()
+                held = (each for each in parts if hasattr(each, "get_seq_length"))
+                self._kv = ref(next(held, self))
+                return output
+
+        self.model.forward = one_at_a_time
+        self.model.expert_cache = self
+        self.model.__class__ = entered(self._kind)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; without an error raise InputError where what was read has changed meanwhile."""
+        if self._is_closed or self._process != os.getpid():  # another process has nothing of it
+            return
+        with self._turn:
+            self._is_closed = True
+            self._opening.__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """Write the profile, end what is under way and give slots and files back.
+
+        Raise InputError where what was read has changed since it was opened.
+        """
+        self.__exit__(None, None, None)
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            f"{self.loaded.name} has a cache of experts, which cannot be copied or sent: load it again there"
+        )
+
+    def __repr__(self) -> str:
+        run, what = self.run, "closed" if self._is_closed else self.device.name
+        return (
+            f"<Cache of {run.gpu.slots} of {run.shape.total} experts of {self.loaded.name}, {run.policy.text}; {what}>"
+        )
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Return sums over all steps since the last `clear`, as results count them (`sim.loop.log.COLUMNS`).
+
+        Also `steps`.
+        """
+        self._end_request()
+        sums = np.array([row.numbers for row in self.rows], np.int64).reshape(-1, len(COLUMNS)).sum(0)
+        counted = dict(zip(COLUMNS, sums.tolist(), strict=True))
+        bytes_ = {moved: counted[count] * self.run.gpu.link.expert_bytes for moved, count in MOVED.items()}
+        del counted["phase"]
+        return {"steps": len(self.rows), **counted, **bytes_}
+
+    def report(self) -> RunResult:
+        """Return the steps since the last `clear` as they were measured: totals, a table of steps, one of requests."""
+        trace = self.trace
+        log = RunLog.of_rows(self.rows, self.run.gpu.link.expert_bytes, ())
+        row, requests, _ = measured(self, trace, log)
+        return RunResult(row, steps.frame(log, trace.requests["id"]), requests.to_pandas())
+
+    @property
+    def trace(self) -> Trace:
+        """Return what was routed since the last `clear`, each row of a batch as a request (`Recorder`).
+
+        Raise InputError where nothing was.
+        """
+        self._end_request()
+        return self._recorder.trace(Runner(self.loaded, self.hook, lambda rows: None).meta())
+
+    def clear(self) -> None:
+        """Forget counters, steps and trace, which take some hundred bytes a token. The cache stays as it is."""
+        self._end_request()
+        self.rows.clear()
+        self._recorder.clear()
 
     def time_transfers(self) -> tuple[tuple[int, int], float]:
         """Time transfers once more, alone, and beside compute: how many times as long they take.
@@ -145,36 +248,60 @@ class LiveModel:
 
     def end_request(self) -> None:
         """End a request after its last forward pass. Raise InputError if a file of its experts was written to."""
-        self._end_pass(ends_request=True)
-        self._require_unchanged()
+        self._end_request()
+        if not self._is_closed:
+            self._require_unchanged()
 
-    def save(self, file: Path) -> None:
-        """Write what the policy has learned, for the `profile` of `open_live`."""
-        decider = self._loop.decider
-        write_learned((decider.retention, decider.prefetcher), self.loaded.name, file)
+    def _end_request(self) -> None:
+        with self._turn:
+            self._end_pass(ends_request=True)
 
-    def close(self) -> None:
-        """End what the policy has under way."""
+    def end(self) -> None:
+        """Write what the policy has learned, and end what it has under way; the model is as it was before."""
         try:
             self._end_pass(ends_request=True)
+            if self._profile:
+                decider = self._loop.decider
+                write_learned((decider.retention, decider.prefetcher), self.loaded.name, self._profile)
         finally:
             with suppress(InputError):  # what is under way never ends, as the last pass has said
                 self._loop.stop()
-            for handle in self._handles:
-                handle.remove()
 
-    def _begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def until_closed(self, opening: ExitStack) -> None:
+        """Keep open what `opening` holds, until this is closed."""
+        self._opening = opening.pop_all()
+
+    def detach(self) -> None:
+        """Give the model its own class and forward pass back."""
+        self.model.__class__ = self._kind
+        del self.model.forward, self.model.expert_cache
+
+    @contextmanager
+    def _passing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Let one forward pass run. Raise InputError where none can."""
+        name = self.loaded.name
+        refuse((self._process != os.getpid(), f"{name} was loaded in another process: load it in this one"))
+        with self._turn, torch.no_grad():
+            refuse((self._is_closed, f"{name} was closed: load it again"))
+            self._begins(args, kwargs)
+            yield
+
+    def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = ("input_ids", "inputs_embeds")
         inputs: Tensor = args[0] if args else next(kwargs[name] for name in names if kwargs.get(name) is not None)
         rows, columns = inputs.shape[:2]
         cache = next((kwargs[name] for name in KV_NAMES if kwargs.get(name) is not None), None)
         before = int(cache.get_seq_length()) if cache is not None else 0
-        continues = before > 0 and self._end_pass(ends_request=False)
+        same = before > 0 and rows == self._requests and self._kv() is cache
+        continues = same and self._end_pass(ends_request=False)
         if not continues:
             self._end_pass(ends_request=True)
-        ids = NO_INTS if inputs.is_floating_point() else inputs.cpu().numpy().reshape(-1)
-        self._loop.begin(rows * columns, rows * (before + columns), before == 0, ids)
-        was, self._tokens, self._context = self._tokens, rows * columns, before + columns
+        ids = None if inputs.is_floating_point() else inputs.cpu().numpy()
+        is_own = np.broadcast_to(own_tokens(kwargs.get("attention_mask"), before, columns), (rows, columns))
+        request = self._recorder.begin(ids, is_own, before, continues)
+        known = NO_INTS if ids is None else ids.reshape(-1)
+        self._loop.begin(rows, columns, before + columns, not continues, known, request)
+        was, self._tokens, self._context, self._requests = self._tokens, rows * columns, before + columns, rows
         took = self.parts.lap()
         if continues:
             self.parts.head[was].add(took)
@@ -184,19 +311,24 @@ class LiveModel:
         row = self._loop.end(ends_request)
         if row:
             self.rows.append(row)
+            self._recorder.keep()
         return row is not None
 
     def _event(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Compute the experts of a layer: everything between its router and its sum."""
         if layer != self._loop.layer:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
-        parts, ids = self.parts, index.cpu().numpy()
+        parts, experts, rows = self.parts, self._experts, self._requests
+        ids = index.cpu().numpy()
         parts.dense[layer == 0, self._tokens, self._context].add(parts.lap())
-        chosen, counts = np.unique(ids[(ids >= 0) & (ids < self._experts)], return_counts=True)
-        first = layer * self._experts
-        self._loop.route(chosen + first, counts)
-        output = self._computed(self._layers[layer], first, len(chosen), (hidden, index, weights))
-        if not bool(output.isfinite().all()):
+        own = ids.reshape(rows, -1) + experts * np.arange(rows)[:, None]
+        is_routed = (ids >= 0) & (ids < experts)
+        tokens = np.bincount(own[is_routed.reshape(rows, -1)], minlength=rows * experts).reshape(rows, experts)
+        self._recorder.put(np.where(is_routed, ids, -1))
+        self._loop.route(tokens)
+        chosen = int(np.count_nonzero(tokens.sum(0)))
+        output = self._computed(self._layers[layer], layer * experts, chosen, (hidden, index, weights))
+        if not bool(output.isfinite().all()) and bool((~output.isfinite()[hidden.isfinite().all(-1)]).any()):
             raise InputError(f"the experts of {self._names[layer]} give NaN or infinity: the checkpoint is damaged")
         self._loop.combined()
         self.parts.combine[self._tokens].add(self.parts.lap())
@@ -229,6 +361,36 @@ class LiveModel:
                 loop.computed([expert], is_last=not left)
         parts.lap()
         return experts.combined() if output is None else output
+
+
+def own_tokens(mask: Any, before: int, columns: int) -> NDArray[np.bool_]:
+    """Return which tokens of a pass are no padding, bool[rows or 1, columns], by any mask that a model takes.
+
+    before: tokens in the KV cache. In a mask [rows, 1, queries, keys], made for static caches, all that the last query
+    sees.
+    """
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        seen = mask[:, 0, -1, before : before + columns]
+        mask = seen if seen.dtype == torch.bool else seen == 0
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return np.ones((1, columns), np.bool_)
+    own: NDArray[np.bool_] = (mask[:, -columns:] != 0).cpu().numpy()
+    return own
+
+
+def entered(kind: type) -> Any:
+    """Return a model's class as one whose objects are context managers, and which nothing compiles."""
+    own: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "__enter__": lambda model: model,
+        "__exit__": lambda model, *error: model.expert_cache.__exit__(*error),
+        "__reduce_ex__": lambda model, _: model.expert_cache.__reduce__(),
+        "_valid_auto_compile_criteria": lambda model, *_: False,  # of static caches on a GPU
+    }
+    return type(kind.__name__, (kind,), own)
 
 
 def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:

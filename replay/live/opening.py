@@ -1,12 +1,16 @@
 """Opening a live model: its dense part is loaded, its experts are put behind a cache, and the machine is timed.
 
 On `disk`, experts stay in the checkpoint's files and slots are in host memory, where the CPU computes. On `cuda`,
-experts are read into host memory once, slots and the dense part are in the GPU's.
+experts are read into host memory once, slots and the dense part are in the GPU's. Of a model that is loaded already
+the experts come from its own parameters, which stay where they are.
+
+`load_model` and `attach` return transformers' own model; what is open hangs on its `expert_cache` (`LiveModel`), where
+it is also said what threads may do with it. The commands go through the same `open_live`.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -18,14 +22,16 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from policies.core.policy import Shape
-from policies.core.spec import FETCHED, PolicySpec, parse
+from policies.core.spec import FETCHED, PolicyLike, PolicySpec, parse
 from replay.device_choice import DeviceChoice, require_cuda
 from replay.devices.cpu import nothing
+from replay.devices.expert_file import ExpertFile
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
 from replay.devices.store import require_host_memory, stride_of
 from replay.live.device import LiveDevice, LiveGpu, host_experts
-from replay.live.layout import ExpertLayer, without_interface
+from replay.live.held import held_store
+from replay.live.layout import ExpertLayer, ShardStore, expert_layers, without_interface
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
 from replay.live.memory import cache_bytes, kv_name_in, memory_of
 from replay.live.model import HOOK, LiveModel, starting_from
@@ -34,7 +40,8 @@ from sim.defaults import CACHE_SIZE, POLICY
 from sim.loop.requests import Requests
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.quantities import parse_cache_size, show_bytes
+from sim.quantities import CacheSize, cache_text, parse_cache_size, show_bytes
+from sim.sweeps.config import seeded
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel, blaming
 from traces.errors import InputError, refuse, unknown
@@ -54,7 +61,73 @@ def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
     return output
 
 
-@contextmanager
+def load_model(
+    source: str | Path,
+    policy: PolicyLike = POLICY,
+    cache_size: CacheSize = CACHE_SIZE,
+    *,
+    device: str = "disk",
+    seed: int = 0,
+    profile: str | Path | None = None,
+    dtype: str = "auto",
+    **options: Any,
+) -> Any:
+    """Load a transformers model whose experts stay on disk, or in host memory beside a GPU, behind a cache.
+
+    source: a folder or a hub id. policy, cache_size: as for `replay.replay`. device: disk, or cuda. seed: of policies
+    that draw. profile: a file for what the policy learns: it starts from it, and writes it when the model is closed.
+    dtype: auto is the checkpoint's. options: `lanes` and `store`, as for `moe-replay generate`.
+
+    The model is called as any other, for inference alone. Its `expert_cache` has `counters`, `report()`, `trace`,
+    `clear()` and `close()`, and `with load_model(...) as model:` closes it. Raise InputError, a ValueError, for a
+    model, a device or a policy that cannot run so, and where memory does not suffice.
+    """
+    live = open_live(
+        str(source),
+        DeviceChoice.of({"device": device, **options}),
+        policy=seeded(policy, seed),
+        cache_size=cache_text(cache_size),
+        dtype=dtype,
+        profile=Path(profile) if profile else None,
+    )
+    return live.model
+
+
+def attach(
+    model: Any,
+    policy: PolicyLike = POLICY,
+    cache_size: CacheSize = CACHE_SIZE,
+    *,
+    seed: int = 0,
+    profile: str | Path | None = None,
+) -> Any:
+    """Put a cache of experts into a transformers model that is in memory, to try a policy or to record; return it.
+
+    Its experts are copied into slots, on a GPU from host memory, and computed as by experts_implementation="eager".
+    `model.expert_cache.close()` gives the model back as it was. Parameters are those of `load_model`.
+
+    Raise InputError likewise, and for a model that has a cache already, or is not all in one memory.
+    """
+    memories = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    name = Path(getattr(model.config, "_name_or_path", "")).name or type(model).__name__
+    refuse(
+        (hasattr(model, "expert_cache"), f"{name} has a cache of experts already: close that one first"),
+        (memories not in ({"cpu"}, {"cuda"}), f"{name} is not in one memory: {', '.join(sorted(memories))}"),
+    )
+    kept = Path(profile) if profile else None
+    spec = _prepared(DeviceChoice("cuda" if memories == {"cuda"} else "disk"), seeded(policy, seed), kept)
+    with ExitStack() as opening:
+        layers = expert_layers(model)
+        opening.callback(_unhook, model, layers, model.get_experts_implementation())
+        whole = Opened(LoadedModel(name, model, None), layers, {}, [])
+        gpu = Gpu() if memories == {"cuda"} else None
+        size = cache_text(cache_size)
+        live = _cached(opening, whole, lambda layers: nullcontext(held_store(layers)), gpu, 1, spec, size, kept)
+        opening.callback(live.detach)
+        live.until_closed(opening)
+    return model
+
+
 def open_live(
     source: str,
     target: DeviceChoice = DISK,
@@ -66,7 +139,7 @@ def open_live(
     name: str | None = None,
     progress: Progress = lambda count: nullcontext(lambda pieces: None),
     on_note: Callable[[str], None] = warnings.warn,
-) -> Iterator[LiveModel]:
+) -> LiveModel:
     """Load a model without its experts and put a cache of them in front of disk or host memory.
 
     source: a folder or a hub id. target: `disk` (with `lanes`, and `store`, a file for experts that loading converts;
@@ -76,48 +149,88 @@ def open_live(
 
     Raise InputError for a model, a device or a policy that cannot run so, and where memory does not suffice.
     """
+    spec = _prepared(target, policy, profile)
+    gpu = Gpu() if target.device == "cuda" else None
+    with ExitStack() as opening:
+        without = opening.enter_context(opened(source, dtype, name))
+        if gpu:
+            _move(without.loaded.model, gpu.device)
+        live = _cached(
+            opening,
+            without,
+            lambda layers: expert_store(without, layers, target.store, progress),
+            gpu,
+            target.lanes,
+            spec,
+            cache_size,
+            profile,
+            progress,
+            on_note,
+        )
+        live.until_closed(opening)
+    return live
+
+
+def _prepared(target: DeviceChoice, policy: str | PolicySpec, profile: Path | None) -> PolicySpec:
+    """Return the policy as it starts. Raise InputError where it cannot run on this device."""
     if target.device not in DEVICES:
         raise unknown("device", target.device, DEVICES)
     spec = starting_from(parse(policy), profile)
     require_causal(spec)
     if target.device == "cuda":
         require_cuda("disk")
-    gpu = Gpu() if target.device == "cuda" else None
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _live_experts)
-    with ExitStack() as opening:
-        without = opening.enter_context(opened(source, dtype, name))
-        loaded = without.loaded
-        if gpu:
-            _move(loaded.model, gpu.device)
-        layers, hook = rehearse(without)
-        store = opening.enter_context(expert_store(without, layers, target.store, progress))
-        shape = Shape(len(layers), layers[0].experts)
-        stride = stride_of(store.expert_bytes) if gpu else store.stride
-        slots = parse_cache_size(cache_size, shape.total, stride, shape.layers)
-        spec.divide(shape, slots)
-        _require(gpu, slots * stride, f"a cache of {slots} experts")
-        run = gpu_run((), shape, slots, spec, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
-        _warm_up(run, hook.top_k)
-        kv_per_token, dense_ns = _try_out(loaded, len(layers))
-        memory = memory_of(loaded, without.dense_bytes, slots * stride, stride, hook.top_k, kv_per_token)
-        if gpu:
-            memory = replace(memory, program=0)
-        beside = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"
-        _require(gpu, memory.slots + memory.workspace(0), beside)
-        lanes = 1
-        if gpu:
-            host = opening.enter_context(host_experts(store, layers, gpu, progress))
-            device: LiveDevice = LiveGpu(host, slots, gpu)
-        else:
-            device = LiveDevice(store, slots)
-        opening.callback(device.close)
-        if not gpu:
-            lanes = target.lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
-            device.read_with(lanes)
-        unchanged = nothing if gpu else store.require_unchanged  # a GPU's experts have been read
-        live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, on_note, unchanged)
-        opening.callback(live.close)
-        yield live
+    return spec
+
+
+def _cached(
+    opening: ExitStack,
+    model: Opened,
+    source: Callable[[list[ExpertLayer]], AbstractContextManager[ShardStore | ExpertFile]],
+    gpu: Gpu | None,
+    lanes: int | None,
+    spec: PolicySpec,
+    cache_size: str,
+    profile: Path | None,
+    progress: Progress = lambda count: nullcontext(lambda pieces: None),
+    on_note: Callable[[str], None] = warnings.warn,
+) -> LiveModel:
+    """Put a cache between the experts of a model and their source, all of which `opening` closes. See `open_live`."""
+    loaded = model.loaded
+    layers, hook = rehearse(model)
+    store = opening.enter_context(source(layers))
+    shape = Shape(len(layers), layers[0].experts)
+    stride = stride_of(store.expert_bytes) if gpu else store.stride
+    slots = parse_cache_size(cache_size, shape.total, stride, shape.layers)
+    spec.divide(shape, slots)
+    _require(gpu, slots * stride, f"a cache of {slots} experts")
+    run = gpu_run((), shape, slots, spec, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
+    _warm_up(run, hook.top_k)
+    kv_per_token, dense_ns = _try_out(loaded, len(layers))
+    memory = memory_of(loaded, model.dense_bytes, slots * stride, stride, hook.top_k, kv_per_token)
+    if gpu:
+        memory = replace(memory, program=0)
+    beside = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"
+    _require(gpu, memory.slots + memory.workspace(0), beside)
+    if gpu:
+        host = opening.enter_context(host_experts(store, layers, gpu, progress))
+        device: LiveDevice = LiveGpu(host, slots, gpu)
+    else:
+        device = LiveDevice(store, slots)
+    opening.callback(device.close)
+    lanes = 1 if gpu else lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
+    device.read_with(lanes)
+    unchanged = nothing if gpu else store.require_unchanged  # a GPU's experts have been read
+    live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, on_note, unchanged, profile)
+    opening.callback(live.end)
+    return live
+
+
+def _unhook(model: Any, layers: Sequence[ExpertLayer], implementation: dict[str, str]) -> None:
+    """Let a model compute its experts as it did before."""
+    model.set_experts_implementation(implementation)
+    for layer in layers:
+        layer.module.__dict__.pop(HOOK, None)
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

@@ -6,17 +6,17 @@ import numpy as np
 
 from replay.calibration.in_loop import effective
 from replay.calibration.measure import middle
-from replay.devices.stage import facts
 from replay.live.answering import Answered
 from replay.live.model import LiveModel
-from replay.run import Outcome, Prediction, copy_gb_per_s, host_ms
+from replay.live.report import measured
+from replay.run import Outcome, Prediction, host_ms
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import PREDICTOR
 from sim.loop.requests import Requests
 from sim.loop.run import Run
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import experts_per_layer
-from sim.results.metrics import Cell, summarise
+from sim.results.metrics import summarise
 
 
 def outcome(live: LiveModel, answered: Answered) -> Outcome:
@@ -37,37 +37,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
         return replace(run.on(timing, link, window), requests=Requests(trace))
 
     machine = effective(replace(middle(machines), transfer_slowed=slowed), lambda model: simulate(on(model)))
-    known = facts(live.device.gpu, live.device.store)
-    cell = Cell(
-        policy=run.policy.text,
-        options=run.policy.options(),
-        oracle=False,
-        trace="this run",
-        phase=trace.phases,
-        model=live.loaded.name,
-        hardware=str(known["device_name"]),
-        predictor_us=predictor_ns / 1_000,
-        fits=None,
-        cache_experts=run.gpu.slots,
-        cache_bytes=run.gpu.slots * run.gpu.link.expert_bytes,
-        all_experts=run.shape.total,
-        layers=run.shape.layers,
-        host_memory=None,
-        max_batch=None,
-        arrivals=None,
-        arrival_rate=None,
-        cold=False,
-        warmup_requests=0,
-        seed=run.policy.seed,
-    )
-    row, by_request = summarise(log, cell, trace.requests)
-    row |= {
-        "device": live.device.name,
-        **known,
-        "lanes": None if live.device.gpu else live.lanes,
-        "past_cache": getattr(live.device.store, "past_cache", None),
-    }
-    row["copy_gb_per_s"] = copy_gb_per_s(log, run)
+    row, by_request, cell = measured(live, trace, log)
     row["host_ms"] = host_ms(log, np.ones(len(log.step_ns), np.bool_))
     predicted = summarise(simulate(on(machine)), cell, trace.requests)[0]
     return Outcome(row, log, by_request, [Prediction("this machine as timed", predicted)])

@@ -124,7 +124,7 @@ class Worker:
             except Exception as raised:
                 job.outcome, error = "error", raised
         rows = self._live.rows[began:]
-        self._live.rows.clear()
+        self._live.clear()
         self._served(job, rows)
         job.report(ClosedError() if job.outcome == "left" else error)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from policies.core.events import Events, alone, routing_of_batch
+from policies.core.events import Events, routing_of_batch
 from policies.core.policy import NO_INTS, START, Event, Int, Requests, Shape
 from sim.loop.run import Users
 from traces.steps import PREFILL, RequestSteps
@@ -60,40 +60,61 @@ class Routing(Protocol):
 
 
 class LiveStep:
-    """A step of the only request, of a model that runs now: `put` what a router has chosen, then have it routed.
+    """A step of a model that runs now, of one or more requests: `put` what a router has chosen, then have it routed.
 
-    number: of the step in its request; events: how many the run had before this step; token_ids: [T] of the tokens
-    that it takes in, or none.
+    phase: PREFILL or DECODE; number: of the step in its requests; events: how many the run had before this step;
+    token_ids: [T] of the tokens that it takes in, a request after another, or none; requests: R, in batch slots 0 to R.
     """
 
-    def __init__(self, phase: int, number: int, events: int, token_ids: Int = NO_INTS) -> None:
+    def __init__(self, phase: int, number: int, events: int, token_ids: Int = NO_INTS, requests: int = 1) -> None:
         self._phase = phase
         self._number = number
         self._events = events
         self._token_ids = np.ascontiguousarray(token_ids, np.int64)
-        self._layer, self._experts, self._counts = -1, NO_INTS, NO_INTS
+        self._requests = requests
+        self._layer = -1
+        self._put(np.zeros((requests, 1), np.int64), 0)
 
-    def put(self, layer: int, experts: Int, counts: Int) -> None:
-        """The router of `layer` has ended; experts: distinct ids over all layers, ascending; counts: tokens of each."""
+    def put(self, layer: int, tokens: Int) -> None:
+        """The router of `layer` has ended; tokens: int64[R, E] of each request, those that chose each expert."""
         self._events += 1
         self._layer = layer
-        self._experts, self._counts = np.ascontiguousarray(experts, np.int64), np.ascontiguousarray(counts, np.int64)
+        self._put(tokens, layer * tokens.shape[1])
+
+    def _put(self, tokens: Int, first: int) -> None:
+        together, (request, expert) = tokens.sum(0), tokens.nonzero()
+        chosen = together.nonzero()[0]
+        self._experts, self._counts = chosen + first, together[chosen]
+        offsets = np.searchsorted(request, np.arange(self._requests + 1))
+        self._by_request = offsets, expert + first, tokens[request, expert]
 
     def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
-        """Return what was put."""
+        """Return what was put, of all requests together."""
         assert layer == self._layer, "put what the router has chosen before it is routed"
         return self._experts, dict(zip(self._experts.tolist(), self._counts.tolist(), strict=True))
 
     def event(self, layer: int) -> Event:
         """Return the same as policies hear it."""
-        return self._alone(layer, self._experts.copy(), self._counts.copy())
+        offsets, own_experts, own_counts = (each.copy() for each in self._by_request)
+        return Event(
+            serial=self._events,
+            phase=self._phase,
+            layer=layer,
+            experts=self._experts.copy(),
+            counts=self._counts.copy(),
+            batch_slots=np.arange(self._requests),
+            steps=np.full(self._requests, self._number),
+            offsets=offsets,
+            own_experts=own_experts,
+            own_counts=own_counts,
+            ahead_experts=NO_INTS,
+            ahead_counts=NO_INTS,
+            token_ids=self._token_ids.copy(),
+        )
 
     def start(self) -> Event:
         """Return what is known when the step starts."""
-        return self._alone(START, NO_INTS, NO_INTS)
-
-    def _alone(self, layer: int, experts: Int, counts: Int) -> Event:
-        return alone(self._phase, layer, self._number, experts, counts, self._events, token_ids=self._token_ids.copy())
+        return self.event(START)
 
 
 @dataclass(slots=True)

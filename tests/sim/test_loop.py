@@ -104,7 +104,9 @@ def live(run: Run, device: Device, between: Callable[[Session], None] = lambda s
                     session.start(step)
                 session.until(Kind.ROUTER)
                 chosen = slice(*request.offsets[number * layers + layer :][:2])
-                step.put(layer, request.experts[chosen], request.counts[chosen])
+                tokens_of = np.zeros((1, run.shape.experts), np.int64)
+                tokens_of[0, request.experts[chosen] - layer * run.shape.experts] = request.counts[chosen]
+                step.put(layer, tokens_of)
                 session.route(step, layer)
                 between(session)
                 session.finish_event()
@@ -143,6 +145,6 @@ def test_looking_at_what_has_ended_takes_no_time_and_loses_nothing() -> None:
 
 def test_what_was_not_put_is_not_routed() -> None:
     step = LiveStep(phase=1, number=0, events=0)
-    step.put(0, np.array([2]), np.array([1]))
+    step.put(0, np.array([[0, 0, 1]]))
     with pytest.raises(AssertionError, match="before it is routed"):
         step.chosen(1)

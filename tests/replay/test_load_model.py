@@ -1,0 +1,252 @@
+"""`load_model` and `attach`: everything that `generate` does gives what it gives with the whole model, to the bit."""
+
+import copy
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from replay import attach, load_model
+from replay.live import LiveModel
+from sim.loop import COLUMNS
+from tests.replay.test_live import ARCHITECTURES, OTHERS
+from tests.support.live_models import logits, prompt, saved, whole_model
+from tracer.answers import Runner
+from tracer.hook import ExpertsHook
+from tracer.models import LoadedModel
+from tracer.observed import Sampling
+from traces import InputError, Trace
+
+BATCH = {
+    "input_ids": torch.cat([prompt(9, seed=1), prompt(9, seed=2)]),
+    "attention_mask": torch.tensor([[1] * 9, [0] * 4 + [1] * 5]),
+}
+ONE = {"input_ids": prompt(7, seed=4), "attention_mask": torch.ones(1, 7, dtype=torch.int64)}
+
+
+@pytest.fixture(autouse=True)
+def _small() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("tiny"), "qwen3_moe", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Any:
+    return whole_model(folder)
+
+
+@pytest.fixture
+def model(folder: Path) -> Iterator[Any]:
+    torch.set_num_threads(1)
+    with load_model(folder, cache_size="25%", lanes=1) as model:
+        yield model
+
+
+def generated(model: Any, **settings: Any) -> Any:
+    torch.manual_seed(5)
+    settings = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, **settings}
+    return model.generate(output_logits=True, return_dict_in_generate=True, **settings)
+
+
+def assert_same(model: Any, whole: Any, **settings: Any) -> None:
+    ours, theirs = generated(model, **settings), generated(whole, **settings)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for place, (mine, yours) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        assert torch.equal(mine, yours), f"logits differ at token {place}"
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
+def test_every_way_to_generate_gives_what_the_whole_model_gives(architecture: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", architecture, "bfloat16")
+    assistant = whole_model(saved(tmp_path / "assistant", architecture, "bfloat16", num_hidden_layers=2))
+    whole = whole_model(folder)
+    with load_model(folder, policy="eamc-blend", cache_size="30%", lanes=2) as model:
+        for batch in (ONE, BATCH):
+            assert_same(model, whole, **batch)
+            assert_same(model, whole, **batch, do_sample=True)
+            assert_same(model, whole, **batch, num_beams=3)
+            assert_same(model, whole, **batch, cache_implementation="static")
+        assert_same(model, whole, **ONE, prompt_lookup_num_tokens=3)
+        assert_same(model, whole, **ONE, assistant_model=assistant)
+        assert_same(model, whole, **ONE, do_sample=True, assistant_model=assistant)
+        assert model.expert_cache.counters["misses"] > 0
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *OTHERS])
+def test_each_architecture_answers_a_batch_as_the_whole_model_does_loaded_or_attached(
+    architecture: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, architecture, "float32" if architecture in ARCHITECTURES else "bfloat16")
+    whole, held = whole_model(folder), whole_model(folder)
+    with load_model(folder, policy="lru", cache_size="30%", lanes=1) as model:
+        assert_same(model, whole, **BATCH, max_new_tokens=5)
+        misses = model.expert_cache.counters["misses"]
+    with attach(held, policy="lru", cache_size="30%") as model:
+        assert model is held
+        assert_same(model, whole, **BATCH, max_new_tokens=5)
+        assert model.expert_cache.counters["misses"] == misses > 0
+    assert type(held) is type(whole)
+    assert_same(held, whole, **BATCH, max_new_tokens=5)
+    assert not hasattr(held, "expert_cache")
+
+
+def test_it_is_transformers_own_model_with_streamers_and_stopping_criteria(model: Any, whole: Any) -> None:
+    put: list[torch.Tensor] = []
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            put.append(value.flatten())
+
+        def end(self) -> None:
+            put.append(torch.tensor([-1]))
+
+    def stops(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.full((len(ids),), ids.shape[1] == 12)
+
+    assert isinstance(model, type(whole))
+    found = generated(model, **ONE, streamer=Streamer(), stopping_criteria=[stops]).sequences
+    assert found.shape == (1, 12)
+    assert torch.cat(put).tolist() == [*found[0].tolist(), -1]
+
+
+def test_counters_report_and_trace_are_of_what_ran(model: Any, whole: Any) -> None:
+    generated(model, **BATCH)
+    cache: LiveModel = model.expert_cache
+    counters, report, trace = cache.counters, cache.report(), cache.trace
+    assert counters["steps"] == len(report.steps) == 8
+    assert counters["tokens"] == 2 * (9 + 7)
+    for name in ("hits", "late", "misses"):
+        assert counters[name] == report[name] == report.steps[name].sum()
+    assert counters["hits"] + counters["late"] + counters["misses"] <= 2 * counters["tokens"] * trace.layers
+    assert counters["demand_bytes"] == counters["demand_transfers"] * cache.run.gpu.link.expert_bytes
+    assert trace.requests.prompt_tokens.tolist() == [9, 5]
+    assert trace.requests.output_tokens.tolist() == [8, 8]
+    cache.clear()
+    assert set(cache.counters.values()) == {0}
+    with pytest.raises(InputError, match="no pass has been run"):
+        cache.trace  # noqa: B018  it is asked for
+
+
+def test_the_trace_of_a_batch_is_what_the_tracer_records(model: Any, whole: Any) -> None:
+    tokens = [ids[mask.bool()].tolist() for ids, mask in zip(*BATCH.values(), strict=True)]
+    generated(model, **BATCH)
+    with ExpertsHook(whole) as hook:
+        hook.probe()
+        answers = Runner(LoadedModel("whole", whole, None), hook, lambda rows: None).generate(tokens, 8, Sampling())
+        wanted = [np.concatenate([part.ids[rows] for part, rows in answer.routed]) for answer in answers]
+    trace: Trace = model.expert_cache.trace
+    assert trace.token_id is not None
+    for request, answer in enumerate(answers):
+        own = slice(trace.offsets[request], trace.offsets[request + 1])
+        assert trace.token_id[own].tolist() == [*answer.prompt, *answer.output[:-1]]
+        np.testing.assert_array_equal(np.sort(trace.experts[own]), np.sort(wanted[request]))
+
+
+def test_what_an_assistant_guessed_wrong_is_not_in_the_trace(model: Any, whole: Any, tmp_path: Path) -> None:
+    assistant = whole_model(saved(tmp_path, "qwen3_moe", "bfloat16", num_hidden_layers=2))
+    traces = []
+    for more in (
+        {},
+        {"assistant_model": assistant},
+        {"prompt_lookup_num_tokens": 2},
+        {"cache_implementation": "static"},
+    ):
+        found = generated(model, **ONE, **more).sequences[0].tolist()
+        traces.append(model.expert_cache.trace)
+        assert traces[-1].token_id[: len(found) - 1].tolist() == found[:-1]
+        model.expert_cache.clear()
+    for other in traces[1:]:
+        rows = len(traces[0].experts)
+        np.testing.assert_array_equal(np.sort(other.experts[:rows]), np.sort(traces[0].experts))
+
+
+def test_two_models_and_threads_at_once_give_what_each_gives_alone(folder: Path, whole: Any, model: Any) -> None:
+    prompts = [prompt(5 + seed, seed=seed) for seed in range(4)]
+    wanted = [logits(whole, ids, 4) for ids in prompts]
+    with load_model(folder, policy="lru", cache_size="1", lanes=1) as other, ThreadPoolExecutor(4) as threads:
+        asked = [(each, ids) for ids in prompts for each in (model, other)]
+        found = list(threads.map(lambda one: logits(one[0], one[1], 4), asked))
+        for place, mine in enumerate(found):
+            assert all(torch.equal(*pair) for pair in zip(mine, wanted[place // 2], strict=True))
+    assert model.expert_cache.counters["steps"] == 4 * 5
+
+
+def test_a_closed_model_a_copy_and_another_process_get_one_clear_error(folder: Path, whole: Any) -> None:
+    with load_model(folder, cache_size="25%", lanes=1) as model:
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(InputError, match="cannot be copied or sent: load it again there"):
+                copied(model)
+        if (child := os.fork()) == 0:
+            try:
+                model(**ONE)
+            except InputError as error:
+                os._exit(7 if "was loaded in another process" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        with pytest.raises(InputError, match="has a cache of experts already"):
+            attach(model)
+        assert_same(model, whole, **ONE)
+    model.expert_cache.close()  # once more does nothing
+    assert model.expert_cache.counters["steps"] == 8
+    with pytest.raises(InputError, match="was closed: load it again"):
+        model(**ONE)
+
+
+def test_a_checkpoint_that_vanishes_or_is_cut_off_fails_and_what_comes_next_works(
+    folder: Path, whole: Any, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "copy"))
+    with load_model(copied, policy="lru", cache_size="1", lanes=1) as model:
+        shutil.rmtree(copied)
+        assert_same(model, whole, **ONE)  # its files stay open
+    with pytest.raises(InputError, match="there is no such folder"):
+        load_model(copied)
+    shutil.copytree(folder, copied)
+    model = load_model(copied, policy="lru", cache_size="1", lanes=1)
+    shards = {shard: shard.read_bytes() for shard in copied.glob("*.safetensors")}
+    for shard in shards:
+        os.truncate(shard, 4096)
+    with pytest.raises(InputError, match="cut off"):
+        model(**ONE)
+    for shard, content in shards.items():
+        shard.write_bytes(content)
+    assert torch.equal(model(**ONE).logits, whole(**ONE).logits)
+    with pytest.raises(InputError, match="was changed while it was read"):
+        model.expert_cache.close()
+
+
+def test_what_is_no_cached_model_is_refused(whole: Any) -> None:
+    with pytest.raises(InputError, match="belady knows the future"):
+        attach(whole, "belady")
+    assert whole.get_experts_implementation() == {"": "eager"}
+    assert not hasattr(whole, "expert_cache")
+
+
+def test_every_row_of_a_batch_is_a_request_to_the_policy(folder: Path, tmp_path: Path) -> None:
+    """Rule 18."""
+    (tmp_path / "spy.py").write_text(
+        "from policies import ScorePolicy\nclass Spy(ScorePolicy):\n    heard = []\n"
+        "    def observe(self, event):\n"
+        "        own = [counts.sum() for *_, counts in event.by_request()]\n"
+        "        self.heard.append((event.batch_slots.tolist(), event.counts.sum(), own))\n"
+    )
+    with load_model(folder, policy=f"{tmp_path / 'spy.py'}:Spy", cache_size="50%", lanes=1) as model:
+        generated(model, **BATCH, num_beams=2, max_new_tokens=3)
+        heard = model.expert_cache.run.policy.evict.cls.heard[-9:]
+        shares = [[share.request for share in row.shares] for row in model.expert_cache.rows]
+    for number, (slots, total, own) in enumerate(heard):
+        tokens = 2 * (9 if number < 3 else 1)
+        assert (slots, total, own) == ([0, 1, 2, 3], 4 * tokens, [tokens] * 4)
+    assert shares[-1] == [0, 1, 2, 3]
+    assert len(COLUMNS) == len(model.expert_cache.rows[0].numbers)
