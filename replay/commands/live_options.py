@@ -15,7 +15,6 @@ from replay.live.opening import open_live
 from sim.commands import options
 from sim.defaults import CACHE_SIZE, POLICY
 from sim.experiment import SIZES
-from tracer import demo
 from traces.commands import console
 from traces.errors import refuse
 
@@ -34,13 +33,12 @@ class LiveOptions:
     def live(self, model: str | None, on: options.Stated, policy: str | PolicySpec, progress: Progress) -> LiveModel:
         """Open the model; None: the shipped one."""
         return open_live(
-            model or str(demo.MODEL),
+            model,
             DeviceChoice.of(on),
             policy=policy,
             cache_size=self.cache_size,
             dtype=self.dtype,
             profile=self.profile,
-            name=None if model else demo.NAME,
             progress=progress,
             on_note=console.warn,
         )

@@ -42,6 +42,7 @@ from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import CacheSize, cache_text, parse_cache_size, show_bytes
 from sim.sweeps.config import seeded
+from tracer import demo
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel, blaming
 from traces.errors import InputError, refuse, unknown
@@ -62,7 +63,7 @@ def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 
 
 def load_model(
-    source: str | Path,
+    source: str | Path | None = None,
     policy: PolicyLike = POLICY,
     cache_size: CacheSize = CACHE_SIZE,
     *,
@@ -74,16 +75,16 @@ def load_model(
 ) -> Any:
     """Load a transformers model whose experts stay on disk, or in host memory beside a GPU, behind a cache.
 
-    source: a folder or a hub id. policy, cache_size: as for `replay.replay`. device: disk, or cuda. seed: of policies
-    that draw. profile: a file for what the policy learns: it starts from it, and writes it when the model is closed.
-    dtype: auto is the checkpoint's. options: `lanes` and `store`, as for `moe-replay generate`.
+    source: a folder or a hub id; None: the shipped model. policy, cache_size: as for `replay.replay`. device: disk, or
+    cuda. seed: of policies that draw. profile: a file for what the policy learns: it starts from it, and writes it when
+    the model is closed. dtype: auto is the checkpoint's. options: `lanes` and `store`, as for `moe-replay generate`.
 
     The model is called as any other, for inference alone. Its `expert_cache` has `counters`, `report()`, `trace`,
     `clear()` and `close()`, and `with load_model(...) as model:` closes it. Raise InputError, a ValueError, for a
     model, a device or a policy that cannot run so, and where memory does not suffice.
     """
     live = open_live(
-        str(source),
+        None if source is None else str(source),
         DeviceChoice.of({"device": device, **options}),
         policy=seeded(policy, seed),
         cache_size=cache_text(cache_size),
@@ -129,7 +130,7 @@ def attach(
 
 
 def open_live(
-    source: str,
+    source: str | None,
     target: DeviceChoice = DISK,
     *,
     policy: str | PolicySpec = POLICY,
@@ -142,17 +143,20 @@ def open_live(
 ) -> LiveModel:
     """Load a model without its experts and put a cache of them in front of disk or host memory.
 
-    source: a folder or a hub id. target: `disk` (with `lanes`, and `store`, a file for experts that loading converts;
-    by default in the user's cache folder) or `cuda`. dtype: auto is the checkpoint's. profile: what the policy has
-    learned before, if the file is there. name: of the model; by default the folder's, or the hub id. progress: is shown
-    while experts are written to a store, or read into host memory; on_note: called with what no forward pass can raise.
+    source: a folder or a hub id; None: the shipped model. target: `disk` (with `lanes`, and `store`, a file for experts
+    that loading converts; by default in the user's cache folder) or `cuda`. dtype: auto is the checkpoint's. profile:
+    what the policy has learned before, if the file is there; written at the end. name: of the model; by default the
+    folder's, or the hub id. progress: is shown while experts are written to a store, or read into host memory; on_note:
+    called with what no forward pass can raise.
 
     Raise InputError for a model, a device or a policy that cannot run so, and where memory does not suffice.
     """
     spec = _prepared(target, policy, profile)
     gpu = Gpu() if target.device == "cuda" else None
     with ExitStack() as opening:
-        without = opening.enter_context(opened(source, dtype, name))
+        without = opening.enter_context(
+            opened(source or str(demo.MODEL), dtype, name or (None if source else demo.NAME))
+        )
         if gpu:
             _move(without.loaded.model, gpu.device)
         live = _cached(
