@@ -83,6 +83,7 @@ def answer(
             on_note=on_note,
             on_turn=ended,
         )
+        recording.meta = live.as_stored(recording.meta)
         with TraceWriter(record, recording.meta, overwrite) if record else nullcontext() as writer:
             for _, trace in recording.traces():
                 traces.append(trace)

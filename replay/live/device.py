@@ -176,7 +176,7 @@ def host_experts(
         if not hasattr(own, "slot"):
             own.slot = anonymous(source.stride)
         source.read(expert, 0, source.expert_bytes, own.slot)
-        for row, place in zip(layers[expert // layers[0].experts].rows, places(expert), strict=True):
+        for row, place in zip(layers[expert // layers[0].experts].stored, places(expert), strict=True):
             np.copyto(host[expert][row.begin : row.begin + row.nbytes], own.slot[place : place + row.nbytes])
 
     with progress(total) as advance, ThreadPoolExecutor(max(TRIED)) as threads:

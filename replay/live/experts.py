@@ -167,7 +167,9 @@ class LayerExperts:
         names = {row.name for row in layer.rows}
         rest = {name: value for name, value in layer.module._parameters.items() if name not in names}
         self._eager: Any = type(layer.module).forward.__wrapped__  # type: ignore[attr-defined]
-        self._rows = {row.name: Rows() for row in layer.rows}
+        self._rows = {row.name: Rows(row.name, self._of) for row in layer.rows}
+        self._slots: dict[int, int] = {}  # of each expert of an event that is computed as a whole
+        self._latest: tuple[int, dict[str, Tensor]] = -1, {}  # of these experts, and its rows
         self._all = _with_parameters(layer.module, {**rest, **self._rows})
         self._one = _with_parameters(layer.module, rest)
         self._one.num_experts = 1
@@ -182,10 +184,16 @@ class LayerExperts:
 
     def whole(self, hidden: Tensor, index: Tensor, weights: Tensor, slots: dict[int, int]) -> Tensor:
         """Compute an event of which every expert is in a slot; slots: by expert."""
-        for name, rows in self._rows.items():
-            rows.of = {expert: self._view(expert, slot)[name][0] for expert, slot in slots.items()}
+        self._slots, self._latest = slots, (-1, {})
         output: Tensor = self._eager(self._all, hidden, index, weights)
+        self._latest = -1, {}
         return output
+
+    def _of(self, expert: int) -> dict[str, Tensor]:
+        """Return the rows of an expert of that event; its code goes from one expert to the next."""
+        if expert != self._latest[0]:
+            self._latest = expert, self._view(expert, self._slots[expert])
+        return self._latest[1]
 
     def begin(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """Take an event: hidden[T, H], index[T, k], weights[T, k]."""
@@ -228,7 +236,8 @@ class LayerExperts:
         self._records.clear()
 
     def _view(self, expert: int, slot: int) -> dict[str, Tensor]:
-        return self._views(slot, self._places[expert])
+        views, packing = self._views(slot, self._places[expert]), self._layer.packing
+        return packing.unpacked(views) if packing else views
 
     def combined(self) -> Tensor:
         """Add up all experts of the event, in ascending order; return [T, H]."""
@@ -288,14 +297,14 @@ class SlotViews:
 
 
 class Rows:
-    """Stands for a stacked parameter of which some rows are in slots."""
+    """Stands for a stacked parameter of which some rows are in slots. of: an expert's rows, by names of parameters."""
 
-    def __init__(self) -> None:
-        self.of: dict[int, Tensor] = {}
+    def __init__(self, name: str, of: Callable[[int], dict[str, Tensor]]) -> None:
+        self._name, self._of = name, of
 
     def __getitem__(self, expert: Any) -> Tensor:
         """Return the row of an expert, a number or a tensor of one."""
-        return self.of[int(expert)]
+        return self._of(int(expert))[self._name][0]
 
 
 def _with_parameters(module: nn.Module, parameters: dict[str, Any]) -> Any:

@@ -11,12 +11,12 @@ libraries promise equal results only at places that are equally aligned: such a 
 ALIGNMENT as in the model that transformers loads, and is copied where it lies otherwise in the file.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, ExpertSource
 from replay.live.shards import ALIGNMENT, ShardTensor, lead_of
 from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from replay.live.packing import Packing
 
 ALIGNED_WIDTH = 4
 """Bytes of a number from which on the results of libraries depend on alignment."""
@@ -64,6 +67,12 @@ class ExpertLayer:
     module: nn.Module
     experts: int
     rows: tuple[Row, ...]
+    packing: "Packing | None" = None  # of experts in few bits
+
+    @property
+    def stored(self) -> tuple[Row, ...]:
+        """The rows that an expert has in a slot."""
+        return self.packing.rows if self.packing else self.rows
 
     @property
     def width(self) -> int:
@@ -73,8 +82,13 @@ class ExpertLayer:
 
     @property
     def expert_bytes(self) -> int:
-        last = self.rows[-1]
-        return last.begin + last.nbytes
+        """Of one in a slot."""
+        return end_of(self.stored)
+
+
+def end_of(rows: Sequence[Row]) -> int:
+    """Return the bytes of an expert with these rows."""
+    return rows[-1].begin + rows[-1].nbytes
 
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
@@ -99,15 +113,19 @@ def without_interface(name: str) -> InputError:
 
 def _layer(name: str, module: nn.Module) -> ExpertLayer:
     lengths = {len(weight) for weight in module.parameters(recurse=False) if weight.dim() == 3}  # which must agree
-    rows, begin = [], 0
+    rows: list[Row] = []
     for label, weight in module.named_parameters(recurse=False):
         if weight.dim() > 1 and {len(weight)} == lengths:
-            row = Row(label, tuple(weight.shape[1:]), weight.dtype, begin)
-            rows.append(row)
-            begin = -(-(begin + row.nbytes) // ALIGNMENT) * ALIGNMENT
-    if not begin:
+            add_row(rows, label, tuple(weight.shape[1:]), weight.dtype)
+    if not rows:
         raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
     return ExpertLayer(name, module, lengths.pop(), tuple(rows))
+
+
+def add_row(rows: list[Row], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Add a row behind the others of an expert."""
+    begin = -(-end_of(rows) // ALIGNMENT) * ALIGNMENT if rows else 0
+    rows.append(Row(name, shape, dtype, begin))
 
 
 class Readable(Protocol):
@@ -162,7 +180,7 @@ class Source:
         heights, others = zip(*((shape[0], shape[1:]) for (shape,) in shapes), strict=True)
         if (sum(heights), {*others}) != (row.shape[0], {row.shape[1:]}):
             return []
-        parts = [_of_each(tensors, experts, merges) for tensors in in_order]
+        parts = [of_each(tensors, experts, merges) for tensors in in_order]
         if any(len(part) != experts for part in parts):
             return []
         width = row.dtype.itemsize
@@ -173,15 +191,31 @@ class Source:
 
     def converted(self, model: nn.Module, config: object) -> dict[str, Tensor]:
         """Return what loading makes of the tensors, by full names of parameters."""
-        converter = deepcopy(self.converter)
-        for pattern, tensors in self.tensors.items():
-            for tensor in tensors:
-                converter.add_tensor(self.parameter, tensor.name, pattern, partial(tensor.__getitem__, ...))
+        contents = {
+            pattern: [(tensor.name, partial(tensor.__getitem__, ...)) for tensor in tensors]
+            for pattern, tensors in self.tensors.items()
+        }
+        return self.made(deepcopy(self.converter), contents, model, config)
+
+    def made(
+        self,
+        converter: WeightConverter | WeightRenaming,
+        contents: Mapping[str, Sequence[tuple[str, Callable[[], Tensor]]]],
+        model: nn.Module,
+        config: object,
+    ) -> dict[str, Tensor]:
+        """Return what a converter makes of tensors, by full names of parameters.
+
+        contents: by the converter's patterns, names and what returns their contents.
+        """
+        for pattern, tensors in contents.items():
+            for name, content in tensors:
+                converter.add_tensor(self.parameter, name, pattern, content)
         made: dict[str, Any] = converter.convert(self.parameter, model=model, config=config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def _of_each(tensors: list[ShardTensor], experts: int, merges: bool) -> list[Range]:
+def of_each(tensors: list[ShardTensor], experts: int, merges: bool) -> list[Range]:
     """Return where each expert's part lies: a tensor each, or a row of one; of another number of experts, none."""
     if merges:
         return [(tensor.shard, tensor.offset, tensor.nbytes) for tensor in tensors]
@@ -306,5 +340,5 @@ def places_of(store: ExpertSource, layers: Sequence[ExpertLayer]) -> Callable[[i
     """Return a function of an expert: the places of its rows in a slot, as this store fills it."""
     if isinstance(store, ShardStore):
         return store.places
-    experts, begins = layers[0].experts, [tuple(row.begin for row in layer.rows) for layer in layers]
+    experts, begins = layers[0].experts, [tuple(row.begin for row in layer.stored) for layer in layers]
     return lambda expert: begins[expert // experts]

@@ -8,17 +8,19 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from replay.devices.expert_file import ExpertFile, StoredModel, write
 from replay.devices.store import Bytes
 from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_layers, sources
+from replay.live.packing import Packing
 from replay.live.shards import Shard, open_shards
 from tracer.models import Found, LoadedModel, blaming, find_model, notes_of, require_weights
 from traces.errors import InputError, located, refuse
@@ -61,9 +63,7 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
 
     def load(model: Any, state_dict: Any, files: Any, load_config: Any, expected_keys: Any = None) -> Any:
         is_whole = files and all(str(file).endswith(".safetensors") for file in files)
-        quantised = "is quantised: its experts are not read so; take them in bf16 or fp32"
         refuse(
-            (load_config.hf_quantizer is not None, f"{checkpoint.name} {quantised}"),
             (not is_whole, f"{checkpoint.name} is no safetensors checkpoint: its experts cannot be read one by one"),
         )
         layers.extend(expert_layers(model))
@@ -77,6 +77,8 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
             raise InputError(
                 f"{checkpoint.name} lacks {len(lacking)} stacks of experts of its model, such as {min(lacking)}"
             )
+        if load_config.hf_quantizer:
+            layers[:] = [replace(layer, packing=Packing(layer, origins, model)) for layer in layers]
         for layer in layers:
             for row in layer.rows:
                 del layer.module._parameters[row.name]
@@ -93,7 +95,7 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
     try:
         with blaming(f"cannot load the model {source}"):
             model, loading = without_experts.from_pretrained(
-                source, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+                source, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, **_dequantised(checkpoint)
             )
             require_weights(source, loading)
         model.__class__ = kind
@@ -104,6 +106,23 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
     finally:
         for shard in shards:
             shard.close()
+
+
+def _dequantised(checkpoint: Found) -> dict[str, Any]:
+    """Return settings of from_pretrained() that have a quantised checkpoint loaded as what it was made from.
+
+    Raise InputError for a format that transformers does not load so.
+    """
+    stated = getattr(checkpoint.config, "quantization_config", None)
+    if not stated:
+        return {}
+    config = AutoQuantizationConfig.from_dict({**stated, "dequantize": True})
+    if not getattr(config, "dequantize", False):
+        method = stated.get("quant_method")
+        raise InputError(
+            f"{checkpoint.name} is quantised by {method}, and only MXFP4 and fp8 are read: take another one"
+        )
+    return {"quantization_config": config}
 
 
 def _class_of(checkpoint: Found) -> Any:
@@ -153,10 +172,13 @@ def _own_file(name: str, origin: str) -> Path:
 def _in_slots(model: Opened, layers: list[ExpertLayer]) -> list[InSlot] | None:
     in_slots: list[InSlot] = []
     for layer in layers:
-        by_row = [model.sources[f"{layer.name}.{row.name}"].rows(row, layer.experts) for row in layer.rows]
+        sources = (model.sources[f"{layer.name}.{row.name}"] for row in layer.rows)
+        by_row = [source.rows(row, layer.experts) for source, row in zip(sources, layer.rows, strict=True)]
+        if layer.packing:
+            by_row = layer.packing.ranges
         if not all(by_row):
             return None
-        in_slots += [InSlot.of(layer.rows, own) for own in zip(*by_row, strict=True)]
+        in_slots += [InSlot.of(layer.stored, own) for own in zip(*by_row, strict=True)]
     return in_slots
 
 

@@ -51,6 +51,7 @@ from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel
 from traces.errors import InputError, refuse
 from traces.output import check_file, replacing
+from traces.schema import TraceMeta
 from traces.trace import Trace
 
 HOOK = "moe_expert_cache"
@@ -85,13 +86,13 @@ class LiveModel:
         self.loaded, self.model, self.hook = loaded, loaded.model, hook
         self.device, self.memory, self.lanes = device, memory, lanes
         self.rows: list[StepRow] = []
-        self._width = layers[0].width
+        self._width, self._is_packed = layers[0].width, any(layer.packing for layer in layers)
         self._like = torch.empty(0, dtype=self.model.dtype, device=loaded.device)
-        views = {layer.rows: SlotViews(layer.rows, device.slots) for layer in layers}
+        views = {layer.stored: SlotViews(layer.stored, device.slots) for layer in layers}
         places, self._layers = places_of(device.store, layers), list[LayerExperts]()
         for number, layer in enumerate(layers):
             own = range(number * layer.experts, (number + 1) * layer.experts)
-            self._layers.append(LayerExperts(layer, views[layer.rows], [places(expert) for expert in own]))
+            self._layers.append(LayerExperts(layer, views[layer.stored], [places(expert) for expert in own]))
         self._names = [layer.name for layer in layers]
         self.transfers = self._time_transfers(run)
         """What an expert takes over the link, and what of it is latency, in ns: timed before the first request."""
@@ -182,7 +183,11 @@ class LiveModel:
         Raise InputError where nothing was.
         """
         self._end_request()
-        return self._recorder.trace(Runner(self.loaded, self.hook, lambda rows: None).meta())
+        return self._recorder.trace(self.as_stored(Runner(self.loaded, self.hook, lambda rows: None).meta()))
+
+    def as_stored(self, meta: TraceMeta) -> TraceMeta:
+        """Return the metadata of a trace with the bytes that packed experts have, which are those that move."""
+        return replace(meta, expert_bytes=self.run.gpu.link.expert_bytes) if self._is_packed else meta
 
     def clear(self) -> None:
         """Forget counters, steps and trace, which take some hundred bytes a token. The cache stays as it is."""

@@ -31,7 +31,7 @@ from replay.devices.lanes import knee, rates
 from replay.devices.store import require_host_memory, stride_of
 from replay.live.device import LiveDevice, LiveGpu, host_experts
 from replay.live.held import held_store
-from replay.live.layout import ExpertLayer, ShardStore, expert_layers, without_interface
+from replay.live.layout import ExpertLayer, ShardStore, end_of, expert_layers, without_interface
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
 from replay.live.memory import cache_bytes, kv_name_in, memory_of
 from replay.live.model import HOOK, LiveModel, starting_from
@@ -211,7 +211,8 @@ def _cached(
     run = gpu_run((), shape, slots, spec, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
     _warm_up(run, hook.top_k)
     kv_per_token, dense_ns = _try_out(loaded, len(layers))
-    memory = memory_of(loaded, model.dense_bytes, slots * stride, stride, hook.top_k, kv_per_token)
+    largest = max(stride, *(end_of(layer.rows) for layer in layers))  # as it lies in a slot, or is computed
+    memory = memory_of(loaded, model.dense_bytes, slots * stride, largest, hook.top_k, kv_per_token)
     if gpu:
         memory = replace(memory, program=0)
     beside = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"

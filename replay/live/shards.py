@@ -118,6 +118,9 @@ class ShardTensor:
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
+    def get_dtype(self) -> str:
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
 
 def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTensor]]:
     """Open all files of a checkpoint; return them and what they hold. Raise InputError for one that cannot be used."""

@@ -1,6 +1,7 @@
 """`load_model` and `attach`: everything that `generate` does gives what it gives with the whole model, to the bit."""
 
 import copy
+import json
 import os
 import pickle
 import shutil
@@ -15,9 +16,10 @@ import torch
 
 from replay import attach, load_model
 from replay.live import LiveModel
+from replay.live.layout import ShardStore
 from sim.loop import COLUMNS
 from tests.replay.test_live import ARCHITECTURES, OTHERS
-from tests.support.live_models import logits, prompt, saved, whole_model
+from tests.support.live_models import logits, prompt, saved, saved_in_few_bits, whole_model
 from tracer.answers import Runner
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel
@@ -99,6 +101,34 @@ def test_each_architecture_answers_a_batch_as_the_whole_model_does_loaded_or_att
     assert type(held) is type(whole)
     assert_same(held, whole, **BATCH, max_new_tokens=5)
     assert not hasattr(held, "expert_cache")
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
+def test_experts_in_few_bits_stay_packed_and_give_what_transformers_dequantised_ones_give(
+    architecture: str, tmp_path: Path
+) -> None:
+    """MXFP4, and fp8 with a scale of each block."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32} if architecture == "gpt_oss" else {"hidden_size": 32}
+    folder = saved_in_few_bits(tmp_path, architecture, **sizes)
+    whole = whole_model(folder)
+    unpacked = {name: weight for name, weight in whole.named_parameters() if ".layers.1.mlp.experts." in name}
+    for policy, size in (("lru", "1"), ("eamc-blend", "30%"), ("lru", "100%")):
+        with load_model(folder, policy=policy, cache_size=size, lanes=2) as model:
+            assert_same(model, whole, **BATCH)
+            assert_same(model, whole, **ONE)
+            cache: LiveModel = model.expert_cache
+            assert isinstance(cache.device.store, ShardStore)
+            assert cache.trace.meta.expert_bytes == cache.run.gpu.link.expert_bytes
+            assert cache.run.gpu.link.expert_bytes < 0.6 * sum(weight[0].nbytes for weight in unpacked.values())
+
+
+def test_other_few_bits_are_refused_by_name(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "olmoe", "bfloat16")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="quantised by gptq, and only MXFP4 and fp8 are read"):
+        load_model(folder)
 
 
 def test_it_is_transformers_own_model_with_streamers_and_stopping_criteria(model: Any, whole: Any) -> None:

@@ -1,9 +1,11 @@
 """Tiny random models on disk, for live generation, and what the unmodified model makes of them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +20,36 @@ def saved(folder: Path, architecture: str, dtype: str = "float32", shard_size: s
     model = tiny_model(architecture, **changes).to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
+
+
+def saved_in_few_bits(folder: Path, architecture: str, **changes: Any) -> Path:
+    """Save a tiny model with experts in MXFP4 (gpt_oss), else with experts and attention in fp8, scaled by blocks."""
+    saved(folder, architecture, "bfloat16", "1GB", **changes)
+    (file,), drawn = folder.glob("*.safetensors"), torch.Generator().manual_seed(7)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in load_file(file).items():
+        if architecture == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            count, inputs, outputs = weight.shape
+            grid = count, outputs, inputs // 32
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*grid, 16), generator=drawn, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(123, 126, grid, generator=drawn, dtype=torch.uint8)
+        elif architecture != "gpt_oss" and _is_fp8(name, weight):
+            scales = torch.rand(weight.shape[0] // 16, weight.shape[1] // 16, generator=drawn) * 0.01 + 0.001
+            wide = weight.float() / scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+            tensors[name], tensors[f"{name}_scale_inv"] = wide.clamp(-448, 448).to(torch.float8_e4m3fn), scales
+        else:
+            tensors[name] = weight
+    save_file(tensors, file, {"format": "pt"})
+    said: dict[str, Any] = {"quant_method": "mxfp4"}
+    if architecture != "gpt_oss":
+        said = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    return folder
+
+
+def _is_fp8(name: str, weight: Tensor) -> bool:
+    return (".self_attn." in name or ".experts." in name) and [size % 16 for size in weight.shape] == [0, 0]
 
 
 def whole_model(folder: Path | str, dtype: str = "auto") -> Any:
