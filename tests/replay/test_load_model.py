@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from replay import attach, load_model
 from replay.live import LiveModel
@@ -120,6 +121,19 @@ def test_experts_in_few_bits_stay_packed_and_give_what_transformers_dequantised_
             assert isinstance(cache.device.store, ShardStore)
             assert cache.trace.meta.expert_bytes == cache.run.gpu.link.expert_bytes
             assert cache.run.gpu.link.expert_bytes < 0.6 * sum(weight[0].nbytes for weight in unpacked.values())
+
+
+def test_all_numbers_of_mxfp4_are_those_that_transformers_makes(tmp_path: Path) -> None:
+    """Those of each scale too, of which some are infinite or none."""
+    folder, drawn = saved_in_few_bits(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=32), torch.Generator()
+    with load_model(folder, "lru", "1", lanes=1) as model:
+        layer = model.expert_cache._layers[0]._layer
+        views = {row.name: torch.randint(0, 256, (1, *row.shape), generator=drawn) for row in layer.stored}
+        views = {row.name: views[row.name].to(row.dtype) for row in layer.stored}
+        for name in ("gate_up_proj", "down_proj"):
+            blocks, scales = (views[f"{name} {name}_{part}"] for part in ("blocks", "scales"))
+            found, wanted = layer.packing.unpacked(views)[name], convert_moe_packed_tensors(blocks, scales)
+            assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
 
 
 def test_other_few_bits_are_refused_by_name(tmp_path: Path) -> None:
