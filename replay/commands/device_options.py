@@ -48,11 +48,12 @@ Calibrated = Annotated[
 Live = Annotated[
     options.Stated,
     device(
-        *("device", "lanes", "store"),
+        *("device", "lanes", "store", "threads"),
         default="disk",
         device="disk (experts there, the CPU computes), or cuda (experts in host memory).",
         lanes="Threads that read the disk. Default: measured.",
         store="File for experts that loading converts, written once. Default: in the cache folder.",
+        threads="Threads that compute on the CPU; fewer are faster beside other work. Default: torch's.",
     ),
 ]
 """The device of a model that generates."""

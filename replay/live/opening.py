@@ -77,7 +77,8 @@ def load_model(
 
     source: a folder or a hub id; None: the shipped model. policy, cache_size: as for `replay.replay`. device: disk, or
     cuda. seed: of policies that draw. profile: a file for what the policy learns: it starts from it, and writes it when
-    the model is closed. dtype: auto is the checkpoint's. options: `lanes` and `store`, as for `moe-replay generate`.
+    the model is closed. dtype: auto is the checkpoint's. options: `lanes`, `store` and `threads`, as for
+    `moe-replay generate`.
 
     The model is called as any other, for inference alone. Its `expert_cache` has `counters`, `report()`, `trace`,
     `clear()` and `close()`, and `with load_model(...) as model:` closes it. Raise InputError, a ValueError, for a
@@ -143,17 +144,20 @@ def open_live(
 ) -> LiveModel:
     """Load a model without its experts and put a cache of them in front of disk or host memory.
 
-    source: a folder or a hub id; None: the shipped model. target: `disk` (with `lanes`, and `store`, a file for experts
-    that loading converts; by default in the user's cache folder) or `cuda`. dtype: auto is the checkpoint's. profile:
-    what the policy has learned before, if the file is there; written at the end. name: of the model; by default the
-    folder's, or the hub id. progress: is shown while experts are written to a store, or read into host memory; on_note:
-    called with what no forward pass can raise.
+    source: a folder or a hub id; None: the shipped model. target: `cuda`, or `disk` with `lanes`, with `threads`, which
+    all of torch has until the model is closed, and with `store`, a file for experts that loading converts, by default
+    in the user's cache folder. dtype: auto is the checkpoint's. profile: what the policy has learned before, if the
+    file is there; written at the end. name: of the model; by default the folder's, or the hub id. progress: is shown
+    while experts are written to a store, or read into host memory; on_note: called with what no forward pass can raise.
 
     Raise InputError for a model, a device or a policy that cannot run so, and where memory does not suffice.
     """
     spec = _prepared(target, policy, profile)
     gpu = Gpu() if target.device == "cuda" else None
     with ExitStack() as opening:
+        if target.threads:
+            opening.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(target.threads)
         without = opening.enter_context(
             opened(source or str(demo.MODEL), dtype, name or (None if source else demo.NAME))
         )

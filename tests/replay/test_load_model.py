@@ -15,11 +15,13 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from replay import attach, load_model
-from replay.live import LiveModel
+from replay import attach, device_choice, load_model
+from replay.devices import Gpu
+from replay.live import LiveModel, opening
 from replay.live.layout import ShardStore
 from sim.loop import COLUMNS
-from tests.replay.test_live import ARCHITECTURES, OTHERS
+from tests.replay.test_live import ARCHITECTURES, GPU, OTHERS
+from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import logits, prompt, saved, saved_in_few_bits, whole_model
 from tracer.answers import Runner
 from tracer.hook import ExpertsHook
@@ -90,7 +92,8 @@ def test_every_way_to_generate_gives_what_the_whole_model_gives(architecture: st
 def test_each_architecture_answers_a_batch_as_the_whole_model_does_loaded_or_attached(
     architecture: str, tmp_path: Path
 ) -> None:
-    folder = saved(tmp_path, architecture, "float32" if architecture in ARCHITECTURES else "bfloat16")
+    latent: dict[str, Any] = {"moe_latent_size": 16} if architecture == "nemotron_h" else {}  # narrower than the model
+    folder = saved(tmp_path, architecture, "float32" if architecture in ARCHITECTURES else "bfloat16", **latent)
     whole, held = whole_model(folder), whole_model(folder)
     with load_model(folder, policy="lru", cache_size="30%", lanes=1) as model:
         assert_same(model, whole, **BATCH, max_new_tokens=5)
@@ -123,6 +126,27 @@ def test_experts_in_few_bits_stay_packed_and_give_what_transformers_dequantised_
             assert cache.run.gpu.link.expert_bytes < 0.6 * sum(weight[0].nbytes for weight in unpacked.values())
 
 
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=GPU)], ids=["simulated", "real"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_on_a_gpu_batches_and_packed_experts_are_the_whole_models_too(
+    architecture: str, is_real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [Gpu() if is_real else FakeGpu(seed) for seed in range(2)]
+    monkeypatch.setattr(opening, "require_cuda", lambda instead: None)
+    monkeypatch.setattr(device_choice, "require_cuda", lambda instead: None)
+    monkeypatch.setattr(opening, "Gpu", lambda: gpus.pop())
+    folder = saved_in_few_bits(tmp_path, architecture, hidden_size=64, intermediate_size=32)
+    device = gpus[0].device
+    batch = {name: each.to(device) for name, each in BATCH.items()}
+    whole = whole_model(folder).to(device)
+    for policy, size in (("lru", "1"), ("eamc-blend", "30%")):
+        with load_model(folder, policy, size, device="cuda") as model:
+            assert model.expert_cache.device.name == "cuda"
+            assert_same(model, whole, **batch)
+            assert_same(model, whole, **batch, num_beams=2, do_sample=True)
+            assert_same(model, whole, **batch, cache_implementation="static", disable_compile=True)
+
+
 def test_all_numbers_of_mxfp4_are_those_that_transformers_makes(tmp_path: Path) -> None:
     """Those of each scale too, of which some are infinite or none."""
     folder, drawn = saved_in_few_bits(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=32), torch.Generator()
@@ -143,6 +167,12 @@ def test_other_few_bits_are_refused_by_name(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="quantised by gptq, and only MXFP4 and fp8 are read"):
         load_model(folder)
+
+
+def test_threads_are_torchs_until_the_model_is_closed(folder: Path) -> None:
+    with load_model(folder, "lru", "25%", lanes=1, threads=2):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 1
 
 
 def test_it_is_transformers_own_model_with_streamers_and_stopping_criteria(model: Any, whole: Any) -> None:
