@@ -271,5 +271,5 @@ def test_results_show_themselves_in_a_notebook_and_help_lists_the_options(trace)
     for shown in (result, result.compare("lru"), sim.simulate(trace, "lru")):
         assert "<table" in shown._repr_html_()
     assert result.verdict[0] in result._repr_html_()
-    assert result.plot()._repr_svg_().startswith("<svg")
+    assert result.plot()._repr_svg_().startswith("<svg")  # type: ignore[attr-defined]
     assert "\nmax_batch: Requests that run at the same time" in (sim.sweep.__doc__ or "")
