@@ -12,7 +12,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -21,6 +21,7 @@ import msgspec
 
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
+from sim.probe.disk import open_direct
 from traces.errors import InputError
 from traces.models.profile import ModelProfile
 from traces.models.safetensors_files import header_of
@@ -56,12 +57,8 @@ class DirectFile:
     """An open file; past_cache: whether its bytes come from the disk at every read, past the system's page cache."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.past_cache = path, True
-        with suppress(AttributeError, OSError):  # some systems, and some file systems, know it not
-            self._file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        if not hasattr(self, "_file"):
-            self._file = os.open(path, os.O_RDONLY)
-            self.past_cache = _has_no_cache(self._file)
+        self.path = path
+        self._file, self.past_cache = open_direct(path)
         self._stamp = self._stamped()
 
     def read_at(self, target: memoryview, offset: int) -> int:
@@ -85,16 +82,6 @@ class DirectFile:
 
     def close(self) -> None:
         os.close(self._file)
-
-
-def _has_no_cache(file: int) -> bool:
-    """Let an open file be read past the cache as macOS does; return whether that is so."""
-    with suppress(ImportError, AttributeError, OSError):
-        import fcntl
-
-        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
-        return True
-    return False
 
 
 class ExpertFile(DirectFile):

@@ -42,8 +42,10 @@ def reads(folder: Path) -> list[Reads]:
             file.write(block.data)
         file.flush()
         os.fsync(file.fileno())
-        opened = _past_the_cache(Path(file.name))
+        opened, past_cache = open_direct(Path(file.name))
         try:
+            if not past_cache:
+                raise InputError(f"the page cache of {folder} cannot be passed: name another --folder")
             return [Reads(each, lanes, _rate(opened, size, each, lanes)) for each in SIZES for lanes in LANES]
         finally:
             os.close(opened)
@@ -81,14 +83,14 @@ def _rate(file: int, size: int, each: int, lanes: int) -> float:
     return total / (time.perf_counter() - began) / 1e9
 
 
-def _past_the_cache(path: Path) -> int:
-    """Return the file, opened for reads that come from the disk. Raise InputError where the system has none."""
-    with suppress(AttributeError, OSError):
-        return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    with suppress(ImportError, AttributeError):
+def open_direct(path: Path) -> tuple[int, bool]:
+    """Return a file opened for reading, and whether its reads come from the disk, past the system's page cache."""
+    with suppress(AttributeError, OSError):  # some systems, and some file systems, know it not
+        return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+    file = os.open(path, os.O_RDONLY)
+    with suppress(ImportError, AttributeError, OSError):  # as macOS does
         import fcntl
 
-        file = os.open(path, os.O_RDONLY)
         fcntl.fcntl(file, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
-        return file
-    raise InputError(f"{path.parent} lies on a file system whose page cache cannot be passed: name another --folder")
+        return file, True
+    return file, False
