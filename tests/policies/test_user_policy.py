@@ -109,8 +109,8 @@ def test_classes_stand_wherever_names_do(home, monkeypatch):
         for policy, us in zip(frame["policy"], frame["predictor_us"], strict=True)
         if policy != "lru"
     )
-    asked = ("--policies", ",".join(["lru", *CLASSES.values()]), "--cache-sizes", "25%", "--out", "named")
-    asked = (*asked, "--predictor-us", ",".join(stated))  # type: ignore[assignment]
+    asked = ["--policies", ",".join(["lru", *CLASSES.values()]), "--cache-sizes", "25%", "--out", "named"]
+    asked += ["--predictor-us", ",".join(stated)]
     for row, by_name in zip(frame.to_dict("records"), rows(home, *asked), strict=True):
         figures = {name: value for name, value in by_name.items() if isinstance(value, int | float)}
         assert len(figures) > 20
@@ -133,8 +133,8 @@ def test_a_users_policy_is_counted_exactly(home):
 
 
 def test_workers_find_the_file_as_well(home):
-    asked = ("--policies", "lru,fading.py:Fading:alpha=0.9+again.py:Again", "--cache-sizes", "25%,50%")
-    asked = (*asked, "--predictor-us", "2")  # type: ignore[assignment]
+    asked = ["--policies", "lru,fading.py:Fading:alpha=0.9+again.py:Again", "--cache-sizes", "25%,50%"]
+    asked += ["--predictor-us", "2"]
     alone, together = (rows(home, *asked, "--workers", n, "--out", f"by{n}") for n in ("1", "2"))
     assert [row["tpot_mean_ms"] for row in alone] == [row["tpot_mean_ms"] for row in together]
     assert alone[1]["bytes_prefetch"] > 0
