@@ -44,7 +44,8 @@ def test_a_signal_ends_running_requests_with_an_error_and_the_server_without_one
             address = re.search(r"http://\S+/v1", server.stderr.readline())
             assert address is not None
             with OpenAI(base_url=address[0], api_key="none", max_retries=0, timeout=20) as client:
-                stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=10**6, stream=True)
+                asked = {"model": "tiny", "prompt": "Hello", "max_tokens": 10**6}
+                stream = client.completions.create(**asked, temperature=0, stream=True)  # sampling would draw an end
                 next(stream)
                 waiting = pool.submit(lambda: client.completions.create(model="tiny", prompt="Hi", max_tokens=9))
                 assert any(_waits(address[0]) for _ in range(200))
