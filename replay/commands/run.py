@@ -167,6 +167,8 @@ def _notes(request: Request, choice: Choice, device_typed: str) -> Iterator[str]
     count, experiment = len(choice.loaded.trace.requests), choice.loaded.experiment
     all_of_it = experiment.requests == request.experiment.requests
     yield f"{device}, " + (f"{count} requests" if all_of_it else f"the first {count} requests (--requests N for more)")
+    if choice.device != "virtual":
+        yield "this machine is measured before the run and after it, which can take minutes each"
     size = choice.loaded.expert_bytes or 0
     if choice.device in ("cpu", "disk") and size < TIMED_BYTES:
         yield (
