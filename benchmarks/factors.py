@@ -8,9 +8,10 @@ from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from sim.backtest import Case, file, table
+from sim.backtest import FACTORS, Case, file
 from sim.backtest.timing import Runtime
 
 Factor = tuple[str, ...]
@@ -58,7 +59,7 @@ def ratio(case: Case) -> float:
     setting, profile, own = case.row.setting, case.profile, case.rates
     assert own
     timing = Runtime(own, profile, setting.all_on == "cpu" or not own.gpu_gb_per_s, False)
-    layers, k, context = profile.moe_layers, profile.top_k, setting.context or table("factors")["context"]
+    layers, k, context = profile.moe_layers, profile.top_k, setting.context or FACTORS.context
     host = 0 if setting.all_on else setting.host_layers
     host = round(setting.host_share * layers) if host < 0 else host
     ns = timing.head_ns(1)
@@ -69,11 +70,12 @@ def ratio(case: Case) -> float:
     return speed / case.row.measured if case.row.metric == "speed" else speed * case.row.measured
 
 
-def held(factor: Factor) -> dict[str, Any]:
-    found: Any = table("factors")
+def held(factor: Factor) -> Struct:
+    """Return what a factor is a field of."""
+    found: Any = FACTORS
     for key in factor[:-1]:
-        found = found[key]
-    assert isinstance(found, dict)
+        found = found[key] if isinstance(found, dict) else getattr(found, key)
+    assert isinstance(found, Struct)
     return found
 
 
@@ -87,18 +89,18 @@ def loss(some: list[Split]) -> float:
 def choose(some: list[Split]) -> None:
     """Set the factors in memory to those that fit best."""
     for factor, (start, _, _) in CHOSEN.items():
-        held(factor)[factor[-1]] = start
+        setattr(held(factor), factor[-1], start)
     best, steps = loss(some), dict.fromkeys(CHOSEN, STEP)
     for _ in range(ROUNDS):
         for factor, (_, low, high) in CHOSEN.items():
             where, key = held(factor), factor[-1]
-            before = where[key]
+            before = getattr(where, key)
             for step in (steps[factor], -steps[factor]):
-                where[key] = min(max(before * (1 + step), low), high)
+                setattr(where, key, min(max(before * (1 + step), low), high))
                 if (now := loss(some)) < best - 1e-5:
                     best = now
                     break
-                where[key] = before
+                setattr(where, key, before)
             else:
                 steps[factor] /= 2
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from sim.backtest import Case, file, score
 from sim.backtest.errors import CALIBRATED, NARROWER, class_of
-from sim.backtest.machine import DATA
 from sim.backtest.score import Result
+from sim.backtest.tables import DATA
 from sim.planner.plan import quick
 
 PUBLISHED = Path(__file__).with_suffix(".toml")

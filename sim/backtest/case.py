@@ -17,8 +17,9 @@ from policies.core.policy import Shape
 from policies.core.spec import PolicySpec, parse
 from sim.backtest import routing
 from sim.backtest.file import Row
-from sim.backtest.machine import Rates, engine_of, rates, table
+from sim.backtest.machine import Rates, engine_of, rates
 from sim.backtest.model import profile_of
+from sim.backtest.tables import FACTORS
 from sim.backtest.timing import Runtime
 from sim.engines.compiled_engine import simulate
 from sim.loop.log import RunLog
@@ -156,7 +157,7 @@ class Case:
     def requests(self) -> Sequence[RequestSteps]:
         setting, profile = self.row.setting, self.profile
         L, E, k = profile.moe_layers, profile.experts, profile.top_k
-        context = setting.context or table("factors")["context"]
+        context = setting.context or FACTORS.context
         if setting.trace:
             return routing.traced(setting.trace, setting.prompts == "decoded", (L, E, k), setting.requests)
         if profile.encoder_moe_layers:
@@ -252,7 +253,7 @@ class Case:
             moved_us = 2 * WHOLE * profile.expert_parameters / rates.gpu_gb_per_s / 1e3
             rates = replace(rates, us_per_expert=rates.us_per_expert + moved_us)
         if setting.mmap:
-            rates = replace(rates, disk_gb_per_s=rates.disk_gb_per_s * table("factors")["mmap_of_disk"])
+            rates = replace(rates, disk_gb_per_s=rates.disk_gb_per_s * FACTORS.mmap_of_disk)
         if copies and self.policy.uses_host and self.policy.text.endswith("split"):
             left = max(rates.together_gb_per_s - rates.link_gb_per_s, NEXT_TO_NOTHING)
             rates = replace(rates, host_gb_per_s=min(rates.host_gb_per_s, left))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.backtest.case import Case
-from sim.backtest.machine import table
+from sim.backtest.tables import table
 
 CALIBRATED, MEASURED, DATA_SHEET, UNKNOWN = "calibrated", "measured", "data sheet", "engine unknown"
 """Classes: a parameter was fitted on the machine; memory, link or disk was measured, whichever the experts come from;

@@ -5,24 +5,15 @@ from the general factors (`data/factors.toml`). A framework's overheads are its 
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from sim.backtest.file import Machine
+from sim.backtest.tables import FACTORS, Cpu, table
 from sim.profiles.hardware_profile import Hardware, hardware
 from traces.errors import InputError, unknown
 from traces.models.profile import ModelProfile
-
-DATA = Path(__file__).parent / "data"
-
-
-@cache
-def table(name: str) -> Mapping[str, Any]:
-    return tomllib.loads((DATA / f"{name}.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -82,14 +73,14 @@ FITTED = tuple(field.name for field in fields(Rates))
 
 def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> Rates:
     """Return the rates of a machine under an engine of systems.toml. Raise InputError for an unknown link or fit."""
-    factors, sheet = table("factors"), gpu_data_sheet(machine.gpu, machine.gpu_data_sheet_gb_per_s)
-    gpu = factors["gpu"][sheet.get("kind", "gddr")]
+    factors, sheet = FACTORS, gpu_data_sheet(machine.gpu, machine.gpu_data_sheet_gb_per_s)
+    gpu = factors.gpu[sheet.get("kind", "gddr")]
     base = hardware(machine.profile) if machine.profile else None
     link = machine.link or ("" if base or not machine.gpu else sheet.get("link", ""))
     if machine.fit_parameter and machine.fit_parameter not in FITTED:
         raise unknown("fit_parameter", machine.fit_parameter, FITTED)
-    if link and link not in factors["links"]:
-        raise unknown("link", link, factors["links"])
+    if link and link not in factors.links:
+        raise unknown("link", link, factors.links)
 
     def of_base(field: str, general: float = 0.0) -> float:
         return float(getattr(base, field)) if base else general
@@ -99,55 +90,53 @@ def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> R
         return value if value >= 0 else general
 
     data_sheet = machine.gpu_data_sheet_gb_per_s or sheet.get("gb_per_s", 0.0)
-    read = machine.gpu_read_gb_per_s or data_sheet * gpu["read_of_data_sheet"]
-    stream = machine.host_stream_gb_per_s or _peak(machine) * factors["host_stream_of_peak"]
+    read = machine.gpu_read_gb_per_s or data_sheet * gpu.read_of_data_sheet
+    stream = machine.host_stream_gb_per_s or _peak(machine) * factors.host_stream_of_peak
     experts = (stream or of_base("host_memory_bandwidth_gb_per_s")) * (
-        machine.host_experts_of_stream or factors["host_experts_of_stream"]
+        machine.host_experts_of_stream or factors.host_experts_of_stream
     )
-    reads = (machine.host_gb_per_s or experts) * factors["host_layouts"].get(machine.host_layout, 1.0)
+    reads = (machine.host_gb_per_s or experts) * factors.host_layouts.get(machine.host_layout, 1.0)
     cpu = cpu_class(reads)
-    copies = factors["links"][link] if link else of_base("link_bandwidth_gb_per_s")
-    thread = machine.host_gflop_per_s_per_thread or cpu["gflop_per_s_per_thread"]
-    cores = (machine.host_threads or cpu["threads"]) * thread / 1_000
+    copies = factors.links[link] if link else of_base("link_bandwidth_gb_per_s")
+    thread = machine.host_gflop_per_s_per_thread or cpu.gflop_per_s_per_thread
+    cores = (machine.host_threads or cpu.threads) * thread / 1_000
     if machine.host_gb_per_s and not machine.host_gflop_per_s_per_thread:
         cores = ENOUGH  # what its kernels were measured to reach has their compute in it
-    sheet_tflop = sheet.get("tflop_per_s", (read or machine.gpu_gb_per_s) * factors["gpu_tflop_per_gb_per_s"])
-    launches_us = kernels_per_layer(model) * (machine.launch_us or gpu["launch_us"])
+    sheet_tflop = sheet.get("tflop_per_s", (read or machine.gpu_gb_per_s) * factors.gpu_tflop_per_gb_per_s)
+    launches_us = kernels_per_layer(model) * (machine.launch_us or gpu.launch_us)
     link_rate = (machine.link_gb_per_s or copies) * engine.get("link", 1.0)
     return Rates(
-        gpu_gb_per_s=machine.gpu_gb_per_s or (read or of_base("memory_bandwidth_gb_per_s")) * gpu["kernels_of_read"],
+        gpu_gb_per_s=machine.gpu_gb_per_s or (read or of_base("memory_bandwidth_gb_per_s")) * gpu.kernels_of_read,
         gpu_tflop_per_s=machine.gpu_tflop_per_s or of_base("compute_tflop_per_s", sheet_tflop),
         host_gb_per_s=reads * engine.get("host_kernels", 1.0),
         host_tflop_per_s=cores * engine.get("host_kernels", 1.0),
-        together_gb_per_s=machine.host_and_link_gb_per_s or max(reads, link_rate) * factors["host_and_link_of_host"],
-        hop_us=stated("hop_us", engine.get("hop_us", factors["hop_us"])),
-        cpu_us_per_layer=stated("cpu_us_per_layer", factors["cpu_us_per_layer"]),
+        together_gb_per_s=machine.host_and_link_gb_per_s or max(reads, link_rate) * factors.host_and_link_of_host,
+        hop_us=stated("hop_us", engine.get("hop_us", factors.hop_us)),
+        cpu_us_per_layer=stated("cpu_us_per_layer", factors.cpu_us_per_layer),
         link_gb_per_s=link_rate,
-        link_latency_us=stated("link_latency_us", factors["link_latency_us"]) + engine.get("us_per_miss", 0.0),
+        link_latency_us=stated("link_latency_us", factors.link_latency_us) + engine.get("us_per_miss", 0.0),
         disk_gb_per_s=(machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s")) * engine.get("disk", 1.0),
-        disk_latency_us=stated("disk_latency_us", factors["disk_latency_us"]),
+        disk_latency_us=stated("disk_latency_us", factors.disk_latency_us),
         us_per_layer=stated("us_per_layer", launches_us + engine.get("us_per_layer", 0.0)),
         us_per_expert=stated("us_per_expert", engine.get("us_per_expert", 0.0)),
-        us_per_token=stated("us_per_token", engine.get("us_per_token", factors["us_per_token"])),
+        us_per_token=stated("us_per_token", engine.get("us_per_token", factors.us_per_token)),
     )
 
 
-def cpu_class(gb_per_s: float) -> dict[str, Any]:
+def cpu_class(gb_per_s: float) -> Cpu:
     """Return the threads, and GFLOP/s of each, of a CPU that reads memory so fast."""
-    factors = table("factors")
-    found: dict[str, Any] = factors["cpu"]["server" if gb_per_s > factors["server_gb_per_s"] else "desktop"]
-    return found
+    return FACTORS.cpu.server if gb_per_s > FACTORS.server_gb_per_s else FACTORS.cpu.desktop
 
 
 def kernels_per_layer(model: ModelProfile) -> float:
     """Return how many kernels a runtime launches for a layer, in the mean of the model's layers."""
-    counts, order = table("factors")["kernels"], model.order
+    counts, order = FACTORS.kernels, model.order
     more = [
-        counts["shared"] * bool(kind.shared or (kind.mlp and kind.routed))
-        + counts["state"] * bool(kind.state and not kind.kv)
+        counts.shared * bool(kind.shared or (kind.mlp and kind.routed))
+        + counts.state * bool(kind.state and not kind.kv)
         for kind in order
     ]
-    return float(counts["layer"] + counts["latent"] * bool(model.kv_latent_size) + sum(more) / len(order))
+    return float(counts.layer + counts.latent * bool(model.kv_latent_size) + sum(more) / len(order))
 
 
 def gpu_data_sheet(gpu: str, gb_per_s: float = 0.0) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from sim.backtest import errors as errors_of
 from sim.backtest.case import Case, Outcome
 from sim.backtest.file import Machine, Row
-from sim.backtest.machine import DATA, Rates
+from sim.backtest.machine import Rates
 from sim.backtest.routing import PHONE
+from sim.backtest.tables import DATA
 from sim.quantities import show_share
 from traces.errors import InputError
 from traces.steps import DECODE

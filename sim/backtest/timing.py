@@ -7,7 +7,8 @@ angle. From the slopes of three formats on an A10's host (Q8_0 87% of STREAM, Q4
 
 import math
 
-from sim.backtest.machine import Rates, table
+from sim.backtest.machine import Rates
+from sim.backtest.tables import FACTORS
 from sim.profiles.roofline import Roofline
 from traces.models.profile import ModelProfile
 
@@ -17,10 +18,9 @@ class Runtime(Roofline):
 
     def __init__(self, rates: Rates, model: ModelProfile, cpu: bool, disk_link: bool) -> None:
         super().__init__(rates.hardware(cpu, disk_link), model)
-        factors = table("factors")
         self.cpu = cpu
-        self.attention = factors["host_attention"] if cpu else 1.0
-        self.kv_cache = 1.0 if cpu else factors["gpu_kv_cache"]
+        self.attention = FACTORS.host_attention if cpu else 1.0
+        self.kv_cache = 1.0 if cpu else FACTORS.gpu_kv_cache
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
         reading = self.model.bytes_of(layer) / self.hardware.host_expert_bandwidth_gb_per_s

@@ -4,7 +4,8 @@ A batch of llama.cpp (`-ub 512`) uses nearly all experts of a layer. Those in ho
 layer by layer, while nothing is computed; without a GPU the CPU computes all. Weights are read once a batch.
 """
 
-from sim.backtest.machine import Rates, table
+from sim.backtest.machine import Rates
+from sim.backtest.tables import FACTORS
 from sim.planner.placements import Layout
 
 BATCH = 512
@@ -20,7 +21,7 @@ def seconds(layout: Layout, tokens: int) -> float:
 
 def _batch_s(layout: Layout, own: Rates, tokens: int, before: float) -> float:
     """Return the seconds of a batch whose tokens see `before` others in the mean."""
-    profile, factors = layout.profile, table("factors")
+    profile = layout.profile
     pair = 2 * profile.heads * (2 * profile.head_size + profile.rope_head_size)
     attended = pair * sum(kind.attended(before) for kind in profile.order)
     weights = profile.layers_parameters + profile.moe_layers * profile.top_k * profile.expert_parameters
@@ -29,10 +30,10 @@ def _batch_s(layout: Layout, own: Rates, tokens: int, before: float) -> float:
     dense = profile.layers_parameters * profile.dense_bytes_per_parameter + profile.head_bytes
     disk = used * layout.missing_bytes / own.disk_gb_per_s if layout.missing_bytes else 0.0
     if not layout.on_gpu:
-        cores = own.host_tflop_per_s * float(factors["host_prefill_of_decode"]) * 1e3
+        cores = own.host_tflop_per_s * FACTORS.host_prefill_of_decode * 1e3
         reading = (dense + used * layout.experts_bytes) / own.host_gb_per_s
         return max(reading, flop / cores, disk) / 1e9
-    computing = flop / (own.gpu_tflop_per_s * float(factors["gpu_prefill_of_tflop"]) * 1e3)
+    computing = flop / (own.gpu_tflop_per_s * FACTORS.gpu_prefill_of_tflop * 1e3)
     reading = (dense + used * layout.experts_bytes) / own.gpu_gb_per_s
     copying = used * layout.host_bytes / own.link_gb_per_s if layout.host_bytes else 0.0
     return (max(reading, computing) + max(copying, disk)) / 1e9

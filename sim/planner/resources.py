@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sim.backtest.file import Machine
-from sim.backtest.machine import gpu_data_sheet, table
+from sim.backtest.machine import gpu_data_sheet
+from sim.backtest.tables import FACTORS, table
 from sim.quantities import parse_bytes, parse_gb_per_s
 from traces.errors import InputError, refuse, unknown
 
@@ -170,7 +171,7 @@ def resources(
         lanes, carries = _link(link, sheets[0] if sheets else {}, like, assumed, bool(gpus and host))
         peak, stream = _host_reads(cpu_bandwidth, lanes, assumed, bool(host))
     disk_reads = parse_gb_per_s(disk, "--disk") if disk else 0.0
-    links = table("factors")["links"].items()
+    links = FACTORS.links.items()
     named = next((name for name, rate in links if lanes and name.startswith(lanes) and rate == carries), "")
     machine = Machine(
         name="the machine of the plan",
@@ -216,7 +217,7 @@ def _gpu_reads(memory: int, sheet: Mapping[str, Any], stated: str | None) -> tup
 
 def _link(text: str | None, sheet: Mapping[str, Any], like: str, assumed: list[str], needed: bool) -> tuple[str, float]:
     """Return the link's generation, and GB/s of a copy; ("", GB/s) where it was stated as that."""
-    links = table("factors")["links"]
+    links = FACTORS.links
     if text and "/" in text:
         return "", parse_gb_per_s(text, "--link")
     if text:

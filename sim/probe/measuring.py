@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import tomli_w
 
-from sim.backtest.machine import cpu_class, gpu_data_sheet, table
+from sim.backtest.machine import cpu_class, gpu_data_sheet
+from sim.backtest.tables import FACTORS
 from sim.probe import cuda, disk, stream
 from sim.probe.cores import core_classes, processor
 from sim.probe.detection import Facts
@@ -63,29 +64,28 @@ def measured(folder: Path, say: Callable[[str], None]) -> Probe:
 
 def profile(probe: Probe, facts: Facts, was_busy: bool) -> str:
     """Return the hardware profile as TOML. facts: what was detected, as options of the planner."""
-    factors, plan = table("factors"), {name: fact.value for name, fact in facts.items() if fact.value is not None}
+    plan = {name: fact.value for name, fact in facts.items() if fact.value is not None}
     plan |= {"cpu_bandwidth": f"{probe.triad:.4g}GB/s measured", "disk": f"{probe.disk_gb_per_s:.4g}GB/s"}
     if probe.link:
         plan["link"] = f"{probe.link:.4g}GB/s"
     total = psutil.virtual_memory().total / 2**30
     sheet = gpu_data_sheet(plan["gpu"].split(",")[0]) if "gpu" in plan else {}
-    gpu = factors["gpu"][sheet.get("kind", "gddr")]
-    cores = plan["threads"] * cpu_class(probe.triad)["gflop_per_s_per_thread"] / 1e3
+    gpu = FACTORS.gpu[sheet.get("kind", "gddr")]
+    cores = plan["threads"] * cpu_class(probe.triad).gflop_per_s_per_thread / 1e3
     scalars: dict[str, Any] = {
         "title": ", ".join(filter(None, (plan.get("gpu", ""), processor()))) or "this machine",
         "link_bandwidth_gb_per_s": probe.link or probe.copy,
-        "link_latency_us": factors["link_latency_us"],
+        "link_latency_us": FACTORS.link_latency_us,
         "memory_gib": float(sheet.get("memory_gib", total)),
-        "memory_bandwidth_gb_per_s": sheet.get("gb_per_s", 0) * gpu["read_of_data_sheet"]
-        or max(probe.triad, probe.copy),
+        "memory_bandwidth_gb_per_s": sheet.get("gb_per_s", 0) * gpu.read_of_data_sheet or max(probe.triad, probe.copy),
         "compute_tflop_per_s": float(sheet.get("tflop_per_s", 0)) or cores,
-        "launch_us": gpu["launch_us"],
-        "framework_us_per_layer": factors["cpu_us_per_layer"] if not sheet else 0.0,
+        "launch_us": gpu.launch_us,
+        "framework_us_per_layer": FACTORS.cpu_us_per_layer if not sheet else 0.0,
         "host_compute_tflop_per_s": cores,
         "host_memory_bandwidth_gb_per_s": probe.triad,
         "host_memory_gib": total,
         "disk_bandwidth_gb_per_s": probe.disk_gb_per_s,
-        "disk_latency_us": factors["disk_latency_us"],
+        "disk_latency_us": FACTORS.disk_latency_us,
     }
     calibration = {
         "date": date.today().isoformat(),

@@ -16,9 +16,10 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from sim.backtest import Case, Machine, Model, Rates, Setting, file, profile_of, report, routing, score, table
+from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, profile_of, report, routing, score, table
 from sim.backtest import rates as rates_under
-from sim.backtest.machine import DATA, engine_of, kernels_per_layer
+from sim.backtest.machine import engine_of, kernels_per_layer
+from sim.backtest.tables import DATA
 from sim.backtest.timing import Runtime
 from sim.commands import app
 from sim.profiles.precision import bytes_per_parameter
@@ -178,16 +179,15 @@ def test_the_shipped_rows_are_those_that_were_published():
 
 
 def test_measured_figures_come_before_data_sheets_and_those_before_factors():
-    factors = table("factors")
     sheet = Machine("m", gpu_data_sheet_gb_per_s=1008.0, host_peak_gb_per_s=100.0, link="PCIe 4.0 x16")
-    told, gpu = rates(sheet, "llama.cpp"), factors["gpu"]["gddr"]
-    assert told.gpu_gb_per_s == pytest.approx(1008 * gpu["read_of_data_sheet"] * gpu["kernels_of_read"])
-    assert told.host_gb_per_s == pytest.approx(100 * factors["host_stream_of_peak"] * factors["host_experts_of_stream"])
-    assert told.link_gb_per_s == factors["links"]["PCIe 4.0 x16"]
+    told, gpu = rates(sheet, "llama.cpp"), FACTORS.gpu["gddr"]
+    assert told.gpu_gb_per_s == pytest.approx(1008 * gpu.read_of_data_sheet * gpu.kernels_of_read)
+    assert told.host_gb_per_s == pytest.approx(100 * FACTORS.host_stream_of_peak * FACTORS.host_experts_of_stream)
+    assert told.link_gb_per_s == FACTORS.links["PCIe 4.0 x16"]
     measured = rates(
         Machine("m", gpu_data_sheet_gb_per_s=1008.0, gpu_read_gb_per_s=800.0, host_gb_per_s=7.0, hop_us=0.0), "x"
     )
-    assert measured.gpu_gb_per_s == pytest.approx(800 * gpu["kernels_of_read"])
+    assert measured.gpu_gb_per_s == pytest.approx(800 * gpu.kernels_of_read)
     assert (measured.host_gb_per_s, measured.hop_us) == (7.0, 0.0)
 
 
@@ -218,7 +218,7 @@ def test_layers_that_the_cpu_computes_whole_take_their_attention_along(tmp_path)
     assert seconds(case(tmp_path, setting={"cpu_layers": 0})) == seconds(case(tmp_path, setting={"host_layers": 0}))
     own = rates_of(whole)
     cpu, gpu = (Runtime(own, whole.profile, on_cpu, False) for on_cpu in (True, False))
-    context = table("factors")["context"]
+    context = FACTORS.context
     dense = sum(cpu.dense_ns(layer, 1, context) - gpu.dense_ns(layer, 1, context) for layer in range(3))
     assert seconds(whole) - seconds(experts) == pytest.approx((dense - 2 * gpu.hop_ns) / 1e9, rel=1e-3)
 
@@ -233,7 +233,7 @@ def test_an_engine_is_known_by_its_whole_name_and_any_other_is_unknown():
     machine, systems = Machine("m"), table("systems")
     assert rates(machine, "MoE Infinity (2026)").us_per_expert == systems["MoE-Infinity"]["us_per_expert"]
     assert rates(machine, "accelerate").link_gb_per_s == 0
-    launches = kernels_per_layer(model("qwen3-30b-a3b")) * table("factors")["gpu"]["gddr"]["launch_us"]
+    launches = kernels_per_layer(model("qwen3-30b-a3b")) * FACTORS.gpu["gddr"].launch_us
     assert rates(machine, "llama.cpp (llama-bench)").us_per_layer == launches
     for name in ("nobody's", "vLLM + a cache of experts", "DeepSpeed-like"):
         assert engine_of(name)["unknown"]
@@ -272,7 +272,7 @@ def closed_form(one: Case, host_layers: int) -> float:
     """Seconds of a token whose first layers' experts the host computes, everything else the GPU."""
     own, profile = rates_of(one), one.profile
     timing = Runtime(own, profile, False, False)
-    context, k = table("factors")["context"], profile.top_k
+    context, k = FACTORS.context, profile.top_k
     ns = timing.head_ns(1)
     for layer in range(profile.moe_layers):
         ns += timing.dense_ns(layer, 1, context) + timing.combine_ns(1)

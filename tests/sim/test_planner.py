@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import planner as benchmark
 from sim.backtest import Case, Model, errors, file, score, table
-from sim.backtest.machine import DATA
+from sim.backtest.tables import DATA
 from sim.planner import Plan, prefill, quick
 from sim.planner.placements import MMAP, TOKENS, Layout, cached, missed_bytes, today
 from sim.planner.plan import PRECISIONS, _limit_s, plan

@@ -1,0 +1,76 @@
+"""Tables of the back-test: general factors (data/factors.toml), GPUs, systems, reuse, errors."""
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, toml
+
+DATA = Path(__file__).parent / "data"
+
+
+@cache
+def table(name: str) -> Mapping[str, Any]:
+    return tomllib.loads((DATA / f"{name}.toml").read_text("utf-8"))
+
+
+class Gpu(Struct, forbid_unknown_fields=True):
+    """Of a kind of GPU memory."""
+
+    read_of_data_sheet: float
+    kernels_of_read: float
+    launch_us: float
+
+
+class Cpu(Struct, forbid_unknown_fields=True):
+    """Of a class of CPU."""
+
+    threads: int
+    gflop_per_s_per_thread: float
+
+
+class Cpus(Struct, forbid_unknown_fields=True):
+    """By class; one that reads faster than `server_gb_per_s` is a server's."""
+
+    desktop: Cpu
+    server: Cpu
+
+
+class Kernels(Struct, forbid_unknown_fields=True):
+    """Of a layer on the GPU."""
+
+    layer: int
+    latent: int
+    shared: int
+    state: int
+
+
+class Factors(Struct, forbid_unknown_fields=True):
+    """What is assumed of a machine or a run that states nothing; what each means stands in the file."""
+
+    gpu_tflop_per_gb_per_s: float
+    gpu_prefill_of_tflop: float
+    gpu_kv_cache: float
+    host_prefill_of_decode: float
+    host_stream_of_peak: float
+    host_experts_of_stream: float
+    host_attention: float
+    host_and_link_of_host: float
+    server_gb_per_s: float
+    cpu_us_per_layer: float
+    hop_us: float
+    us_per_token: float
+    mmap_of_disk: float
+    link_latency_us: float
+    disk_latency_us: float
+    context: int
+    gpu: dict[str, Gpu]
+    kernels: Kernels
+    cpu: Cpus
+    host_layouts: dict[str, float]
+    links: dict[str, float]
+
+
+FACTORS = toml.decode((DATA / "factors.toml").read_bytes(), type=Factors)
