@@ -18,7 +18,7 @@ from sim.planner.calibration import Calibration, calibrate
 from sim.planner.llama_bench import Bench
 from sim.planner.placements import DISK, Layout, today
 from sim.planner.plan import CachePlan, Plan, Speed
-from sim.planner.ranking import Ranked, ranked
+from sim.planner.ranking import CURRENT, Ranked, ranked
 from sim.planner.resources import resources, show_gib
 from sim.planner.verification import Checked, rows, verify
 from sim.probe import busy
@@ -106,7 +106,7 @@ def plan(
         str,
         typer.Option(
             help="Model (moe-sim models lists them), GGUF file, profile file, or transformers config or its folder. "
-            "Default: a table of current models."
+            "Several (a,b): a table. Default: a table of current models."
         ),
     ] = "",
     context: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens in the KV cache.")] = planner.CONTEXT,
@@ -137,18 +137,19 @@ def plan(
     [b]moe-sim plan --model qwen3-30b-a3b --precision q4_k_m --gpu-memory 12GiB --host-memory 32GiB --link pcie4x8[/b]
     """
     model = model or (str(here.verify) if here.verify else "")
+    models = list(filter(None, map(str.strip, model.split(","))))
     refuse(
-        (here.calibrate and not model, "--calibrate is of one model: name it (--model)"),
+        (here.calibrate and len(models) != 1, "--calibrate is of one model: name it (--model)"),
         (here.rows and not here.verify, "--rows are of --verify FILE.gguf"),
         (here.verify and model != str(here.verify), "--verify runs its file: leave --model out"),
-        (precision and not model, "--precision is of one model: name it (--model)"),
+        (precision and not model, "--precision is of a model: name it (--model)"),
     )
     if here.rows:
         check_file(here.rows)
     facts = _facts(here, machine.stated())
     where = resources(**(of_facts(facts) if facts else machine.stated()))
-    if not model:
-        found = list(ranked(where, context))
+    if len(models) != 1:
+        found = list(ranked(where, context, models or CURRENT, precision))
         output.show(lambda: _listed(facts, found), lambda: _ranking(facts, found, context))
         return
     layout, notes = planner.chosen(model, where, context, precision)

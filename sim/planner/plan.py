@@ -274,8 +274,12 @@ def bottleneck(placement: Placement, own: Rates) -> str:
     return max(shares, key=lambda tier: shares[tier])
 
 
+class TooSmallError(InputError):
+    """A machine holds a model at no precision."""
+
+
 def chosen(text: str, machine: Resources, context: int, precision: str | None) -> tuple[Layout, list[str]]:
-    """Return the model on the machine, and what to note about its precision. Raise InputError where it does not fit."""
+    """Return the model on the machine, and notes on its precision. Raise TooSmallError where it does not fit."""
     if context < 1:
         raise InputError(f"--context is {context}; a whole number of at least 1 is needed")
     layout = Layout(_model(text, precision), machine, context)
@@ -294,7 +298,7 @@ def chosen(text: str, machine: Resources, context: int, precision: str | None) -
         return fastest, [f"{fastest.precision}, the fastest of 4 to 8 bits: none fits without the disk"]
     lower = next((each for each in _lower(layout) if not each.lack), None)
     fits = f"; at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})" if lower else ""
-    raise InputError(layout.lack + fits)
+    raise TooSmallError(layout.lack + fits)
 
 
 def _model(text: str, precision: str | None) -> Model:

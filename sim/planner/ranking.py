@@ -1,14 +1,12 @@
 """Which of the models that people run now a machine runs, at which precision, how fast, and limited by what."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sim.planner import placements
 from sim.planner.placements import DISK
-from sim.planner.plan import Speed, bottleneck, chosen, speed_of
+from sim.planner.plan import Speed, TooSmallError, bottleneck, chosen, speed_of
 from sim.planner.resources import Resources
-from traces.errors import InputError
-from traces.models.profile import model
 
 CURRENT = (
     "lfm2-8b-a1b",
@@ -42,18 +40,20 @@ class Ranked:
     lack: str = ""
 
 
-def ranked(machine: Resources, context: int) -> Iterator[Ranked]:
-    """Yield each model."""
-    for name in CURRENT:
+def ranked(
+    machine: Resources, context: int, models: Sequence[str] = CURRENT, precision: str | None = None
+) -> Iterator[Ranked]:
+    """Yield each model. Raise InputError for an unknown one."""
+    for name in models:
         try:
-            layout, _ = chosen(name, machine, context, None)
-        except InputError as error:
+            layout, _ = chosen(name, machine, context, precision)
+        except TooSmallError as error:
             yield Ranked(name, lack=str(error))
             continue
         placement = placements.today(layout)
         own = layout.rates
         yield Ranked(
-            model(name).name,
+            layout.profile.name,
             layout.precision,
             int(layout.total_bytes),
             speed_of(placement),

@@ -399,6 +399,17 @@ def test_the_command_prints_a_plan_and_its_json_begins_with_the_speed(tmp_path):
     assert {each["name"] for each in facts["precisions"]} <= set(PRECISIONS)
 
 
+def test_several_models_are_a_table_and_an_unknown_one_is_an_error(tmp_path):
+    where = ["--gpu-memory", "12GB", "--host-memory", "32GB"]
+    shown = moe_sim("plan", "--model", "gpt-oss-20b, deepseek-v3.2", *where, "--json", cwd=tmp_path).stdout
+    small, large = json.loads(shown)["models"]
+    assert (small["model"], large["model"]) == ("gpt-oss-20b", "deepseek-v3.2")
+    alone = plan("gpt-oss-20b", gpu_memory="12GB", host_memory="32GB")
+    assert small["speed"]["tokens_per_s"] == alone.speed.tokens_per_s
+    assert large["speed"] is None
+    assert "unknown model profile" in moe_sim("plan", "--model", "gpt-oss-20b,no", *where, cwd=tmp_path).stderr
+
+
 def test_a_prompt_takes_its_matmuls_and_one_copy_of_the_hosts_experts_a_batch():
     """Two batches of 512 tokens; without a GPU the same matmuls on 8 cores."""
     layout = Layout(Model("mixtral-8x7b"), resources(gpu="RTX 3090", host_memory="128GiB"), 1024)
