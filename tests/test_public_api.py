@@ -132,14 +132,6 @@ def test_differences_are_paired_over_requests(trace):
     assert isinstance(fast.plot(), matplotlib.figure.Figure)
 
 
-def test_errors_of_results_in_python_name_no_folder(trace):
-    run = sim.simulate(trace, "lru", "25%", untimed=True)
-    with pytest.raises(traces.InputError, match=f"cannot pair different phases: lru@{run['cache_experts']} has "):
-        run.compare(sim.simulate(trace.head(1), "lru", "25%", untimed=True))
-    with pytest.raises(traces.InputError, match=r"^unknown policy 'eamc'; known: lru$"):
-        sim.sweep(trace.head(1), ["lru"], ["25%"], untimed=True).compare("eamc")
-
-
 def test_the_virtual_device_measures_what_was_predicted(trace):
     found = replay.replay(trace, "lru", "25%", device="virtual")
     (predicted,) = found.predictions.values()
@@ -223,15 +215,6 @@ def test_arrays_that_are_no_routing_are_refused(experts):
         traces.Trace.from_arrays(experts, 8)
 
 
-def test_arrays_of_a_trace_may_be_of_several_types_and_empty():
-    types = {2: np.uint64, 1: np.int64, 0: np.int8}
-    experts = [np.full((n, 2, 1), n % 2, kind) for n, kind in types.items()]
-    trace = traces.Trace.from_arrays(experts, 4, token_ids=[np.array([1, 2]), np.array([3]), np.array([])])
-    assert trace.experts.ravel().tolist() == [0, 0, 0, 0, 1, 1]
-    assert trace.token_id is not None
-    assert trace.token_id.tolist() == [1, 2, 3]
-
-
 def test_a_trace_of_arrays_may_hold_ids_of_tokens() -> None:
     experts, ids = [np.zeros((n, 2, 1), np.int64) for n in (3, 2)], [np.array([7, 8, 9]), np.array([5, -1])]
     plain, told = traces.Trace.from_arrays(experts, 4), traces.Trace.from_arrays(experts, 4, token_ids=ids)
@@ -240,20 +223,6 @@ def test_a_trace_of_arrays_may_hold_ids_of_tokens() -> None:
     assert plain.fingerprint != told.fingerprint
     with pytest.raises(traces.InputError):
         traces.Trace.from_arrays(experts, 4, token_ids=ids[:1])
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"token_ids": [[[1], [1]], [[3]]]},
-        {"token_ids": [[1, 1.5], [3]]},
-        {"prompt_tokens": 1.5},
-        {"prompt_tokens": [1, 2]},
-    ],
-)
-def test_numbers_that_a_trace_cannot_hold_are_refused(values):
-    with pytest.raises(traces.InputError):
-        traces.Trace.from_arrays([np.zeros((n, 1, 1), int) for n in (2, 1)], 8, **values)
 
 
 def test_a_trace_in_memory_is_the_one_that_was_written(trace, tmp_path):

@@ -68,25 +68,6 @@ def test_no_source_unpickles_or_runs_what_others_wrote(package: str) -> None:
     assert not [f"{file.name}, {fault}" for file in sources for fault in faults(file.read_text("utf-8"))]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import pickle",
-        "import a, dill.x",
-        "from cloudpickle import loads",
-        "torch.load(x)",
-        "torch.load(x, weights_only=False)",
-        "np.load(x)",
-        "np.lib.format.read_array(x, allow_pickle=True)",
-        "pd.read_pickle(x)",
-        "AutoModel.from_pretrained(x, trust_remote_code=True)",
-        "subprocess.run(x, shell=True)",
-    ],
-)
-def test_what_would_is_found(text: str) -> None:
-    assert len(list(faults(text))) == 1
-
-
 def test_code_of_a_model_runs_only_where_that_is_asked_for() -> None:
     assert Loading().trust_remote_code is False
 

@@ -221,25 +221,6 @@ class Told:
         return [collection.size for collection in self.keeper.predictor.collections]
 
 
-@pytest.mark.parametrize("policy", ["eamc", "eamc:threshold=-1", "eamc-code"])
-def test_an_empty_collection_proposes_nothing_and_holds_all_experts_alike(policy):
-    told = Told(policy, Shape(2, 2))
-    assert told.at(0, {1: 1}) == []
-    assert told.at(1, {0: 1}) == []
-    by_layer = told.keeper.keep[0].reshape(2, 2)
-    assert (by_layer[:, 0] == by_layer[:, 1]).all()
-
-
-def test_a_collection_is_matched_while_it_is_partly_filled_and_nothing_is_learned_before_a_request_ends():
-    told = Told("eamc:matches=3", Shape(2, 2))
-    told.at(0, {1: 1})
-    assert told.at(1, {0: 1}) == []
-    assert told.at(0, {1: 1}) == [], "the request still runs"
-    told.end()
-    assert told.at(0, {1: 1}) == [2]
-    assert told.sizes() == [0, 1]
-
-
 def test_after_the_last_layer_nothing_is_proposed_and_a_match_of_what_lies_ahead_falls_to_the_oldest():
     told = Told("eamc:source=request:layers=future:threshold=-1", Shape(2, 2))
     told.learn({0: 1}, {0: 1})
@@ -250,33 +231,6 @@ def test_after_the_last_layer_nothing_is_proposed_and_a_match_of_what_lies_ahead
     told.step += 1
     assert told.at(0, {1: 1}) == [2, 3]
     assert told.keeper.predictor.says.ratios.tolist() == [0, 1, 0, 1], "layer 1 of the step before is ahead of layer 0"
-
-
-def test_a_row_of_zeros_has_the_cosine_zero_and_no_candidates():
-    told = Told("eamc:cosine=rows", Shape(3, 2))
-    told.learn({}, {0: 1}, {})
-    told.learn({0: 1}, {0: 1}, {1: 1})
-    assert told.at(0, {}) == [2], "equally far: the oldest, which has nothing in layer 2"
-    assert told.at(1, {0: 1}) == [], "its row of layer 1 is as near as the other's"
-    told.step += 1
-    assert told.at(0, {0: 1}) == [2, 5]
-
-
-def test_a_request_without_experts_teaches_nothing():
-    told = Told("eamc:capacity=1", Shape(2, 2))
-    told.learn({0: 1}, {0: 1})
-    told.learn({}, {})
-    assert told.sizes() == [0, 1]
-    assert told.at(0, {}) == [2]
-
-
-def test_prefills_meet_the_eams_of_prefills_unless_the_phases_are_not_split():
-    for policy, proposed in (("eamc", []), ("eamc:split=false", [2])):
-        told = Told(policy, Shape(2, 2))
-        told.learn({0: 7}, {0: 7}, phase=PREFILL)
-        assert told.at(0, {0: 1}, phase=PREFILL) == [2]
-        told.step += 1
-        assert told.at(0, {0: 1}, phase=DECODE) == proposed
 
 
 def test_counts_beyond_32_bits_are_exact():

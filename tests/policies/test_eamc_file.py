@@ -11,10 +11,7 @@ from policies.eamc import SavedEamc, predictor_of
 from policies.eamc.build import build
 from tests.support.slow_eamc import events
 from traces import AGGREGATE, DECODE, PREFILL, InputError, Trace
-from traces.importers import import_dump
 from traces.synthetic import synthetic
-
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 
 POLICIES = [
     "eamc:capacity=6",
@@ -123,30 +120,3 @@ def test_a_collection_that_does_not_fit_is_told_in_one_line(policy, shape, says,
         parse(f"{policy}:collection={file}").require(Shape(*shape))
     assert says in str(caught.value)
     assert file in str(caught.value)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"real traces are not at {SHARED}")
-def test_on_a_real_trace_a_loaded_collection_decides_as_the_one_that_learned_it(tmp_path):
-    trace, _ = import_dump(SHARED / "gpt-oss-20b-decode.npz", SHARED / "gpt-oss-20b-decode.json")
-    shape, trace = Shape(trace.layers, trace.num_experts), trace.select(np.arange(205, 213))
-    requests, policy = [trace.steps(i) for i in range(8)], "eamc:capacity=4"
-    in_place = parse(policy).build(shape)
-    decided(in_place, shape, events(requests[:6], shape.layers))
-    file = written(build(trace.head(6), policy), tmp_path / "x.npz")
-    loaded = parse(f"{policy}:collection={file}").build(shape)
-    later = list(events([first_steps(request, 12) for request in requests[6:]], shape.layers, first=6))
-    seen = decided(loaded, shape, later)
-    assert seen == decided(in_place, shape, later)
-    assert sum(len(ids) for _, ids, _ in seen) > 1000
-
-
-def first_steps(request, steps: int):
-    """The first steps of a request."""
-    layers = (len(request.offsets) - 1) // len(request.phase)
-    return replace(
-        request,
-        phase=request.phase[:steps],
-        tokens=request.tokens[:steps],
-        context=request.context[:steps],
-        offsets=request.offsets[: steps * layers + 1],
-    )

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from policies.core import PRESETS, Shape, available, parse, registry
+from policies.core import PRESETS, Shape, parse, registry
 from policies.core.presets import Preset
 from policies.prefetch import Tokens, Training, train
-from sim.engines import count
 from sim.engines.simpy_engine import simulate
 from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -46,24 +45,6 @@ def test_every_preset_plays_as_what_it_stands_for(preset, folder):
     assert log.misses.sum() > 0
 
 
-def test_every_preset_says_what_it_stands_for_and_what_differs_in_sentences():
-    policies = {info.name for info in available() if info.kind != "preset"}
-    names = [preset.name for preset in PRESETS]
-    assert len(set(names)) == len(names)
-    assert not policies & set(names), "a name is one thing"
-    for preset in PRESETS:
-        assert preset.summary.endswith(".")
-        assert preset.differs.endswith(".")
-        assert "\n" not in preset.summary + preset.differs
-        assert not parse(preset.policy).preset, "nor does it stand for another"
-
-
-def test_fiddler_misses_as_static_popularity_does(folder):
-    requests = list(Requests(TRACE))
-    typed, plain = (count(requests, L, E, 9, parse(f"{name}:profile={folder}")) for name in ("fiddler", "static"))
-    assert typed.evictions.tolist() == plain.evictions.tolist() != []
-
-
 def made_up(monkeypatch, policy: str) -> None:
     monkeypatch.setattr(registry, "PRESETS", (*PRESETS, Preset("made-up", policy, "Synthetic.", "All of it.")))
 
@@ -88,12 +69,6 @@ def test_an_option_goes_to_every_part_that_declares_it(monkeypatch, policy, type
     found = parse(typed)
     assert found.resolved() == parse(stands_for).resolved()
     assert found.text == typed
-
-
-def test_an_option_given_later_leaves_a_typed_scope_and_placement_alone(monkeypatch):
-    made_up(monkeypatch, "static+popular")
-    found = parse("made-up@layer:profile=u/layers:n=12").with_options({"profile": "t", "n": 2})
-    assert found == parse("static:profile=t+popular:n=2@layer:profile=u/layers:n=12") == parse(found.text)
 
 
 def test_a_preset_in_a_scope_of_its_own_keeps_it(monkeypatch):

@@ -1,5 +1,3 @@
-import os
-
 import pytest
 
 from policies.core import ScorePolicy, Shape, available, parse, registry
@@ -18,13 +16,6 @@ def test_a_pair_name_stands_for_both_of_its_halves():
     assert isinstance(keeper, EamcRetention)
     assert isinstance(prefetcher, EamcPrefetcher)
     assert prefetcher.predictor is keeper.predictor
-
-
-def test_retention_and_prefetch_compose():
-    spec = parse("lru+eamc:capacity=7")
-    assert (spec.evict.name, spec.prefetch.name) == ("lru", "eamc")
-    assert spec.options()["prefetch"]["capacity"] == 7
-    assert spec.options()["evict"] == {"name": "lru"}
 
 
 @pytest.mark.parametrize(("typed", "alone"), [("lru", "lru"), ("eamc:capacity=3", "eamc:capacity=3+none")])
@@ -77,18 +68,3 @@ def test_a_registered_class_that_sees_the_future_is_an_oracle(cls, monkeypatch):
     monkeypatch.setattr(registry, "_retention", dict(registry.tables()[0]))
     registry.retention("sees-all")(cls)
     assert parse("sees-all").oracle
-
-
-def test_a_file_that_registers_a_pair_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
-    retention, prefetch = registry.tables()
-    monkeypatch.setattr(registry, "_retention", dict(retention))
-    monkeypatch.setattr(registry, "_prefetch", dict(prefetch))
-    file = tmp_path / "pair.py"
-    head = "from policies.core.policy import Prefetcher, ScorePolicy\nfrom policies.core import registry\n"
-    keeper = "@registry.retention('of-two-halves')\nclass Keeps(ScorePolicy):\n    pass\n"
-    fetcher = "@registry.prefetcher('of-two-halves')\nclass Fetches(Prefetcher):\n    pass\n"
-    for n in (1, 2):
-        file.write_text(head + keeper + fetcher)
-        os.utime(file, (n, n))
-        kept = parse(f"{file}:Keeps").evict.cls
-        assert parse("of-two-halves").evict.cls is kept

@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import BLOCKED, PolicyResidency, Shape, available, lru_misses, parse, split_list
+from policies.core import BLOCKED, PolicyResidency, Shape, lru_misses, parse
 from policies.core.per_layer import PerLayer
 from policies.core.residency_compiled import NO_EXPERT
 from policies.core.scope import even, lru_curves, optimal
 from sim.engines import count
 from sim.engines.simpy_engine import simulate
-from sim.experiment import Experiment
-from sim.loaded import load
 from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps import grid_of, specs, warnings, winner
+from sim.sweeps import winner
 from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
@@ -252,11 +250,6 @@ def test_dynamic_programming_finds_what_brute_force_finds_and_breaks_ties_for_ea
     assert optimal(np.array(curves), slots) == max(own for own in divisions if cost[own] == least)
 
 
-def test_greedy_would_fail_on_a_curve_with_a_cliff():
-    cliff, slope = [99, 90, 90, 90, 0], [99, 60, 55, 50, 45]
-    assert optimal(np.array([cliff, slope]), 5) == (4, 1)
-
-
 def test_lru_curves_of_layers_equal_those_of_the_analysis_layer_by_layer():
     trace = synthetic(4, tokens=20, layers=3, experts=16, top_k=3, seed=9)
     requests = list(Requests(trace))
@@ -332,31 +325,6 @@ def test_a_sweep_plays_what_names_no_scope_in_the_one_given_and_its_winner_is_re
     told = moe_sim("compare", "x:lru@layer@25%", "x:fifo@global", cwd=home).stdout
     assert "\nfifo@global " in told
     assert "lru@layer" in told
-
-
-def test_an_analysis_takes_a_scope(home):
-    asked = ("--policies", "lru,lru@global", "--scope", "layer", "--cache-sizes", "12", "--out", "y", "--json")
-    own, shared = json.loads(moe_sim("analyze", "tiny", *asked, cwd=home).stdout)["misses"]
-    assert (own["policy"], shared["policy"]) == ("lru@layer", "lru@global")
-    assert own["misses"] != shared["misses"]
-    assert own["capacity"] == shared["capacity"], "Belady's, in one pool, is the bound of both"
-
-
-def test_the_warning_of_a_cache_below_one_tokens_demand_is_for_shared_slots(home):
-    loaded = load(Experiment(trace=home / "tiny", untimed=True))
-    for policies, warned in (("lru", 1), ("lru,lru@layer", 1), ("lru@layer", 0)):
-        assert len(warnings(loaded, grid_of(loaded, specs(split_list(policies), None), ["4"]))) == warned
-
-
-SCORED_AND_OTHER = ["lru", "eamc", "clock", "arc"]
-
-
-@pytest.mark.parametrize("policy", SCORED_AND_OTHER)
-def test_policies_conform_in_a_scope_of_layers(policy):
-    from policies.checker import check_policy
-
-    assert {info.name for info in available()} >= set(SCORED_AND_OTHER)
-    check_policy(f"{policy}@layer").require()
 
 
 @settings(max_examples=30)

@@ -22,7 +22,6 @@ from policies.core import (
     parse,
     pieces,
     registry,
-    split_list,
     split_size,
     text_of,
 )
@@ -179,11 +178,6 @@ def test_a_class_that_only_this_process_knows_says_so():
     assert parse(MyPolicy).importable
     assert not parse(Local).importable
     assert not PolicySpec.of("lru", type("Notebook", (MyPrefetch,), {"__module__": "__main__"})).importable
-
-
-def test_lists_are_divided_by_commas_without_empty_items():
-    assert split_list(" lru, eamc:capacity=3 ,,") == ("lru", "eamc:capacity=3")
-    assert split_list(None) == ()
 
 
 @pytest.mark.parametrize(

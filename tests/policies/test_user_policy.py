@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from policies.core import Shape, Term, file_and_class, parse
-from policies.core.grammar import read_term
+from policies.core import Shape, parse
 from sim.loop import Requests
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
@@ -176,12 +175,6 @@ def test_an_edit_of_the_same_second_and_length_is_run(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
-def test_a_switch_among_options_is_read_as_it_is_written(tmp_path):
-    (tmp_path / "mine.py").write_text(BROKEN)
-    found = [parse(f"{tmp_path / 'mine.py'}:Switch:on={on}").options()["evict"]["on"] for on in ("True", "false")]
-    assert found == [True, False]
-
-
 BROKEN = """
 from dataclasses import dataclass
 from policies.core.policy import ScorePolicy
@@ -215,11 +208,3 @@ def test_a_file_that_is_no_policy_is_one_line_that_helps(tmp_path, monkeypatch, 
     with pytest.raises(InputError, match=re.escape(says)) as caught:
         parse(typed)
     assert "\n" not in str(caught.value)
-
-
-def test_a_path_of_another_system_and_values_with_colons_are_told_apart():
-    mine = r"C:\policies\mine.py:Keeps"
-    assert read_term(f"{mine}:alpha=1:n=2") == Term(mine, (("alpha", "1"), ("n", "2")))
-    assert file_and_class(mine) == (r"C:\policies\mine.py", "Keeps")
-    assert read_term("eamc:capacity=3:eps=0.1") == Term("eamc", (("capacity", "3"), ("eps", "0.1")))
-    assert read_term("static:profile=a.py:b") == Term("static", (("profile", "a.py"), ("b", None)))

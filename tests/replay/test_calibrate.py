@@ -275,32 +275,3 @@ def test_a_noisy_machine_is_told_in_one_line_and_fails(
         assert not (tmp_path / "a.toml").exists()
         return
     assert hardware(str(tmp_path / "a.toml")).calibration["disagreement"] == pytest.approx(50 / 1_025, abs=1e-5)
-
-
-def test_an_older_profile_stays_until_the_new_one_is_whole(command, tmp_path: Path, quick, monkeypatch) -> None:
-    (tmp_path / "a.toml").write_text("old")
-    monkeypatch.setattr(calibrate, "policy_ns", lambda *_: 1 / 0)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "argv", ["moe-replay", "calibrate", "--device", "cpu", "--out", "a.toml", "--overwrite", "-q"]
-    )
-    with pytest.raises(ZeroDivisionError):
-        cli.main()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.toml"]
-    assert (tmp_path / "a.toml").read_text() == "old"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--repeat", "1"], "--repeat 1"),
-        (["--device", "virtual"], "has nothing to measure"),
-        (["--policies", "eamk"], "did you mean eamc"),
-    ],
-)
-def test_bad_input_ends_in_one_line(command, tmp_path: Path, quick, arguments: list[str], said: str) -> None:
-    status, out, err = command("moe-replay", "calibrate", "-q", "--device", "cpu", *arguments)
-    assert (status, out) == (2, "")
-    assert said in err
-    assert err.count("\n") == 1
-    assert not list(tmp_path.iterdir())

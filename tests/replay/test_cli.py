@@ -22,7 +22,7 @@ from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop import COLUMNS, Driver, Requests, Share, StepRow
 from sim.results import REQUESTS, RESULTS
-from sim.sweeps import Grid, Store, Table, Winner, outcome, save, sweep, winner
+from sim.sweeps import Winner, winner
 from traces import MARKER, InputError, Trace, demo_trace
 from traces.models.profile import MODELS
 
@@ -93,14 +93,6 @@ def test_a_real_device_plays_about_a_thousand_steps_unless_told_otherwise() -> N
     assert first_steps(loaded, 10**9) is loaded
 
 
-@pytest.mark.parametrize(("policy", "titled"), [("lru", "lru"), ("clock", "clock"), ("belady", "belady (oracle)")])
-def test_a_policy_is_predicted_whether_the_compiled_engine_plays_it_or_not(command, policy: str, titled: str) -> None:
-    status, out, _ = command("--policy", policy, "--device", "virtual", "--requests", "1")
-    assert status == 0
-    assert re.search(rf", {re.escape(titled)}, [\d,]+ \([\d.]+%\) of the experts: 1 requests of ", out)
-    assert out.startswith("Simulated ")
-
-
 @pytest.fixture
 def swept(tmp_path: Path) -> Path:
     """A folder with what a sweep of the demo trace recommends."""
@@ -124,30 +116,6 @@ def test_from_replays_the_winner_on_the_sweeps_hardware_and_trace(command, swept
     assert json.loads(out)["requests"] == 1
     assert "the winner of" in err
     assert "50%" in err
-
-
-def test_the_winner_of_a_sweep_replays_on_the_virtual_device_at_the_same_predictor_cost(
-    command, tmp_path: Path
-) -> None:
-    loaded = TimedRun.of(Experiment(trace=str(demo_trace()), requests=2))
-    table = Table(loaded, Grid((parse("eamc"),), {"25%": 80}), tmp_path / "swept")
-    store = Store(table.folder)
-    sweep([table], store)
-    found = outcome(table, store)
-    save([found], store, table.folder)
-    status, out, err = command("--from", str(tmp_path / "swept"), "--device", "virtual", "--json")
-    assert status == 0, err
-    row = json.loads(out)
-    assert found.rows[0]["predictor_us"] > 0 < found.rows[0]["stall_predictor_ms"]
-    alone = {
-        "cell": None,
-        "belady_hit_rate": None,
-        "gap_hits": None,
-        "gap_latency": None,
-    }  # a run has no other beside it
-    predicted = {**found.rows[0], **alone}
-    assert {name: row[name] for name in RESULTS.names} == predicted
-    assert {name: row["predictions"]["a5000"][name] for name in RESULTS.names} == predicted
 
 
 def test_on_a_real_device_the_policys_own_work_is_measured_and_the_profile_pays_what_ships(
@@ -288,32 +256,6 @@ def test_a_line_of_steps_that_was_cut_off_is_not_counted(tmp_path: Path) -> None
         files.done_before(tmp_path, "other", requests)
 
 
-def test_a_run_cut_off_behind_its_last_step_plays_its_last_request_again(command, tmp_path: Path) -> None:
-    asked = (
-        "--policy",
-        "lru",
-        "--device",
-        "cpu",
-        "--trace",
-        str(demo_trace()),
-        "--requests",
-        "2",
-        "--out",
-        "here",
-        "-q",
-    )
-    assert command(*asked)[0] == 0
-    before = (tmp_path / "here" / "per_token.csv").read_text().splitlines()
-    (tmp_path / "here" / "results.parquet").unlink()
-    status, _, err = command(*asked, "--resume")
-    assert status == 0, err
-    after = (tmp_path / "here" / "per_token.csv").read_text().splitlines()
-    first = [line for line in before if line.startswith(("request", "0,"))]
-    assert after[: len(first)] == first
-    assert len(after) == len(before)
-    assert (tmp_path / "here" / "results.parquet").exists()
-
-
 def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_path: Path) -> None:
     """A limit on the size of files stands in for the disk."""
     program = (
@@ -329,10 +271,3 @@ def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_pa
     assert re.match(r"cannot write \S+per_token\.csv: .*; what it holds is kept: ", done.stdout)
     assert done.stdout.endswith("on any device but virtual with --resume\n")
     assert len((tmp_path / "per_token.csv").read_text().splitlines()) > 5
-
-
-@pytest.mark.parametrize("options", [("--seed", "0"), ("--no-slots",), ("--resume",), ("--verify",)])
-def test_what_a_logical_clock_has_no_use_for_is_refused(command, options: tuple[str, ...]) -> None:
-    status, _, err = command("--policy", "lru", "--device", "virtual", "--requests", "1", *options)
-    assert status == 2
-    assert "error" in err.splitlines()[-1]

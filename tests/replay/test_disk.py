@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,7 +48,7 @@ from tests.support.command import Run, run
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces import InputError
-from traces.models.profile import MODELS, ModelProfile, model
+from traces.models.profile import MODELS, ModelProfile
 from traces.synthetic import synthetic
 
 BIG = replace(PROFILE, name="big", hidden_size=64, expert_intermediate_size=429, expert_bytes_per_parameter=0.53125)
@@ -275,18 +274,6 @@ def test_a_stage_reads_the_file_and_takes_no_host_memory_for_experts(files: Path
         assert opened.pool.ctypes.data % PAGE == 0
 
 
-def test_output_that_is_not_finite_is_blamed_on_the_file_of_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Network, "finite", lambda _: False)
-    path = made(tmp_path / "file")
-    target = DeviceChoice("disk", store=path, lanes=1, threads=1)
-    changed = partial(os.utime, path, ns=(1, 1))
-    for act, told in ((list, f"not finite.*with --verify, experts in {path}"), (changed, f"{path} was changed while")):
-        with pytest.raises(InputError, match=told), open_stage(target, PROFILE, 2, 4) as stage, stage.device(3, [1]):
-            act()
-
-
 @pytest.fixture(scope="module")
 def on_disk(stand_in: str) -> tuple[str, ...]:
     """The options of a run on a file of the stand-in's experts, made by the command."""
@@ -330,13 +317,3 @@ def test_a_machine_with_a_disk_is_calibrated(
     moving = known.expert_bytes / (known.transfer_ns - known.latency_ns)
     assert machine.link_bandwidth_gb_per_s == machine.disk_bandwidth_gb_per_s == pytest.approx(moving)
     assert machine.calibration["lanes"] >= 1
-
-
-def test_a_disk_without_a_file_is_told_how_to_write_one(command: Run) -> None:
-    status, _, told = command("--device", "disk", "-q")
-    assert status == 2
-    assert "moe-replay store FILE --model-profile" in told
-
-
-def test_real_profiles_fit_whole_pages() -> None:
-    assert stride_of(model("olmoe-1b-7b").expert_bytes) == model("olmoe-1b-7b").expert_bytes

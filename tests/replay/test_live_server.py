@@ -15,14 +15,12 @@ import pytest
 import torch
 import uvicorn
 from openai import OpenAI
-from transformers import GenerationConfig
 
 from replay.device_choice import DeviceChoice
-from replay.live import LiveModel, Server, Shard, open_live, unused
+from replay.live import LiveModel, Server, Shard, open_live
 from replay.live.server import MOST_SENT
 from tests.support.live_models import saved, whole_model
 from tests.support.tokenizer import byte_tokenizer
-from tracer import LoadedModel
 from traces import InputError
 
 KEY = "sesame"
@@ -137,14 +135,6 @@ def test_a_stop_string_ends_an_answer_before_it(client: OpenAI, folder: Path, mo
     assert done.choices[0].finish_reason == "stop"
 
 
-def test_a_stop_string_is_seen_in_a_token_that_ends_within_a_letter(
-    client: OpenAI, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LoadedModel, "text", lambda _, tokens: (b"a.\xc3" * len(tokens)).decode(errors="replace"))
-    done = client.completions.create(model=model, prompt="Hello", max_tokens=1, stop=".")
-    assert (done.choices[0].text, done.choices[0].finish_reason) == ("a", "stop")
-
-
 def test_what_a_request_does_not_say_is_as_the_model_says_else_one(
     client: OpenAI, live: LiveModel, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,14 +178,6 @@ def test_answers_are_drawn_as_transformers_draws_them_with_that_generation_confi
     assert greedy == expected(folder, "Hello", 20) != wanted
 
 
-def test_a_generation_config_that_cannot_be_drawn_with_is_refused_at_the_start(
-    live: LiveModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live.loaded.model.generation_config, "repetition_penalty", 0.0)
-    with pytest.raises(InputError, match=f"the generation config of {live.loaded.name}: repetition_penalty"):
-        Server(live)
-
-
 def test_an_answer_is_no_longer_than_the_generation_config_allows(
     client: OpenAI, live: LiveModel, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,12 +186,6 @@ def test_an_answer_is_no_longer_than_the_generation_config_allows(
         done = client.completions.create(model=model, prompt="Hello", max_tokens=asked, temperature=0)
         assert done.usage is not None
         assert (done.choices[0].finish_reason, done.usage.completion_tokens) == ("length", given)
-
-
-def test_what_a_generation_config_holds_and_is_not_used_is_named() -> None:
-    held = GenerationConfig(no_repeat_ngram_size=3, num_beams=4, typical_p=1.0, top_k=20, do_sample=True, max_length=20)
-    assert unused(held) == ["no_repeat_ngram_size", "num_beams"]
-    assert unused(GenerationConfig()) == []
 
 
 def test_an_end_of_sequence_counts_as_a_token_and_is_no_text(

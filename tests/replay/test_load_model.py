@@ -1,7 +1,6 @@
 """`load_model` and `attach`: everything that `generate` does gives what it gives with the whole model, to the bit."""
 
 import copy
-import json
 import os
 import pickle
 import shutil
@@ -160,21 +159,6 @@ def test_all_numbers_of_mxfp4_are_those_that_transformers_makes(tmp_path: Path) 
             assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
 
 
-def test_other_few_bits_are_refused_by_name(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "olmoe", "bfloat16")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="quantised by gptq, and only MXFP4 and fp8 are read"):
-        load_model(folder)
-
-
-def test_threads_are_torchs_until_the_model_is_closed(folder: Path) -> None:
-    with load_model(folder, "lru", "25%", lanes=1, threads=2):
-        assert torch.get_num_threads() == 2
-    assert torch.get_num_threads() == 1
-
-
 def test_it_is_transformers_own_model_with_streamers_and_stopping_criteria(model: Any, whole: Any) -> None:
     put: list[torch.Tensor] = []
 
@@ -298,13 +282,6 @@ def test_a_checkpoint_that_vanishes_or_is_cut_off_fails_and_what_comes_next_work
     assert torch.equal(model(**ONE).logits, whole(**ONE).logits)
     with pytest.raises(InputError, match="was changed while it was read"):
         model.expert_cache.close()
-
-
-def test_what_is_no_cached_model_is_refused(whole: Any) -> None:
-    with pytest.raises(InputError, match="belady knows the future"):
-        attach(whole, "belady")
-    assert whole.get_experts_implementation() == {"": "eager"}
-    assert not hasattr(whole, "expert_cache")
 
 
 def test_every_row_of_a_batch_is_a_request_to_the_policy(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -464,36 +464,6 @@ def test_the_points_to_measure_follow_from_the_plan() -> None:
     assert contexts == [1, 201, 401, 601, 801, 1_001]
     prefill = Requests(synthetic(1, 0, LAYERS, EXPERTS, TOP_K, seed=1, prompt_tokens=9))
     assert decoded_contexts(replace(plan_of(), requests=prefill)) == [1]
-
-
-class Decoding(SimpyDevice):
-    """Knows the contexts that it was prepared for, and those at which single tokens were decoded."""
-
-    prepared: tuple[int, ...] = ()
-
-    def prepare(self, contexts: Iterable[int]) -> None:
-        self.prepared = tuple(contexts)
-        self.decoded: set[int] = set()
-
-    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
-        self.decoded |= {context} if tokens == 1 else set()
-        super().dense(layer, tokens, context, requests)
-
-
-def test_a_device_is_prepared_for_the_contexts_at_which_it_is_measured() -> None:
-    device, plan = Decoding(TIMING, LINK), plan_of(prompt=9)
-    found, _ = measure(device, plan, most_tokens=9)
-    decoded = [context for tokens, context, _ in found.model.dense if tokens == 1]
-    assert decoded == decoded_contexts(plan) == sorted(device.decoded) == sorted(device.prepared)
-
-
-def test_steps_behind_others_are_measured_at_the_longest_context_too() -> None:
-    request = plan_of(prompt=9).requests[0]
-    behind = replace(request, context=request.context + 20)
-    model = measure_model(SimpyDevice(TIMING, LINK), replace(plan_of(), requests=[behind]), 9, "chunked").model
-    rows = {row[:2]: row[2] for row in model.dense}
-    assert rows[9, 29] == TIMING.dense_ns(1, 9, 29)
-    assert rows[9, 9] == TIMING.dense_ns(1, 9, 9)
 
 
 class Clocked(SimpyDevice):

@@ -9,7 +9,7 @@ from replay.model.dense import GroupedQueryAttention, LatentAttention
 from replay.model.network import BUCKET, Network, Operands, expert_output
 from tests.support.profiles import plain
 from traces.models import profile as model_profile
-from traces.models.profile import LayerKind, ModelProfile
+from traces.models.profile import ModelProfile
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -61,10 +61,6 @@ def shipped() -> list[ModelProfile]:
 def shallow() -> list[ModelProfile]:
     """As shipped, but with four MoE layers, among which each kind is. Encoders stay whole."""
     return [each if each.encoder_layers else each.cut(4) for each in shipped()]
-
-
-def attending(profile: ModelProfile) -> list[LayerKind]:
-    return [kind for kind in profile.order if kind.kv or kind.windowed]
 
 
 @pytest.mark.parametrize("profile", [*shipped(), *ALL], ids=lambda profile: profile.name)
@@ -208,15 +204,6 @@ def test_in_decoding_an_encoder_does_nothing_and_its_states_are_remembered() -> 
     assert not torch.allclose(through(networks[0], 1, 21, same + 1)[2], first[2]), "the decoder reads its own token"
 
 
-def test_layers_behind_the_last_experts_belong_to_the_head() -> None:
-    for profile in (GROUPED, MIXED):
-        network = made(profile, most=3)
-        through(network, 3, 3)
-        stream = network._residual.clone()
-        network.head(3)
-        assert torch.equal(network._residual, stream) == (profile is GROUPED)
-
-
 def test_layers_of_its_kind_have_the_sliding_window() -> None:
     ids = torch.arange(150) % WINDOWED.vocabulary
     changed = ids.clone()
@@ -225,15 +212,6 @@ def test_layers_of_its_kind_have_the_sliding_window() -> None:
     differs = [(old != new).any(dim=1).nonzero()[:, 0].tolist() for old, new in zip(before, after, strict=True)]
     assert (min(differs[0]), max(differs[0])) == (5, 104)
     assert (min(differs[1]), max(differs[1])) == (5, 149)
-
-
-def test_layers_without_experts_have_their_own_window() -> None:
-    layers = ("1 dense", "1 dense-window", "1 moe-window", "1 dense-window", "1 moe", "2 dense")
-    between = plain("between", *layers, window=100, mlp=40)
-    stack = made(between, META)._stack
-    assert stack
-    windows = [[getattr(layer.attention, "window", None) for layer in stretch] for stretch in stack.stretches]
-    assert windows == [[0, 100, 100], [100, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("profile", ALL, ids=lambda profile: profile.name)
@@ -294,16 +272,6 @@ def test_experts_are_added_up_in_float32(dtype: float) -> None:
     assert network.hidden.dtype is (torch.bfloat16 if dtype == 2.0 else torch.float32)
 
 
-def test_the_greatest_logit_is_the_next_token() -> None:
-    network = made(GROUPED, most=6)
-    through(network, 6, 6)
-    stack = network._stack
-    assert stack
-    stream = network._residual[5].double()
-    stream /= stream.square().mean().sqrt()
-    assert stack.token[0] == (stack.vocabulary.double() @ stream).argmax()
-
-
 def test_a_context_is_rounded_up_to_a_bucket_and_a_prefill_is_not() -> None:
     network = made(PLAIN, most=300)
     assert [network.bucket(1, context) for context in (1, 2, 256, 257, 300, 999)] == [256, 256, 256, 512, 512, 512]
@@ -311,19 +279,6 @@ def test_a_context_is_rounded_up_to_a_bucket_and_a_prefill_is_not() -> None:
     for tokens, context in ((1, 1), (1, 9), (9, 9), (9, 10), (300, 301)):
         bucket = network.bucket(tokens, context)
         assert network.bucket(tokens, bucket) == bucket
-
-
-def test_one_bucket_is_one_computation() -> None:
-    seen = [through(made(GROUPED), 1, context, torch.tensor([3])) for context in (2, 77, 256)]
-    assert all(torch.equal(seen[0][1], other[1]) for other in seen[1:])
-    assert not torch.equal(seen[0][1], through(made(GROUPED), 1, 257, torch.tensor([3]))[1])
-
-
-def test_the_seed_decides_the_weights() -> None:
-    one, same = through(made(GROUPED), 4, 4), through(made(GROUPED), 4, 4)
-    other = through(Network(GROUPED, CPU, 300, 300, seed=2), 4, 4)
-    assert torch.equal(one[1], same[1])
-    assert not torch.equal(one[1], other[1])
 
 
 def test_without_the_dense_part_there_are_no_weights_and_no_cache() -> None:

@@ -1,8 +1,6 @@
 """Shifts against closed forms, an LRU by hand, and the definition read aloud."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import parse
-from sim.analysis import Adaptation, Protocol, adapt, to_run
+from sim.analysis import Adaptation, Protocol, adapt
 from sim.analysis.adaptation import ACROSS, WITHIN, Shift, measured, plan, requests_needed, save, summary
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.sweeps import Grid
-from tests.support.command import moe_sim
-from traces import MARKER, InputError, Trace, write_trace
-from traces.models.profile import model
+from traces import InputError, Trace, write_trace
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 2, 8, 2, 20
@@ -143,13 +139,6 @@ def test_a_row_tells_which_requests_were_measured_and_the_first_and_last_of_thei
         assert (row["requests_needed"], row["requests_needed_above"]) == (1, None)
 
 
-def test_a_cache_in_bytes_is_told_in_experts(disjoint):
-    profile = replace(model("mixtral-8x7b").cut(LAYERS), experts=EXPERTS, layer_expert_bytes=(10_000, 30_000))
-    sized = replace(disjoint, profile=profile)
-    found = measure(sized, "lru", sized.slots("50%"), Protocol("task", 2, 5, window=2))
-    assert {(row["cache_experts"], row["cache_fraction"]) for row in found.rows} == {(8, 0.5)}
-
-
 def test_the_mean_of_censored_shifts_is_a_lower_bound_and_they_are_not_dropped():
     def shift(points):
         rates, protocol = np.full(len(points), 0.5), Protocol(after=len(points), window=2)
@@ -216,33 +205,7 @@ def test_no_run_plays_a_request_twice_and_groups_keep_to_their_label(routed):
         assert {label[i] for i in after} == {run.after}
 
 
-def test_shifts_to_one_group_measure_the_same_requests_beside_one_undisturbed_run(routed):
-    made = plan(routed.whole, SMALL)
-    assert len(made.runs) == len(made.shifts) + len({shift.after for shift in made.shifts})
-    grid = Grid((parse("lru"), parse("lfu")), {"6": 6})
-    played: list[int] = []
-    adapt(routed, grid, made, advance=played.append)
-    assert sum(played) == to_run(grid, made) == 2 * len(made.runs) * 5
-
-
-def test_the_seed_decides_all_and_another_draws_otherwise(routed):
-    few = replace(SMALL, pairs=3)
-    made = plan(routed.whole, few)
-    assert made == plan(routed.whole, few)
-    others = [plan(routed.whole, replace(few, seed=seed)) for seed in range(1, 5)]
-    assert all(other.orders != made.orders for other in others)
-    assert any(other.shifts != made.shifts for other in others)
-
-
 # Groups and pairs
-
-
-def test_all_ordered_pairs_of_groups_with_enough_requests_are_shifts():
-    sizes = {"a": 7, "b": 5, "c": 2, "d": 1}
-    made = plan(constant(sizes, dict.fromkeys(sizes, 0)), SMALL)
-    assert {(shift.before, shift.after) for shift in made.shifts} == {
-        (before, after) for before in "abc" for after in "ab" if before != after
-    }
 
 
 def test_shifts_are_within_where_tasks_have_a_dataset_in_common_and_drawn_by_kind():
@@ -260,25 +223,6 @@ def test_shifts_are_within_where_tasks_have_a_dataset_in_common_and_drawn_by_kin
         ("one", "two", ACROSS),
         ("two", "one", ACROSS),
     }
-
-
-def test_a_task_that_is_in_two_datasets_is_within_both():
-    trace = constant(dict.fromkeys("abc", 6), dict.fromkeys("abc", 0), {"b": "one", "c": "two"})
-    dataset = trace.requests["dataset"].where(trace.requests["task"] != "a", ["one", "two"] * 9)
-    made = plan(replace(trace, requests=trace.requests.assign(dataset=dataset)), SMALL)
-    assert set(dataset[trace.requests["task"] == "a"]) == {"one", "two"}
-    kinds = {shift.before + shift.after: shift.kind for shift in made.shifts}
-    assert kinds == {**dict.fromkeys(("ab", "ba", "ac", "ca"), WITHIN), "bc": ACROSS, "cb": ACROSS}
-
-
-def test_requests_without_label_or_routing_are_in_no_group():
-    trace = constant({"": 5, "a": 6, "b": 6}, {"": 0, "a": 0, "b": 0})
-    nothing = int(np.flatnonzero(trace.requests["task"] == "a")[0])
-    ids = trace.experts.copy()
-    ids[trace.offsets[nothing] : trace.offsets[nothing + 1]] = trace.sentinel
-    made = plan(replace(trace, experts=ids), SMALL)
-    assert {name: len(order) for name, order in made.orders.items()} == {"a": 5, "b": 6}
-    assert nothing not in made.orders["a"]
 
 
 @pytest.mark.parametrize(
@@ -310,38 +254,3 @@ def test_an_interrupted_call_keeps_the_shifts_of_which_both_runs_were_played(rou
     assert file == tmp_path / "interrupted" / "adaptation.parquet"
     assert [path.name for path in tmp_path.iterdir()] == ["interrupted"]
     assert len(pd.read_parquet(file)) == 1
-
-
-def test_the_command_prints_the_papers_figures_and_writes_every_figure(routed):
-    arguments = (
-        "adapt",
-        str(routed.experiment.trace),
-        "--by",
-        "task",
-        "--policies",
-        "lru/host,belady",
-        "--warmup",
-        "2",
-    )
-    more = ("--after", "3", "--window", "2", "--pairs", "2", "--cache-size", "6", "--out")
-    home = Path(routed.experiment.trace).parent
-    done = moe_sim(*arguments, *more, "told", cwd=home)
-    assert done.returncode == 0, done.stderr
-    assert "4 shifts by task:" in done.stderr
-    assert "of lru/host only the eviction policy counts" in done.stderr
-    assert done.stdout.count(" belady (oracle) ") == 2  # kinds of shifts
-    for kind, name in ((WITHIN, "within MMLU 0-14-43"), (ACROSS, "BIG-bench to MMLU 3-11-24")):
-        (line,) = [line for line in done.stdout.splitlines() if name in line]
-        assert line.startswith(f"the paper's, {kind} datasets (NLLB, Mixtral, Arctic; its EAMC, its own definition)")
-    assert {file.name for file in (home / "told").iterdir()} == {"adaptation.parquet", "adaptation.png", MARKER}
-    frame = pd.read_parquet(home / "told" / "adaptation.parquet")
-    as_json = moe_sim(*arguments, *more, "json", "--json", "-q", cwd=home)
-    assert as_json.stderr == ""
-    answer = json.loads(as_json.stdout)
-    assert [row["hit_rates"] for row in answer["shifts"]] == [list(rates) for rates in frame["hit_rates"]]
-    assert len(frame) == 4 * 2
-    told = [*answer["summaries"], *answer["shifts"], *frame.to_dict("records")]
-    assert all(row["oracle"] == (row["policy"] == "belady") for row in told)
-    assert sum(summary["shifts"] for summary in answer["summaries"]) == 4 * 2
-    ids = routed.trace.requests.set_index("id")
-    assert all(set(ids.loc[row["requests"], "task"]) == {row["group_after"]} for row in answer["shifts"])

@@ -1,11 +1,8 @@
-import json
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from policies.core import parse
 from sim.analysis import analyse, misses, sentences, to_play
@@ -121,13 +118,6 @@ def test_the_sentence_judges_the_best_policy_that_is_no_oracle_at_each_size():
     ]
 
 
-@given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
-def test_every_split_has_a_verdict_of_one_line(own, capacity, compulsory):
-    (text,) = sentences([split(own=own, capacity=capacity, compulsory=compulsory)])
-    assert text.endswith(".")
-    assert "\n" not in text
-
-
 def test_tables_and_plot_are_written(loaded, tmp_path):
     found = analyse(loaded, GRID)
     files = save(found, loaded, tmp_path / "out")
@@ -164,14 +154,3 @@ def test_analyze_answers_first_and_writes_beside_the_results_of_sweeps(home):
     for heading in (" belady (oracle) ", "compulsory", "used again after", "SRP", "SCH"):
         assert heading in done.stdout
     assert (home / "results" / "both" / "analysis" / "curves.png").exists()
-
-
-def test_json_holds_the_answer_and_quiet_says_nothing(home):
-    arguments = ("analyze", "both", "--policies", "lru", "--cache-sizes", "5,24", "--as-decode", "--out", "analysed")
-    answer = json.loads(moe_sim(*arguments, "--json", cwd=home).stdout)
-    assert answer["answer"].startswith("At 5 slots")
-    assert [row["cache_experts"] for row in answer["misses"]] == [5, 24]
-    assert [row["segment"] for row in answer["locality"]] == [4, 16, 64]
-    assert answer["locality"][2]["srp"] is None  # no request has 64 tokens
-    done = moe_sim(*arguments, "--quiet", cwd=home)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

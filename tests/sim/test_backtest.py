@@ -3,9 +3,7 @@
 The tables of docs/backtest.md are printed afresh by `moe-sim backtest --update docs/backtest.md`.
 """
 
-import json
 import math
-import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import tomli_w
-from typer.testing import CliRunner
 
-from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, profile_of, report, routing, score, table
+from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, report, routing, score
 from sim.backtest import rates as rates_under
-from sim.backtest.machine import engine_of, kernels_per_layer
+from sim.backtest.machine import engine_of
 from sim.backtest.tables import DATA
 from sim.backtest.timing import Runtime
-from sim.commands import app
-from sim.profiles.precision import bytes_per_parameter
 from traces import InputError, write_trace
 from traces.models.profile import model
 from traces.synthetic import synthetic
@@ -137,38 +132,6 @@ def test_a_key_that_does_nothing_in_its_row_is_warned_of(tmp_path, changed, said
     assert warned == [f"{path}: row one: setting: {said} (ignored)"]
 
 
-@pytest.mark.parametrize(
-    ("setting", "unused"),
-    [
-        ({"host_layers": 2}, {"whole_layers": True, "host_cache": "25%"}),
-        ({"all_on": "gpu", "batch": 3}, {"host_cache": "25%", "misses_from": "disk"}),
-        ({**CACHED, "trace": routing.PHONE}, {"whole_layers": True, "context": 9}),
-        ({**CACHED, "whole_layers": True}, {"hit_rate": 0.5}),
-    ],
-)
-def test_a_key_that_is_ignored_changes_nothing_wherever_it_stands(tmp_path, setting, unused):
-    (alone,) = file.read(written(tmp_path, {**ROW, "setting": setting}))
-    defaults = {"setting": unused}
-    assert file.read(written(tmp_path, {**ROW, "setting": {**setting, **unused}})) == [alone]
-    assert file.read(written(tmp_path, {**ROW, "setting": setting}, defaults=defaults)) == [alone]
-
-
-def test_a_run_far_from_the_measured_hit_rate_is_warned_of(tmp_path):
-    near = {**ROW, "figure": "near", "setting": {**CACHED, "hit_rate": 0.6}}
-    empty = {**CACHED, "hit_rate": 0.6, "policy": "lru/host"}  # nothing fills the cache
-    far = {**ROW, "figure": "far", "setting": empty}
-    path, warned = written(tmp_path, far, near), list[str]()
-    score.backtest(file.read(path), warn=warned.append)
-    assert warned == [f"{path}: row far: lru/host hits 0.0%, far from the hit_rate of 60.0% that was measured"]
-
-
-def test_defaults_may_hold_what_some_rows_do_not_use(tmp_path):
-    defaults = {"setting": {"cache": "25%", "hit_rate": 0.5, "context": 64}}
-    cached = {**ROW, "figure": "two", "setting": {"policy": "lru"}}
-    split, hits = file.read(written(tmp_path, ROW, cached, defaults=defaults))
-    assert (split.setting.context, hits.setting.cache, hits.setting.hit_rate) == (64, "25%", 0.5)
-
-
 def test_the_shipped_rows_are_those_that_were_published():
     rows = file.unique([row for path in file.shipped() for row in file.read(path)])
     assert len(rows) == 242
@@ -189,11 +152,6 @@ def test_measured_figures_come_before_data_sheets_and_those_before_factors():
     )
     assert measured.gpu_gb_per_s == pytest.approx(800 * gpu.kernels_of_read)
     assert (measured.host_gb_per_s, measured.hop_us) == (7.0, 0.0)
-
-
-def test_a_gpu_without_a_name_is_of_the_kind_that_has_its_bandwidth():
-    hbm = rates(Machine("m", gpu_data_sheet_gb_per_s=2039.0), "llama.cpp")
-    assert hbm.gpu_gb_per_s == rates(Machine("m", gpu="A100 80GB"), "llama.cpp").gpu_gb_per_s
 
 
 def test_reads_and_multiplications_of_a_cpu_add_up_as_sides_of_a_right_angle(tmp_path):
@@ -221,38 +179,6 @@ def test_layers_that_the_cpu_computes_whole_take_their_attention_along(tmp_path)
     context = FACTORS.context
     dense = sum(cpu.dense_ns(layer, 1, context) - gpu.dense_ns(layer, 1, context) for layer in range(3))
     assert seconds(whole) - seconds(experts) == pytest.approx((dense - 2 * gpu.hop_ns) / 1e9, rel=1e-3)
-
-
-def test_names_stand_for_data_sheets():
-    named = rates(Machine("m", gpu="NVIDIA GeForce RTX-3090", ram="2 x DDR4-3200"), "x")
-    stated = rates(Machine("m", gpu_data_sheet_gb_per_s=936.0, host_peak_gb_per_s=51.2, link="PCIe 4.0 x16"), "x")
-    assert named == stated
-
-
-def test_an_engine_is_known_by_its_whole_name_and_any_other_is_unknown():
-    machine, systems = Machine("m"), table("systems")
-    assert rates(machine, "MoE Infinity (2026)").us_per_expert == systems["MoE-Infinity"]["us_per_expert"]
-    assert rates(machine, "accelerate").link_gb_per_s == 0
-    launches = kernels_per_layer(model("qwen3-30b-a3b")) * FACTORS.gpu["gddr"].launch_us
-    assert rates(machine, "llama.cpp (llama-bench)").us_per_layer == launches
-    for name in ("nobody's", "vLLM + a cache of experts", "DeepSpeed-like"):
-        assert engine_of(name)["unknown"]
-        assert rates(machine, name).us_per_layer == launches + systems["unknown"]["us_per_layer"]
-
-
-def test_a_precision_sets_the_bytes_of_experts_and_of_a_files_dense_weights():
-    base, quantised = model("qwen3-30b-a3b"), profile_of(Model("qwen3-30b-a3b", precision="Q8_0"))
-    assert bytes_per_parameter("UD-Q4_K_M") == bytes_per_parameter("q4 k-m")
-    assert quantised.expert_bytes == round(base.expert_parameters * 8.5 / 8)
-    assert quantised.dense_bytes == pytest.approx(base.dense_bytes * 8.5 / 16)
-    assert quantised.kv_cache_bytes(1) == base.kv_cache_bytes(1)
-    experts_alone = profile_of(Model("qwen3-30b-a3b", precision="mxfp4"))
-    assert experts_alone.dense_bytes == base.dense_bytes
-
-
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "llama-4-maverick", "gpt-oss-20b"])
-def test_a_stated_kv_cache_is_that_of_all_layers(name):
-    assert profile_of(Model(name, kv_bytes_per_token=54_000.0)).kv_cache_bytes(1) == pytest.approx(54_000)
 
 
 def test_stated_bytes_are_what_is_read(tmp_path):
@@ -286,20 +212,11 @@ def test_a_static_split_takes_what_its_closed_form_says(tmp_path, host_layers):
     assert seconds(one) == pytest.approx(closed_form(one, host_layers), abs=1e-9)
 
 
-def test_all_on_the_gpu_is_a_split_of_no_layer(tmp_path):
-    everything, none = (case(tmp_path, setting=setting) for setting in ({"all_on": "gpu"}, {"host_layers": 0}))
-    assert seconds(everything) == seconds(none)
-
-
 def test_a_trace_all_on_the_gpu_copies_no_expert(tmp_path):
     write_trace(synthetic(1, 4, 6, 16, 4, seed=3), tmp_path / "t")
     changed = {"machine": {"gpu_gb_per_s": 500.0}, "setting": {"all_on": "gpu"}}
     own = case(tmp_path, **{**changed, "setting": {"all_on": "gpu", "trace": str(tmp_path / "t")}})
     assert seconds(own) == pytest.approx(seconds(case(tmp_path, **changed)), rel=0.05)
-
-
-def test_a_share_of_layers_rounds_to_layers(tmp_path):
-    assert case(tmp_path, setting={"host_share": 0.5}).policy.text == "lru/layers:n=3"
 
 
 def test_all_on_the_cpu_reads_every_byte_once_from_host_memory(tmp_path):
@@ -331,13 +248,6 @@ def test_whole_layers_serve_all_requests_of_a_batch(tmp_path):
     assert seconds(two) == pytest.approx(seconds(one), rel=0.01)
 
 
-def test_host_memory_for_all_experts_changes_no_routing(tmp_path):
-    machine = {**MACHINE, "disk_gb_per_s": 3.0}
-    above, none = (case(tmp_path, machine=machine, setting={**CACHED, **disk}) for disk in ({"host_cache": "100%"}, {}))
-    assert above.stand_in == none.stand_in != ""
-    assert seconds(above) == pytest.approx(seconds(none), rel=0.01)
-
-
 def test_misses_from_the_disk_go_at_the_disks_rate(tmp_path):
     machine = {**MACHINE, "disk_gb_per_s": 2.0, "disk_latency_us": 0.0}
     fast = case(tmp_path, setting={"policy": "lru", "cache": "0", "blocking": True})
@@ -358,17 +268,6 @@ def test_without_a_clock_as_many_bytes_are_read_as_with_one(tmp_path, setting):
     one = case(tmp_path, setting=setting, machine={**MACHINE, "disk_gb_per_s": 2.0})
     read = one.simulated(None).bytes_read
     assert 0 < read == one.simulated(rates_of(one)).bytes_read
-
-
-def test_where_layers_state_one_size_reads_of_the_disk_are_counted_as_of_a_model_of_that_size(tmp_path):
-    row = {"metric": "bytes read", "unit": "B", "setting": {**CACHED, "host_cache": "75%"}}
-    sizes = {"layer_expert_bytes": [MODEL["expert_bytes"]] * 6}
-    read = [
-        score.backtest([case(tmp_path, **row, model=model).row]).results[0].predicted
-        for model in (MODEL, {**MODEL, **sizes})
-    ]
-    assert read[0] == read[1]
-    assert read[0]
 
 
 @pytest.mark.parametrize("policy", ["lru", "lru@layer", "lru+previous:depth=0@layer/host"])
@@ -401,33 +300,6 @@ def test_a_trace_in_a_file_is_run_as_it_is(tmp_path):
     assert one.simulated(None).hit_rate == pytest.approx((1 + 2 + 1 + 1) / 12)
 
 
-def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
-    """Of the requests of a trace some end before others: the last steps decode fewer tokens."""
-    experts = np.tile(np.arange(12, 16, dtype=np.uint8), (5, 6, 1))
-    np.savez(tmp_path / "short.npz", experts=experts, offsets=[0, 1, 5])
-    one = case(tmp_path, setting={**CACHED, "trace": str(tmp_path / "short.npz"), "batch": 2})
-    found = one.simulated(rates_of(one))
-    assert score.figure(one.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
-
-
-def test_a_share_of_all_experts_is_the_nearest_whole_number_of_them(tmp_path):
-    slots = {
-        share: case(tmp_path, setting={"policy": "lru", "cache": share}).capacity for share in ("37%", "36%", "6.25%")
-    }
-    assert slots == {"37%": 36, "36%": 35, "6.25%": 6}, "35.52, 34.56 and 6 of 96"
-
-
-def test_a_policy_that_asks_routers_early_is_run_where_the_trace_holds_their_picks(tmp_path):
-    made = synthetic(2, tokens=6, layers=6, experts=16, top_k=4, seed=1)
-    setting = {"policy": "lru+gate", "cache": "50%", "trace": str(tmp_path / "t")}
-    path = written(tmp_path, {**ROW, "metric": "hit rate", "unit": "%", "value": 50.0, "setting": setting})
-    write_trace(made, tmp_path / "t")
-    with pytest.raises(InputError, match=r"lru\+gate needs a trace with what routers pick early"):
-        score.backtest(file.read(path))
-    write_trace(replace(made, lookahead=made.experts), tmp_path / "t", overwrite=True)
-    assert (score.backtest(file.read(path)).results[0].predicted or 0) > 0.5
-
-
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_budget_is_of_what_the_link_carries_while_a_layer_computes(tmp_path, blocking):
     one = case(tmp_path, setting={"policy": "lru+popular:budget=0.5", "cache": "50%", "blocking": blocking})
@@ -437,21 +309,6 @@ def test_a_budget_is_of_what_the_link_carries_while_a_layer_computes(tmp_path, b
     computing = sum(timing.dense_ns(layer, 1, 1) for layer in range(6)) / 6
     computing += 4 * timing.expert_ns(1) + timing.combine_ns(1)
     assert gpu.experts_per_layer == computing / gpu.link.used_ns(gpu.link.expert_bytes)
-
-
-def test_policies_hear_the_ids_of_tokens_of_a_trace(tmp_path):
-    made = synthetic(1, tokens=3, layers=2, experts=4, top_k=2, seed=0)
-    write_trace(replace(made, token_id=np.array([7, 8, 9], np.int32)), tmp_path / "told")
-    (request,) = routing.traced(str(tmp_path / "told"), False, (2, 4, 2))
-    np.testing.assert_array_equal(request.token_ids, [7, 8, 9])
-
-
-def test_statistics_carry_over_to_another_shape():
-    reuse = routing.like("gpt-oss-20b", 128, 8)
-    theirs = np.array(table("reuse")["gpt-oss-20b"]["reuse"])
-    assert reuse.sum() == pytest.approx(8)
-    assert reuse.max() <= 1
-    assert reuse[:32].sum() / 8 == pytest.approx(theirs[:8].sum() / 4, abs=0.01)
 
 
 # Where the routing of the very run is known
@@ -525,15 +382,6 @@ def test_a_fit_finds_the_parameter_that_made_the_rows_and_is_in_no_score(tmp_pat
     assert told["worst_abs_error"] < 0.005 < told["same_rows_blind"]["median_abs_error"]
 
 
-def test_a_row_that_no_value_of_its_parameter_reaches_says_how_far_it_is_off(tmp_path):
-    reached, beyond = (
-        report.text(score.backtest(file.read(written(tmp_path, {**ROW, "value": value, "fit": True}))), True)
-        for value in (200.0, 100_000.0)
-    )
-    assert re.search(r"one +200 tok/s +200 .* +fits +[+-]", reached)
-    assert re.search(r"one +1e\+05 tok/s +[\d.]+ .* fits, -9\d\.\d% +-", beyond)
-
-
 def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
     (tmp_path / "other").mkdir()
     fitted = written(tmp_path, {**ROW, "fit": True}, {**ROW, "figure": "two"})
@@ -542,33 +390,7 @@ def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
     assert (told["rows"], told["after_fit"]["rows"]) == (2, 1)
 
 
-def test_machines_that_rows_state_themselves_are_fitted_apart(tmp_path):
-    slower = {**MACHINE, "host_gb_per_s": 10.0}
-    alone = score.backtest(file.read(written(tmp_path, {**ROW, "machine": slower}))).results[0]
-    fitted = {**ROW, "figure": "fitted", "machine": MACHINE, "value": 1.0, "fit": True}
-    test = score.backtest(file.read(written(tmp_path, fitted, {**ROW, "machine": slower})))
-    assert [fit.figures for fit in test.fits] == [("fitted",)]
-    assert test.results[1].predicted == test.results[1].blind == alone.predicted
-
-
-def test_least_finds_the_bottom_of_a_valley():
-    assert score.least(lambda x: (x - 1.234) ** 2, 0, 4) == pytest.approx(1.234, abs=1e-3)
-
-
 # What is printed
-
-
-def test_json_holds_rows_and_summary(tmp_path):
-    path = written(tmp_path, ROW, {**ROW, "figure": "two", "unsimulated": "its disk is not stated"})
-    ended = CliRunner().invoke(app, ["backtest", str(path), "--json"], catch_exceptions=False)
-    told = json.loads(ended.stdout)
-    one, two = told["rows"]
-    assert one["error"] == pytest.approx(one["predicted"] / one["measured"] - 1)
-    assert two["predicted"] is None
-    assert two["unsimulated"] == "its disk is not stated"
-    assert told["summary"]["rows"] == 1
-    assert told["summary"]["unsimulated"] == 1
-    assert told["summary"]["median_abs_error"] == told["summary"]["worst_abs_error"] == abs(one["error"])
 
 
 def test_a_report_is_put_between_its_marks(tmp_path):

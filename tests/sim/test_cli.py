@@ -32,20 +32,6 @@ def home(tmp_path_factory):
     return home
 
 
-def test_a_sweep_prints_a_table_and_says_which_defaults_it_took(home):
-    done = moe_sim("sweep", "tiny", "--cache-sizes", "10%,25%,50%", "--workers", "1", cwd=home)
-    assert done.returncode == 0, done.stderr
-    assert "taking policies lru,eamc,eamc-blend, hardware a5000" in done.stderr
-    assert "tiny has no model profile: derived one" in done.stderr
-    assert "a cache of 5 experts is below the working set of one token (6 experts)" in done.stderr
-    assert "NVIDIA RTX A5000" in done.stdout
-    assert done.stdout.startswith("All 48 experts (3.38 MiB) fit the a5000: no cache is needed")
-    assert "too few requests to say which is the best (3; 6 are needed)" in done.stdout
-    written = {file.name for file in (home / "results" / "tiny").iterdir()}
-    tables = {"results.parquet", "requests.parquet", "winner.toml", "sweep.toml"}
-    assert written == tables | {"hit_rate.png", "tpot.png", MARKER}
-
-
 @pytest.mark.parametrize("typed", ["sweep counts", "train-stride counts --out x", "profile build counts --out x"])
 def test_a_trace_without_sequences_is_refused_as_one(typed, tmp_path):
     (tmp_path / "counts.csv").write_text("0,0\n0,1\n1,1\n")
@@ -94,26 +80,6 @@ def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
     assert best["lru"] == "best"
     assert equal["lru"] == equal["mine.py:Same"] == "equal"
     assert {found["mine.py:Worst"] for found in (best, equal)}.isdisjoint({"best", "equal"})
-
-
-def test_json_is_the_rows_and_quiet_is_quiet(home):
-    arguments = ["sweep", "tiny", "--policies", "lru", "--cache-sizes", "24", "--out", "json", "--workers", "1"]
-    rows = json.loads(moe_sim(*arguments, "--json", cwd=home).stdout)
-    arguments += ["--overwrite"]
-    frame = pd.read_parquet(home / "json" / "results.parquet")
-    assert [row["tpot_mean_ms"] for row in rows] == frame["tpot_mean_ms"].tolist()
-    done = moe_sim(*arguments, "--quiet", cwd=home)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_evict_and_prefetch_combine(home):
-    done = moe_sim(
-        *("sweep", "tiny", "--evict", "lru,lfu", "--prefetch", "none,popular", "--policies", "fifo", "--json"),
-        *("--cache-sizes", "50%", "--out", "pairs", "--workers", "1"),
-        cwd=home,
-    )
-    policies = [row["policy"] for row in json.loads(done.stdout)]
-    assert policies == ["fifo", "lru+none", "lru+popular", "lfu+none", "lfu+popular"]
 
 
 @pytest.mark.parametrize(
@@ -213,14 +179,6 @@ def test_an_unfinished_sweep_is_not_lost_unasked(home, tmp_path):
     assert not left.exists()
 
 
-@pytest.mark.parametrize(("policies", "said"), [("lru,random:seed=7", True), ("lru,random", False)])
-def test_seeds_that_no_policy_draws_from_are_said_to_have_no_effect(home, tmp_path, policies, said):
-    asked = ["sweep", home / "tiny", "--untimed", "--cache-sizes", "50%", "--workers", "1"]
-    done = moe_sim(*asked, "--policies", policies, "--seeds", "1,2", "--out", "o", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert ("--seeds has no effect" in done.stderr) is said
-
-
 def test_a_config_file_and_what_a_sweep_writes_beside_its_results_play_the_same(home, tmp_path):
     (tmp_path / "my.toml").write_text(
         f'traces = ["{home / "tiny"}"]\npolicies = ["random", "eamc:capacity=2|3"]\ncache_sizes = ["50%"]\n'
@@ -279,32 +237,3 @@ def test_a_second_sweep_without_a_folder_of_its_own_goes_beside_the_first(home, 
     assert moe_sim(*asked, "lfu,fifo", "--overwrite", "-q", cwd=tmp_path).returncode == 0
     rows = {name: len(pd.read_parquet(tmp_path / f"results/{name}/results.parquet")) for name in ("tiny", "tiny-2")}
     assert rows == {"tiny": 2, "tiny-2": 1}
-
-
-def test_a_policy_of_the_users_that_fails_is_told_with_its_line(home, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from policies.core.policy import ScorePolicy\n\n\nclass Mine(ScorePolicy):\n    def observe(self, event):\n"
-        "        self.nothing += 1\n"
-    )
-    asked = ["sweep", str(home / "tiny"), "--policies", "lru,mine.py:Mine", "--cache-sizes", "24", "--out", "o", "-q"]
-    asked += ["--predictor-us", "mine.py:Mine=1"]
-    for workers in ("1", "2"):
-        done = moe_sim(*asked, "--workers", workers, "--resume", cwd=tmp_path)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert "mine.py:6: AttributeError: 'Mine' object has no attribute 'nothing'" in done.stderr
-        assert "in mine.py:Mine at 24 experts" in done.stderr
-    cell = [
-        "run",
-        str(home / "tiny"),
-        "--policy",
-        "mine.py:Mine",
-        "--cache-size",
-        "24",
-        "-q",
-        "--predictor-us",
-        "mine.py:Mine=1",
-    ]
-    for more in ([], ["--timeline", "out.json"]):
-        done = moe_sim(*cell, *more, cwd=tmp_path)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert "mine.py:6: AttributeError" in done.stderr

@@ -133,11 +133,6 @@ def test_a_difference_is_said_in_a_plain_sentence(measure, mean, low, high, sent
     assert Difference(measure, "eamc", "lru", mean, low, high, 40, 16).sentence() == sentence
 
 
-def test_an_oracle_is_called_one():
-    found = Difference(HIT_RATE, "belady", "lru", 7.0, 5.0, 9.0, 40, 16, cell_oracle=True)
-    assert found.sentence().startswith("belady (oracle) is 7.0 points ")
-
-
 @pytest.mark.parametrize(("requests", "told"), [(2, False), (5, False), (6, True)])
 def test_fewer_than_six_requests_cannot_tell_a_difference_from_chance(requests, told):
     """Even if all are worse: five have one sign by chance in 2 of 32 cases, six in 2 of 64."""

@@ -65,20 +65,3 @@ def test_a_key_that_no_case_has_is_warned_of_once(tmp_path):
     path.write_text((json.dumps(CASE | {"placment": "host", "expected": {}}) + "\n") * 2)
     assert run_file(path, io.StringIO(), warn=told.append) == 2
     assert told == [f"{path}, case 1: unknown key 'placment'; did you mean placement? (ignored)"]
-
-
-@pytest.mark.parametrize(
-    ("unused", "needed"),
-    [
-        ({"host_layers": 1}, "placement layers"),
-        ({"host_layers": 1, "placement": "host"}, "placement layers"),
-        ({"arrival_ns": [5]}, "max_batch"),
-        ({"prefill": [True]}, "max_batch"),
-        ({"disk_latency_ns": 5}, "host_slots or host_capacity_bytes"),
-    ],
-)
-def test_a_key_that_its_case_does_not_use_is_warned_of_once(unused, needed, tmp_path):
-    path, told = tmp_path / "cases.jsonl", list[str]()
-    path.write_text((json.dumps(CASE | unused) + "\n") * 2)
-    assert run_file(path, io.StringIO(), warn=told.append) == 2
-    assert told == [f"{path}, case 1: {next(iter(unused))} needs {needed} (ignored)"]

@@ -221,12 +221,6 @@ def test_layers_that_all_state_one_size_run_as_a_model_of_that_size(home: Path, 
     assert rows[0] == rows[1]
 
 
-def test_a_sweep_over_users_lists_its_figure(home: Path) -> None:
-    arguments = ["sweep", "tiny", "--policies", "lru", "--cache-sizes", "50%", "--max-batch", "1,2", "--requests", "2"]
-    done = moe_sim(*arguments, "--out", "listed", "--workers", "1", cwd=home)
-    assert "wrote results.parquet, users.png, sweep.toml, users-1/, users-2/ to listed" in done.stdout, done.stderr
-
-
 def test_a_sweep_over_users_draws_them_and_has_a_folder_for_each(home: Path) -> None:
     arguments = ["sweep", "tiny", "--policies", "lru,lru/host", "--cache-sizes", "50%", "--max-batch", "1,2,3"]
     done = moe_sim(*arguments, "--out", "users", "--workers", "1", "--json", cwd=home)

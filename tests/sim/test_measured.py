@@ -150,12 +150,6 @@ def test_an_impossible_measurement_is_refused_with_file_and_table(mine, old, new
         hardware(str(mine))
 
 
-def test_one_model_measured_twice_is_refused(mine):
-    mine.write_text(mine.read_text() + DEMO[DEMO.index("[[measured]]") :])
-    with pytest.raises(InputError):
-        hardware(str(mine))
-
-
 def test_a_model_that_was_measured_there_is_simulated_from_the_tables(mine):
     loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine)))
     assert loaded.measured == model_of()

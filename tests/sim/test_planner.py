@@ -13,7 +13,7 @@ from benchmarks import planner as benchmark
 from sim.backtest import Case, Model, errors, file, score, table
 from sim.backtest.tables import DATA
 from sim.planner import Plan, prefill, quick
-from sim.planner.placements import MMAP, TOKENS, Layout, cached, missed_bytes, today
+from sim.planner.placements import MMAP, Layout, cached, today
 from sim.planner.plan import PRECISIONS, _limit_s, plan
 from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, Gpu, resources
 from tests.support.command import moe_sim
@@ -74,23 +74,6 @@ def test_nothing_beats_the_limit_and_more_of_a_resource_never_costs(desktop):
     assert max(desktop.upgrades, key=lambda each: each.gain).resource == "CPU bandwidth"
 
 
-def test_nothing_beats_the_limit_where_the_host_is_faster_than_the_gpu(monkeypatch):
-    monkeypatch.setattr("sim.planner.plan._upgrades", lambda *_: ())  # takes half of the time
-    slow: dict[str, Any] = {"gpu_memory": "8GiB", "gpu_bandwidth": "50GB/s", "link": "12GB/s"}
-    found = plan("mixtral-8x7b", precision="q8_0", host_memory="64GiB", cpu_bandwidth="800GB/s", context=512, **slow)
-    assert found.kind == "split"
-    assert found.of_limit < 1
-
-
-def test_nothing_beats_the_limit_where_link_and_cpu_read_host_memory_at_once(monkeypatch):
-    """Each with all of its bandwidth, they took 83% of the limit's time."""
-    monkeypatch.setattr("sim.planner.plan._upgrades", lambda *_: ())
-    slow: dict[str, Any] = {"gpu_memory": "4.4GiB", "gpu_bandwidth": "3277GB/s", "link": "7GB/s"}
-    found = plan("gpt-oss-20b", precision="bf16", host_memory="64GiB", cpu_bandwidth="6GB/s measured", **slow)
-    assert found.best_cache
-    assert 0.9 < found.of_limit < 1
-
-
 def test_the_limit_does_not_fall_where_the_gpu_holds_the_last_experts_too():
     """Host memory may still be read at the same time: with all of the model there, both bandwidths add up."""
     machine: dict[str, Any] = {"host_memory": "32GiB", "gpu_bandwidth": "1000GB/s", "cpu_bandwidth": "100GB/s"}
@@ -99,13 +82,6 @@ def test_the_limit_does_not_fall_where_the_gpu_holds_the_last_experts_too():
     assert layouts[0].host_layers > layouts[1].host_layers == 0
     assert everything == pytest.approx(1100e9 / (layouts[1].fixed_bytes + layouts[1].profile.token_bytes))
     assert some <= everything
-
-
-@pytest.mark.parametrize(("memory", "helps"), [("50GB/s", True), ("12GB/s", False)])
-def test_a_split_helps_where_the_link_leaves_the_cpu_bandwidth_of_host_memory(memory: str, helps: bool):
-    layout = Layout(Model("gpt-oss-20b"), resources("5GiB", "64GiB", "12GB/s", cpu_bandwidth=memory), 512)
-    seconds = {each.policy: each.simulated()[0] for each in cached(layout)}
-    assert (seconds["lru/split"] < seconds["lru"]) == helps
 
 
 def test_a_cache_has_as_many_experts_as_its_bytes_hold():
@@ -190,14 +166,6 @@ def test_a_disk_changes_nothing_of_what_fits_without_it_and_else_gives_the_faste
     assert quick("olmoe-1b-7b", **small).tokens_per_s == max(speeds)
 
 
-def test_threads_limit_the_cpu_and_are_printed_and_without_them_a_note_says_so():
-    cpu: dict[str, Any] = {"precision": "q4_k_m", "host_memory": "16GiB"}
-    free, two = (plan("olmoe-1b-7b", threads=threads, **cpu) for threads in (None, 2))
-    assert two.llama_cpp == ("-ngl 0 -c 8192 -t 2",)
-    assert two.speed.tokens_per_s < free.speed.tokens_per_s
-    assert [any("--threads" in note for note in each.notes) for each in (free, two)] == [True, False]
-
-
 def test_llama_cpps_cache_is_lru_with_its_flag_over_the_layers_that_host_memory_holds(desktop):
     assert desktop.cache
     mib = desktop.cache.cache_bytes // 2**20
@@ -208,10 +176,6 @@ def test_llama_cpps_cache_is_lru_with_its_flag_over_the_layers_that_host_memory_
     assert layout.host_layers <= held < 32
     assert sum(sizes[:held]) <= layout.host_free < sum(sizes[: held + 1])
     assert all(each.cache_bytes + sum(sizes[held:]) <= layout.gpu_free for each in cached(layout))
-
-
-def test_gb_and_gib_of_memory_are_the_same_machine():
-    assert resources("12GB", "32GB") == resources("12GiB", "32GiB")
 
 
 def test_experts_of_several_sizes_are_planned_with_their_own_bytes(tmp_path: Path):
@@ -229,46 +193,6 @@ def test_experts_of_several_sizes_are_planned_with_their_own_bytes(tmp_path: Pat
     most, least = (1 / plan(str(tmp_path / f"{name}.toml"), **cpu).limit_tokens_per_s for name in ("alike", "third"))
     smaller = model("qwen3-30b-a3b").top_k * (layers - 1) * (size - size // 3)
     assert 50e9 * (most - least) == pytest.approx(smaller)
-
-
-def test_the_limit_counts_missed_experts_with_their_own_bytes(tmp_path: Path):
-    """Over all tokens it is a sum of whole experts, of 1,000,000 and of 10,000 bytes."""
-    write_sized("olmoe-1b-7b", [10**6, *[10**4] * 15], tmp_path / "one.toml")
-    layout = Layout(Model("one", str(tmp_path / "one.toml")), resources("8GiB", "8GiB"), 1)
-    missed = missed_bytes(layout, "belady", 0.7 * layout.experts_bytes) * TOKENS
-    assert missed > 0
-    assert missed == pytest.approx(10**4 * round(missed / 10**4))
-
-
-def test_a_gpu_that_is_not_used_makes_nothing_faster():
-    without: dict[str, Any] = {"precision": "q4_k_m", "host_memory": "4.5GiB", "disk": "3GB/s"}
-    assert quick("olmoe-1b-7b", gpu="RTX 4090", gpu_memory="1GiB", **without) == quick("olmoe-1b-7b", **without)
-
-
-def test_the_precision_is_that_of_the_sizes_that_a_profile_states(tmp_path: Path):
-    profile = model("olmoe-1b-7b")
-    sizes = [profile.expert_parameters * 17 // 16] * profile.moe_layers  # 8.5 bits
-    write_sized("olmoe-1b-7b", sizes, tmp_path / "sized.toml")
-    assert Layout(Model("sized", str(tmp_path / "sized.toml")), resources("8GiB", "8GiB"), 1).precision == "q8_0"
-
-
-def test_precisions_of_a_mixed_file_are_lower_than_the_file_not_than_its_largest_experts(tmp_path: Path):
-    size = model("olmoe-1b-7b").expert_bytes
-    write_sized("olmoe-1b-7b", [size, *[size // 4] * 15], tmp_path / "mixed.toml")
-    found = plan(str(tmp_path / "mixed.toml"), gpu_memory="24GiB")
-    assert found.precision == "mixed"
-    assert {each.name for each in found.precisions} == {"q3_k_m", "iq2_m"}
-
-
-def test_an_encoder_decoder_is_refused():
-    with pytest.raises(InputError, match="nllb-moe-54b is an encoder-decoder"):
-        plan("nllb-moe-54b", **DESKTOP)
-
-
-def test_a_small_machine_without_a_gpu_streams_from_the_disk():
-    slow: dict[str, Any] = {"precision": "bf16", "disk": "3GB/s"}
-    held, streamed = (quick("qwen3-30b-a3b", host_memory=memory, **slow) for memory in ("96GiB", "16GiB"))
-    assert streamed.tokens_per_s < held.tokens_per_s / 2
 
 
 @pytest.mark.parametrize(
@@ -295,49 +219,6 @@ def test_a_model_is_planned_at_the_best_precision_of_four_to_eight_bits_that_fit
     assert found.precision == "q5_k_m"
     assert found.notes[0].startswith("q5_k_m, the best of 4 to 8 bits that fits without a disk: olmoe-1b-7b")
     assert replace(found, notes=()) == replace(plan("olmoe-1b-7b", precision="q5_k_m", **LAPTOP), notes=())
-
-
-@pytest.mark.parametrize(
-    ("name", "odd", "plain"), [("gpt-oss-20b", "MXFP4", "mxfp4"), ("qwen3-30b-a3b", " UD_Q4_K_M", "q4_k_m")]
-)
-def test_a_precision_means_the_same_however_it_is_spelled(name, odd, plain):
-    assert quick(name, precision=odd, **DESKTOP) == quick(name, precision=plain, **DESKTOP)
-
-
-def test_a_config_gives_its_model_the_name_of_its_folder(tmp_path: Path) -> None:
-    """All are called config.json: what was measured with one model was taken for another one with experts as large."""
-    for name in ("a/config.json", "b/config.json", "mine.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(QWEN3))
-    assert plan(tmp_path / "a", precision="q4_k_m", **DESKTOP).model == "a"
-    paths = [tmp_path / "a", tmp_path / "a" / "config.json", tmp_path / "b" / "config.json", tmp_path / "mine.json"]
-    assert [model(str(path)).name for path in paths] == ["a", "a", "b", "mine"]
-
-
-def test_a_file_of_safetensors_is_no_model_profile(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(
-        InputError, match=r"model\.safetensors holds weights: name its transformers config \(config.json"
-    ):
-        plan(tmp_path / "model.safetensors", **DESKTOP)
-
-
-def test_layers_without_experts_count_in_llama_cpps_numbers():
-    found = plan("deepseek-v3", precision="q4_k_m", gpu="RTX 3090", host_memory="512GiB")
-    n = int(found.llama_cpp[0].split("--n-cpu-moe ")[1].split()[0])
-    assert n - 3 == (found.all_experts - found.cache_experts) // 256
-
-
-@pytest.mark.parametrize("text", ["pcie4x8", "PCIe 4.0 x8", "4x8", "pcie4.0x8", "12.5GB/s"])
-def test_a_link_is_read_however_it_is_written(text):
-    assert resources("12GiB", "32GiB", text).link_gb_per_s == 12.5
-
-
-def test_bandwidth_of_memory_counts_as_the_data_sheets_unless_it_was_measured():
-    stated, measured = (
-        quick("mixtral-8x7b", host_memory="128GiB", cpu_bandwidth=text) for text in ("100GB/s", "68GB/s measured")
-    )
-    assert stated.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=1e-6)
 
 
 def test_a_transformers_config_gives_the_plan_of_the_shipped_profile(tmp_path: Path):
@@ -385,18 +266,6 @@ def test_plans_stand_beside_published_speeds_as_the_docs_say():
     assert text in (Path(__file__).parents[2] / "docs" / "planner.md").read_text("utf-8")
     median = float(text.split("Median error ")[1].split("%")[0])
     assert median <= 15
-
-
-def test_the_command_prints_a_plan_and_its_json_begins_with_the_speed(tmp_path):
-    options = ["--model", "olmoe-1b-7b", "--gpu-memory", "8GiB", "--host-memory", "32GiB"]
-    shown = moe_sim("plan", *options, "--details", cwd=tmp_path)
-    assert all(word in shown.stdout for word in ("expect", "kept free", "wall", "limit", "or fit", "vLLM"))
-    assert "1.5 GiB of GPU memory, for the runtime and 0.5 GiB of a desktop" in shown.stdout
-    assert "--fit-target 1024: it measures what fits; -ngl, --n-cpu-moe and -ot switch that off" in shown.stdout
-    facts = json.loads(moe_sim("plan", *options, "--json", cwd=tmp_path).stdout)
-    assert next(iter(facts)) == "tokens_per_s"
-    assert facts["tokens_per_s_low"] < facts["tokens_per_s"] < facts["tokens_per_s_high"]
-    assert {each["name"] for each in facts["precisions"]} <= set(PRECISIONS)
 
 
 def test_several_models_are_a_table_and_an_unknown_one_is_an_error(tmp_path):

@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import shlex
 import shutil
 import subprocess
 from dataclasses import replace
@@ -22,7 +21,7 @@ from sim.loaded import TimedRun, load
 from sim.report import bounds, inputs, page
 from sim.results import summarise
 from sim.sweeps import verdict
-from tests.support.command import moe_sim, run
+from tests.support.command import moe_sim
 from traces import Trace, demo_trace
 from traces.synthetic import synthetic
 
@@ -211,35 +210,12 @@ def test_markup_in_data_is_escaped(copy):
     assert text.count("<script") == 1
 
 
-def test_one_request_gives_a_page_without_intervals(tmp_path):
-    assert _sweep(tmp_path, "--requests", 1).returncode == 0
-    text, problems = _page(tmp_path / "sweep")
-    assert any("fewer than two requests" in problem for problem in problems)
-    assert "fewer than two requests, to compare" in text
-
-
-def test_counts_without_a_clock_give_a_page_of_counts(tmp_path):
-    assert _sweep(tmp_path, "--requests", 3, "--untimed").returncode == 0
-    text, problems = _page(tmp_path / "sweep")
-    assert "Nothing was timed" in text
-    assert "of lookups miss" in text
-    assert not problems
-
-
 def test_a_damaged_and_a_missing_table_are_sentences_of_the_page(copy):
     (copy / "results.parquet").write_bytes(b"PAR1")
     text, problems = _page(copy)
     assert "There is no result to recommend anything by" in text
     (copy / "results.parquet").unlink()
     assert len(problems) == len(_page(copy)[1]) == 1
-
-
-def test_a_trace_that_has_gone_leaves_out_what_needs_it(copy):
-    file = copy / "winner.toml"
-    file.write_text(file.read_text("utf-8").replace(str(demo_trace()), "/nowhere/trace"), "utf-8")
-    _, problems = _page(copy)
-    assert any("cannot be read again" in problem for problem in problems)
-    assert any("Belady's bound and the physical floor cannot be computed" in problem for problem in problems)
 
 
 def test_a_missing_replay_is_said_and_only_missing_folders_are_refused(swept, tmp_path):
@@ -260,21 +236,6 @@ def test_a_measured_run_stands_beside_its_prediction(copy, tmp_path):
     section = text.split("Predicted against measured</h2>")[1]
     assert "-20.0%" in section
     assert "<svg" in section
-    assert not problems
-
-
-@pytest.mark.slow
-def test_a_replay_of_the_sweep_is_set_beside_it(swept, tmp_path):
-    import replay.commands
-
-    asked = ("--from", swept, "--cache-size", "25%", "--device", "virtual", "--requests", 1, "--out", "replayed", "-q")
-    ended = run(replay.commands.main, *asked, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    text, problems = _page(swept, tmp_path / "replayed")
-    section = text.split("Predicted against measured</h2>")[1]
-    assert "virtual: " in section
-    assert "+0.0%" in section
-    assert shlex.join(["moe-replay", *map(str, asked), "--overwrite"]) in html.unescape(section)
     assert not problems
 
 

@@ -4,8 +4,6 @@ import gzip
 import json
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,11 +13,11 @@ from policies.core import parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.results import summarise
-from sim.timeline import WHOLE, Window
+from sim.timeline import Window
 from sim.timeline import window as timeline_window
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces import DECODE, PREFILL, InputError, write_trace
+from traces import PREFILL, InputError, write_trace
 from traces.synthetic import synthetic
 
 
@@ -70,28 +68,6 @@ def test_the_row_is_the_cells_with_a_timeline_as_well(moe_sim_run, home, tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_the_block_adds_up_and_says_which_defaults_it_took(moe_sim_run, home):
-    status, out, err = moe_sim_run(str(home / "tiny"))
-    assert status == 0
-    assert "taking policy eamc-blend, cache size 25%, hardware a5000" in err
-    assert out.startswith("All 48 experts (3.38 MiB) fit the a5000: no cache is needed")
-    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
-    shares = [float(word.rstrip("%,")) for name in ("compute", "stalls") for word in lines[name].split() if "%" in word]
-    assert len(shares) == 6
-    assert sum(shares) == pytest.approx(100, abs=0.4)
-    hits = [float(word.rstrip("%,")) for word in lines["lookups"].split() if "%" in word]
-    assert sum(hits) == pytest.approx(100, abs=0.2)
-    assert "wrong=1.0" in lines["evict"]
-    assert moe_sim_run(str(home / "tiny"), "--quiet") == (0, "", "")
-
-
-@pytest.mark.parametrize("policy", ["belady", "pre-gated", "lru+oracle1"])
-def test_the_title_says_of_an_oracle_that_it_is_one(moe_sim_run, home, policy):
-    status, out, _ = moe_sim_run(str(home / "tiny"), "--policy", policy)
-    assert status == 0
-    assert f": {policy} (oracle), 12 (25%) of the experts" in out
-
-
 def test_tokens_choose_decode_steps_of_the_whole_run_and_play_stops_after_them(moe_sim_run, home, tmp_path):
     status, out, err = moe_sim_run(str(home / "tiny"), "--timeline", "out.json.gz", "--tokens", "9:11", "--json")
     assert status == 0, err
@@ -122,15 +98,6 @@ def test_a_long_run_shows_its_beginning_unasked_and_is_played_whole(moe_sim_run,
     steps, _ = steps_of(tmp_path / "out.json")
     assert [name for name, _ in steps] == ["prefill", "decode 0", "decode 1", "decode 2"]
     assert json.loads(out)["requests"] == 4
-
-
-def test_unasked_a_run_of_at_most_two_thousand_steps_is_shown_whole():
-    def steps(*phases: int) -> Any:
-        return SimpleNamespace(phase=np.array(phases, np.uint8))
-
-    assert timeline_window.first_steps([steps(*[DECODE] * 1_000), steps(*[DECODE] * 1_000)]) == WHOLE
-    assert timeline_window.first_steps([steps(*[DECODE] * 2_001)]) == Window("decode steps", 0, 100, stops=False)
-    assert timeline_window.first_steps([steps(PREFILL)] * 2_001) == Window("requests", 0, 100, stops=False)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from policies.core import parse
 from sim.analysis import point_of
-from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, figure, plan, save, sensitivity
+from sim.analysis.sensitivity import DISK, HOST, MACHINE, plan, sensitivity
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
-from sim.profiles.measured import MeasuredModel
 from sim.profiles.roofline import Roofline, disk_link, host_link
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
@@ -179,115 +177,6 @@ def test_a_variant_is_the_cell_that_a_user_would_have_typed(home):
     assert "depth is 0, which no factor changes" in left_out
 
 
-def test_a_value_that_the_policy_refuses_is_left_out_and_said_so(home):
-    effects, _, left_out = measured(home, "some", "s3fifo:small=0.9", 16, requests=1)
-    assert (effects["small"].down[0], effects["small"].up) == (0.72, None)
-    assert any(text.startswith("small at 1.08: s3fifo needs small above 0 and below 1") for text in left_out)
-
-
-def test_a_layers_own_slots_cannot_become_fewer_than_the_layers(home):
-    effects, _, left_out = measured(home, "some", "lru@layer", 4, requests=1)
-    assert effects["cache size"].down is None
-    assert effects["cache size"].up[0] == 5
-    assert any("cannot be divided among 4 layers" in text for text in left_out)
-
-
-def test_where_experts_differ_in_size_the_cache_is_moved_in_bytes(home):
-    def of(sizes):
-        loaded = TimedRun.of(Experiment(str(home / "some")))
-        assert loaded.profile
-        loaded = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=sizes))
-        point = point_of(loaded, parse("lru"), loaded.slots("50%"))
-        found = sensitivity(point, plan(point, 0.2)[0])
-        return {effect.parameter.name: effect for effect in found.effects}
-
-    plain, equal, differing = of(()), of((EXPERT_BYTES,) * 4), of((EXPERT_BYTES, EXPERT_BYTES // 2) * 2)
-    assert {name: effect.changes for name, effect in equal.items()} == {
-        name: effect.changes for name, effect in plain.items()
-    }
-    units = (each["cache size"].parameter.unit for each in (plain, equal, differing))
-    assert list(units) == ["slots", "slots", "B"]
-    here, down, up = (differing["cache size"].here[0], differing["cache size"].down[0], differing["cache size"].up[0])
-    assert here == 24 * EXPERT_BYTES
-    assert (down, up) == (round(0.8 * here), round(1.2 * here))
-    assert min(differing["cache size"].changes) < 0 < max(differing["cache size"].changes)
-
-
-@pytest.mark.parametrize("sizes", [(), (EXPERT_BYTES, EXPERT_BYTES // 2) * 2])
-def test_larger_experts_are_as_many_in_host_memory_as_before(home, sizes):
-    """However it is given, host memory holds half of the experts: reads are as many, of more bytes each."""
-    loaded = TimedRun.of(Experiment(str(home / "some"), requests=2))
-    assert loaded.profile
-    loaded = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=sizes))
-    everything = 64 * EXPERT_BYTES if loaded.sizes is None else int(loaded.sizes.sum())
-    reads = []
-    for given in ("50%", "32", f"{everything // 2}B"):
-        at = replace(loaded, experiment=replace(loaded.experiment, host_memory=given))
-        point = point_of(at, parse("lru"), at.slots("25%"))
-        variants = [each for each in plan(point, 0.2)[0] if each.parameter.name == "expert size"]
-        found = sensitivity(point, variants)
-        assert len({row["reads_demand"] for row in (found.row, *(row for _, row in found.variants))}) == 1, given
-        reads.append(found.effects)
-    assert [each[0].changes for each in reads] == [reads[0][0].changes] * 3
-
-
-def test_where_nothing_is_decoded_ttft_counts(home):
-    _, found, _ = measured(home, "prompts", slots=16)
-    assert found.metric == "ttft_mean_ms"
-    assert found.effective
-
-
-def test_the_number_of_workers_changes_no_figure(home):
-    """Machines, setups and options made on the spot reach threads and other processes alike."""
-    rows = []
-    for workers in (1, 2):
-        loaded = TimedRun.of(Experiment(str(home / "some"), requests=2))
-        point = point_of(loaded, parse("lru+markov"), 16)
-        variants, _ = plan(point, 0.3)
-        rows.append(sensitivity(point, variants, workers).rows())
-    assert rows[0] == rows[1]
-    assert len(rows[0]) > 15
-
-
-def test_rows_are_the_point_and_each_cell_played_and_the_picture_is_drawn(home, tmp_path):
-    _, found, _ = measured(home, "some", "lru+markov", 16, requests=2)
-    files = save(found, tmp_path)
-    assert {file.name for file in files} == {"sensitivity.parquet", "sensitivity.png"}
-    assert {file.name for file in tmp_path.iterdir()} == {"sensitivity.parquet", "sensitivity.png", MARKER}
-    assert files[1].read_bytes().startswith(b"\x89PNG")
-    frame = pd.read_parquet(files[0])
-    assert list(frame.columns) == ROWS.names
-    assert frame["parameter"].isna().tolist() == [True] + [False] * (len(frame) - 1)
-    here = frame["tpot_mean_ms"].iloc[0]
-    assert (frame["tpot_mean_ms"] / here - 1).iloc[1:].tolist() == pytest.approx(frame["change"].iloc[1:].tolist())
-    link = frame[frame["parameter"] == "link bandwidth"]
-    assert link["value"].tolist() == [19.2, 28.8]
-    assert frame["change"].abs().max() == found.effects[0].largest
-
-
-@pytest.mark.parametrize(
-    ("text", "names", "moved"),
-    [
-        ("eamc:capacity=5", {"capacity": 7}, "eamc:capacity=7"),
-        ("eamc:capacity=5:matches=2@layer", {"capacity": 7}, "eamc:matches=2:capacity=7@layer"),
-        ("expert-map+previous", {"evict.depth": 2, "capacity": 9}, "expert-map:depth=2:capacity=9+previous"),
-        ("expert-map+previous", {"prefetch.budget": 0.5}, "expert-map+previous:budget=0.5"),
-        ("eamc+eamc", {"capacity": 7}, "eamc:capacity=7+eamc:capacity=7"),
-        ("eamc+none", {"eps": 1e30}, "eamc:eps=1e30+none"),
-        ("eamc-v1", {"split": False}, "eamc-v1:split=false"),
-        ("random:seed=3", {"seed": 4}, "random:seed=4"),
-    ],
-)
-def test_options_are_typed_where_they_belong(text, names, moved):
-    policy = parse(text)
-    changed = policy.with_options(names)
-    assert changed.text == moved
-    again = {option.name: option.value for option in changed.declared()}
-    assert {name: again[name] for name in names} == names
-    untouched = {option.name: option.value for option in policy.declared() if option.name not in names}
-    assert {name: again[name] for name in untouched} == untouched
-
-
 @pytest.fixture
 def command(tmp_path):
     """Runs `moe-sim sensitivity` in a folder of its own: status, standard output, standard error."""
@@ -313,38 +202,3 @@ def test_the_command_ranks_names_what_helps_most_and_writes(command, home, tmp_p
     told = json.loads(out)
     assert told["metric"] == "tpot_mean_ms"
     assert {each["parameter"] for each in told["parameters"]} >= {"link bandwidth", "cache size", "expert size"}
-
-
-def test_titles_name_the_users_and_when_they_arrive(command, home):
-    asked = (home / "every", "--policy", "lru", "--cache-size", "50%", "--hardware", home / "link.toml", "--step", "1%")
-    _, out, err = command(*asked, "--max-batch", 2, "--arrival-rate", 2.5, "--workers", 1)
-    assert "; 2 requests at a time, arrivals poisson at 2.5 a second; TPOT ms " in out, err
-    _, found, _ = measured(home, "every", hardware=str(home / "link.toml"), max_batch=2)
-    assert figure(found).axes[0].get_title().endswith("\n2 requests at a time, arrivals closed")
-
-
-def test_a_model_that_was_measured_on_the_machine_is_moved_by_its_rates(home):
-    """Tables have no link to move; what the policy was measured to cost there stays."""
-    loaded = TimedRun.of(Experiment(trace=str(home / "every"), hardware=str(home / "link.toml")))
-    assert loaded.profile
-    assert loaded.hardware
-    table = ((1, 1, 10),)
-    measured = MeasuredModel(
-        model=loaded.profile.name,
-        expert_bytes=EXPERT_BYTES,
-        transfer_ns=5_000,
-        latency_ns=0,
-        turnaround_ns=10,
-        launch_ns=0,
-        first_dense=table,
-        dense=table,
-        expert=((1, 10),),
-        combine=((1, 1),),
-        head=((1, 1),),
-        predictor_us={"lru": 3.0},
-    )
-    machine = replace(loaded.hardware, measured=(measured,))
-    point = point_of(replace(loaded, hardware=machine), parse("lru"), TOKEN)
-    assert point.loaded.measured is None
-    assert point.predictor_us == 3.0
-    assert "link bandwidth" in {variant.parameter.name for variant in plan(point, 0.2)[0]}

@@ -1,5 +1,4 @@
 import itertools
-import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,8 @@ from policies.core import PolicySpec, ScorePolicy, parse
 from sim.engines import compiling
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
-from sim.loop import Requests, users
-from sim.results import REQUESTS_FILE, RESULTS_FILE, plot
+from sim.loop import Requests
+from sim.results import REQUESTS_FILE, RESULTS_FILE
 from sim.results.metrics import Summary
 from sim.sweeps import (
     Grid,
@@ -31,9 +30,8 @@ from sim.sweeps import (
     sweep,
     winner,
 )
-from sim.sweeps.grid import by_source
 from tests.support.tiny import SIZES
-from traces import DECODE, MARKER, InputError, Shards, Trace, write_trace
+from traces import DECODE, MARKER, InputError, Trace, write_trace
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 3
@@ -61,16 +59,6 @@ def grid(policies="lru,lfu", **sizes):
     return Grid(tuple(parse(policy) for policy in policies.split(",")), sizes or {"25%": 16, "50%": 32})
 
 
-def test_rows_come_by_size_and_then_by_policy_as_typed(folder):
-    found = run_grid(TimedRun.of(Experiment(folder)), grid("lru,lru+popular"))[0]
-    assert [(row["cache_experts"], row["policy"]) for row in found.rows] == [
-        (16, "lru"),
-        (16, "lru+popular"),
-        (32, "lru"),
-        (32, "lru+popular"),
-    ]
-
-
 def test_a_trace_read_whole_lets_policies_hear_what_its_files_do(tmp_path):
     made = synthetic(3, tokens=5, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=2, prompt_tokens=4)
     ids = np.arange(len(made.experts), dtype=np.int32)
@@ -80,13 +68,6 @@ def test_a_trace_read_whole_lets_policies_hear_what_its_files_do(tmp_path):
         assert whole.lookahead
         np.testing.assert_array_equal(read.token_ids, whole.token_ids)
         np.testing.assert_array_equal(read.lookahead.experts, whole.lookahead.experts)
-
-
-def test_an_untimed_run_says_which_policies_it_does_not_run_whole(folder):
-    policies = [parse(policy) for policy in ("lru", "lru+popular", "lru/host", "lru@layer")]
-    (note,) = report.untimed_note(load(Experiment(folder, untimed=True)), policies)
-    assert note.endswith("of lru+popular, lru/host only the eviction policy counts")
-    assert not list(report.untimed_note(TimedRun.of(Experiment(folder)), policies))
 
 
 def test_a_size_that_holds_as_many_experts_as_another_one_is_not_run_and_said(folder):
@@ -144,13 +125,6 @@ def test_stall_and_compute_fill_the_time(folder):
         elapsed = (row["ttft_mean_ms"] + 12 * row["tpot_mean_ms"]) * 4
         assert row["gpu_idle_ms"] + row["compute_busy_ms"] == pytest.approx(elapsed)
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / elapsed * 1e3)
-
-
-def test_untimed_counts_have_no_times(folder):
-    found = run_grid(load(Experiment(folder, untimed=True)), grid("lru,belady"))[0]
-    assert all(row["tpot_mean_ms"] is None and row["hardware"] is None for row in found.rows)
-    assert all(row["bytes_demand"] == row["misses"] * 73_728 for row in found.rows)
-    assert found.judged_by == "misses"
 
 
 @pytest.mark.parametrize("untimed", [False, True])
@@ -346,12 +320,6 @@ def test_tables_of_two_machines_have_a_folder_each_and_one_table_of_all(folder, 
         assert winner.read(tmp_path / name)[0].hardware == name
 
 
-def test_users_beyond_the_requests_take_no_memory(folder):
-    found = users(Experiment(folder, max_batch=10**15), Shards.open(folder))
-    assert found is not None
-    assert found.max_batch == 4
-
-
 def test_a_run_of_which_every_step_has_a_warm_up_request_is_refused(tmp_path):
     alike = written(synthetic(4, tokens=4, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=3), tmp_path / "alike")
     loaded = TimedRun.of(Experiment(alike, max_batch=4, warmup_requests=3))
@@ -408,12 +376,3 @@ def test_files_that_a_winner_names_are_found_from_any_folder(tmp_path, monkeypat
     found = winner.read(tmp_path)[0]
     for name in ("trace", "hardware", "model_profile", "expert_sizes"):
         assert getattr(found, name) == str(tmp_path / getattr(setup, name)), name
-
-
-def test_traces_of_one_name_are_a_line_each_of_the_figure_of_users(folder, tmp_path):
-    same, other = (str(shutil.copytree(folder, tmp_path / name)) for name in ("there/tiny", "other"))
-    setups = [Experiment(trace, max_batch=n) for trace in (folder, same, other) for n in (1, 2)]
-    tables = by_source([run_grid(load(setup), grid("lru"))[0] for setup in setups])
-    assert list(tables) == [folder, same, "other"]
-    lines = plot.users(tables).axes[0].get_lines()
-    assert [np.asarray(line.get_xdata()).tolist() for line in lines] == [[1, 2]] * 6

@@ -10,23 +10,21 @@ import numpy as np
 import pytest
 
 from policies.core import Shape, parse
-from sim.commands.systems import _title
 from sim.engines import compiled_engine, simpy_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop import gpu_run
-from sim.profiles.derived import Blocking, FirstLayersElsewhere
+from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import hardware
-from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
-from sim.systems import Setting, chosen, table1, transforms
+from sim.systems import Setting, table1, transforms
 from sim.systems.predict import CannotRunError, SystemRun
 from sim.systems.system import systems
 from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
-from traces import DECODE, InputError, write_trace
+from traces import DECODE, write_trace
 from traces.models.profile import model
 from traces.synthetic import synthetic
 
@@ -79,17 +77,6 @@ def test_each_system_plays_alike_on_both_engines(home, name):
 def test_a_system_that_cannot_run_says_why(home, name):
     with pytest.raises(CannotRunError, match=REFUSED[name]):
         SystemRun.of(systems()[name], setting_of(home, size="50%"))
-
-
-def test_the_title_writes_the_cache_size_as_tables_do(home):
-    assert re.search(r" of GPU memory, \d+ \(25%\) of the experts$", _title(setting_of(home)))
-
-
-def test_every_system_declares_its_assumptions_and_a_source():
-    for system in systems().values():
-        assert system.assumptions.endswith(".")
-        assert system.sources or system.name == "resident"
-        assert "  " not in system.assumptions
 
 
 def test_copying_back_doubles_the_time_of_a_transfer():
@@ -168,15 +155,6 @@ def test_a_frameworks_overhead_is_paid_in_each_layer_and_once_a_token(trace):
     np.testing.assert_array_equal(slower.step_ns - plain.step_ns, L * 1_000 + 30)
 
 
-def test_an_encoder_has_no_overhead_where_tokens_are_decoded():
-    profile = model("nllb-moe-54b")
-    plain = Roofline(hardware("h100"), profile)
-    slower = transforms.Overhead(plain, 1_000, 0)
-    layers = range(profile.moe_layers)
-    more = [[slower.dense_ns(i, n, 64) - plain.dense_ns(i, n, 64) for i in layers] for n in (64, 1)]
-    assert more == [[1_000] * 12, [0] * 6 + [1_000] * 6]
-
-
 def test_blocking_computes_the_experts_of_an_encoder_in_prefills_alone():
     profile = model("nllb-moe-54b")
     plain = Roofline(hardware("h100"), profile)
@@ -186,26 +164,6 @@ def test_blocking_computes_the_experts_of_an_encoder_in_prefills_alone():
         more = dense + 12 * (timing.combine_ns(tokens) - plain.combine_ns(tokens))
         more += timing.head_ns(tokens) - plain.head_ns(tokens)
         assert more == layers * computed * plain.expert_ns(1)
-
-
-def test_the_dense_part_of_the_first_layers_goes_to_the_cpu():
-    machine, profile = hardware("a5000"), model("deepseek-v2-lite")
-    gpu, cpu = Roofline(machine, profile), Roofline(transforms.as_cpu(machine), profile)
-    timing = FirstLayersElsewhere(gpu, cpu, 2)
-    found = [timing.dense_ns(layer, 1, 64) for layer in range(4)]
-    assert found == [cpu.dense_ns(0, 1, 64), cpu.dense_ns(1, 1, 64), gpu.dense_ns(2, 1, 64), gpu.dense_ns(3, 1, 64)]
-    assert cpu.dense_ns(1, 1, 64) > gpu.dense_ns(1, 1, 64)
-
-
-def test_popular_experts_are_those_that_static_keeps():
-    assert transforms.popular(np.array([3, 5, 5, 1, 5]), 2).tolist() == [2, 4]
-
-
-def test_a_precision_changes_the_bytes_of_an_expert_and_what_fits(home):
-    setting = setting_of(home, "deepseek", size=None)
-    quantised = replace(setting, precision="Q8_0")
-    assert quantised.model().expert_bytes == round(setting.model().expert_parameters * bytes_per_parameter("Q8_0"))
-    assert setting.slots() < quantised.slots() == 26 * 64
 
 
 def test_the_default_budget_is_what_dense_part_and_kv_cache_leave(home):
@@ -223,14 +181,6 @@ def test_the_declared_overheads_are_table_1s_mean_less_idle_less_our_compute():
         if row.get("idle_ms"):
             declared_ms = systems()[name].us_per_layer * 26 / 1e3
             assert declared_ms == pytest.approx(row["mean_ms"] - row["idle_ms"] - compute_ms, abs=0.05), name
-
-
-def test_the_papers_headline_follows_from_its_rows():
-    printed = table1.printed()
-    ratios = [
-        row["mean_ms"] / printed["moe-infinity"]["mean_ms"] for name, row in printed.items() if name != "moe-infinity"
-    ]
-    assert (round(min(ratios), 1), round(max(ratios), 1)) == table1.HEADLINE
 
 
 def test_table_1_is_printed_beside_the_predictions_of_its_model(moe_sim_systems, home):
@@ -264,24 +214,6 @@ def test_a_system_that_sees_the_future_is_marked_and_one_that_streams_layers_is_
     assert [one["oracle"] for one in json.loads(out)["systems"]] == [True, False]
 
 
-def test_the_shipped_trace_works(moe_sim_systems):
-    code, out, told = moe_sim_systems("--requests", 1, "--systems", "vllm,ktransformers")
-    assert code == 0
-    assert "all experts fit" in out
-    assert "taking the shipped trace" in told
-
-
-def test_a_system_that_cannot_run_is_named_with_the_reason(moe_sim_systems, home):
-    wanted = "resident,promoe,vllm"
-    code, out, _ = moe_sim_systems(home / "tiny", "--systems", wanted, "--cache-size", "25%", "--json")
-    resident, promoe, vllm = json.loads(out)["systems"]
-    assert code == 0
-    assert "room for" in resident["reason"]
-    assert "--predictor" in promoe["reason"]
-    assert vllm["tpot_mean_ms"] is None
-    assert "a layer has 16" in vllm["reason"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -295,19 +227,3 @@ def test_options_that_cannot_be_used_are_refused(moe_sim_systems, home, monkeypa
     code, _, error = moe_sim_systems(*arguments)
     assert code == 2
     assert reason in error
-
-
-def test_quantised_weights_leave_the_kv_cache_as_it_is(home):
-    setting = setting_of(home, "deepseek", "25%")
-    whole, quantised = (setting.model(each) for each in chosen(["resident", "resident-q4"]))
-    assert quantised.dense_bytes < whole.dense_bytes
-    assert quantised.kv_cache_bytes(544) == whole.kv_cache_bytes(544)
-
-
-def test_a_model_whose_experts_differ_in_size_needs_a_precision(home):
-    setting = setting_of(home, "deepseek", "25%")
-    sized = replace(setting.loaded.profile, layer_expert_bytes=tuple(range(10_000, 10_026)))
-    setting = replace(setting, loaded=replace(setting.loaded, profile=sized))
-    with pytest.raises(InputError, match=r"experts of several sizes.*use --precision"):
-        setting.slots()
-    assert replace(setting, precision="fp8").slots() == 26 * 64 // 4

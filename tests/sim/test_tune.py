@@ -142,15 +142,6 @@ def test_what_fits_the_first_half_alone_is_told_from_what_helps(home, tmp_path):
     assert found.gains[0] > 0 > found.gains[1]
 
 
-def test_the_policy_as_typed_is_the_best_where_no_trial_is_better(home, tmp_path):
-    mine = f"lru+{home / 'mine.py'}:Wasteful:number=9"
-    found = found_by(search_of(home, mine, "number=10..16", trials=3), tmp_path / "a")
-    assert found.best == found.typed
-    assert not found.improved
-    assert not found.overfit
-    assert found.gains == (0, 0)
-
-
 def test_what_the_policy_refuses_is_pruned_and_told(home, tmp_path):
     mine = f"lru+{home / 'mine.py'}:Wasteful"
     search = search_of(home, mine, "number=1..16:at_most=4|16", trials=16)
@@ -214,33 +205,6 @@ def test_the_same_options_are_played_once(home, tmp_path, monkeypatch):
     assert {trial.policy for trial in found.trials} == {"eamc:cosine=flat", "eamc:cosine=rows"}
 
 
-def test_untimed_misses_count(home, tmp_path):
-    found = found_by(search_of(home, "lru+popular@layer", "n=1..2", 2, untimed=True), tmp_path / "a")
-    assert found.metric == "misses"
-    found = found_by(search_of(home, "lrfu", "decay=0.0001..1", 12, untimed=True), tmp_path / "b")
-    setup = load(Experiment(str(home / "tiny"), requests=2, untimed=True))
-    for trial in found.trials:
-        [(row, _)] = run_cells(setup, parse(trial.policy), [SLOTS], lambda played: None)
-        assert trial.value == row["misses"]
-    assert found.typed.second > 0
-
-
-def test_an_odd_request_is_judged_and_one_alone_is_too_few(home):
-    halves = Halves.of(Experiment(str(home / "tiny"), requests=3))
-    assert (len(halves.first.trace.requests), halves.second.experiment.warmup_requests) == (1, 1)
-    assert len(halves.second.trace.requests) == 3
-    with pytest.raises(InputError, match="has 1 request: half of them tune"):
-        Halves.of(Experiment(str(home / "tiny"), requests=1))
-
-
-def test_fewer_than_six_requests_that_decode_may_judge_by_chance(tmp_path):
-    made = synthetic(12, 2, LAYERS, USED, TOP_K, seed=3)
-    write_trace(replace(made, meta=replace(made.meta, model="tiny", experts=EXPERTS, **SIZES)), tmp_path / "t")
-    for requests, few in ((12, False), (11, False), (10, True)):
-        halves = Halves.of(Experiment(str(tmp_path / "t"), requests=requests))
-        assert (halves.few("tpot_mean_ms"), halves.few("misses"), halves.few("ttft_mean_ms")) == (few, few, True)
-
-
 def described(space):
     """Each option's choices, or low, high and whether the scale is logarithmic."""
     ranges = {each.option.name: each.distribution for each in space}
@@ -265,18 +229,6 @@ def test_a_typed_space_is_read_by_the_options_types():
     assert again == space
     both = space_of(parse("expert-map+previous"), SHAPE, "evict.depth=1..3:prefetch.budget=0.5|inf")
     assert described(both) == {"evict.depth": (1, 3, False), "prefetch.budget": (0.5, float("inf"))}
-
-
-def test_drawn_decimals_are_short_and_stay_in_their_range():
-    (dimension,) = space_of(parse("lrfu"), SHAPE, "decay=0.0001..0.12345")
-    assert dimension.distribution.log
-    assert dimension.value(0.0123456789) == 0.01235
-    (narrow,) = space_of(parse("lrfu"), SHAPE, "decay=0.12341..0.12344")
-    assert [narrow.value(drawn) for drawn in (0.12341, 0.12344)] == [0.12341, 0.12341]
-    (above,) = space_of(parse("lrfu"), SHAPE, "decay=0.1..0.12346")
-    assert above.value(0.12346) == 0.12346
-    (whole,) = space_of(parse("clock"), SHAPE, "bits=1..8")
-    assert whole.value(3) == 3
 
 
 def test_an_unasked_space_is_what_the_policy_declares_and_accepts():
@@ -305,14 +257,6 @@ def test_an_unasked_space_is_what_the_policy_declares_and_accepts():
 def test_a_space_that_the_policy_does_not_have_is_refused(policy, search, complaint):
     with pytest.raises(InputError, match=re.escape(complaint)):
         space_of(parse(policy), SHAPE, search)
-
-
-def test_a_damaged_journal_is_refused(home, tmp_path):
-    found_by(search_of(home, "eamc", "capacity=5..8", 2), tmp_path)
-    text = (tmp_path / NAME).read_text()
-    (tmp_path / NAME).write_text(text.replace('"value": ', '"value": 1', 1))
-    with pytest.raises(InputError, match="is damaged or of another version"):
-        Journal(tmp_path)
 
 
 @pytest.fixture
@@ -357,20 +301,6 @@ def test_the_command_tells_writes_and_goes_on(command, tmp_path):
     status, out, err = command(*more, "--resume", "--json", "--quiet")
     assert (status, err.count("warning")) == (0, err.count("\n"))
     assert [trial["policy"] for trial in json.loads(out)["trials"]][:6] == before
-
-
-def test_the_command_warns_of_a_gain_over_few_requests(command, home):
-    wasteful = ("--policy", f"lru+{home / 'mine.py'}:Wasteful", "--search", "number=8|9", "--cache-size", SLOTS)
-    status, _, err = command(*wasteful, "--trials", "4", "--workers", "1", "--quiet")
-    assert status == 0
-    assert "warning: the gain may be chance: fewer than 6 requests of the second half show no difference" in err
-
-
-def test_the_command_warns_of_what_fits_the_first_half_alone(command, home):
-    lucky = f"{home / 'mine.py'}:Lucky"
-    status, _, err = command("--policy", lucky, "--trials", "4", "--workers", "1", "--quiet", "--cache-size", SLOTS)
-    assert status == 0
-    assert "warning: on the second half the best is no better than the policy as given" in err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")

@@ -1,25 +1,21 @@
 """Every MoE architecture of transformers: what is recorded of a tiny model is what its experts compute."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import typer
 from torch import nn
 from transformers import PretrainedConfig
-from typer.testing import CliRunner
 
 from tests.support.architectures import names, tiny_model
 from tests.support.routing_oracle import IDS, check, merged, observed, run
 from tracer import ExpertsHook
-from tracer.commands.profile import architectures as command
 from tracer.nllb import NOTE
 from traces import InputError
 from traces.models import Interface
-from traces.models.architectures import ADAPTED, architectures
+from traces.models.architectures import ADAPTED
 
 RECORDED = sorted(set(names()) - {"diffusion_gemma"})  # by the hook; what does not answer has no recording
 
@@ -326,24 +322,3 @@ class TestRemoteCode:
     def test_half_precision_is_attributed_too(self) -> None:
         for dtype in (torch.bfloat16, torch.float16):
             assert (merged(observed(Remote(DeepseekStyle).to(dtype))[1]) >= 0).all()
-
-
-class TestCommand:
-    def ask(self, *options: str) -> str:
-        app = typer.Typer()
-        app.command()(command)
-        return CliRunner().invoke(app, list(options)).stdout
-
-    def test_each_architecture_has_a_line(self) -> None:
-        lines = [line.split(maxsplit=1) for line in self.ask().splitlines()]
-        assert [name for name, _ in lines] == [*KNOWN.split(), "arctic", "deepseek-moe-16b"]
-        told = dict(lines)
-        assert told["olmoe"] == "experts interface"
-        assert "patched while recording" in told["nllb_moe"]
-        assert told["diffusion_gemma"].startswith("refused: ")
-        assert "--trust-remote-code" in told["arctic"]
-
-    def test_json_has_the_same(self) -> None:
-        told = json.loads(self.ask("--json"))
-        assert [one["name"] for one in told] == [one.name for one in architectures()]
-        assert [one["name"] for one in told if not one["recorded"]] == ["diffusion_gemma", "openai_privacy_filter"]

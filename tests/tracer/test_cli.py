@@ -25,8 +25,6 @@ from tracer import demo
 from tracer.commands.record import Meter
 from traces import EXTRA, Trace, demo_trace
 
-COMMAND = [sys.executable, "-c", "from tracer.commands import main; main()"]
-
 
 @pytest.fixture
 def refuses(moe_trace: Run) -> Callable[..., None]:
@@ -39,23 +37,6 @@ def refuses(moe_trace: Run) -> Callable[..., None]:
         assert reason in last
 
     return check
-
-
-def test_recording_with_defaults_says_which_it_took_and_where_the_result_lies(
-    tmp_path: Path, moe_trace: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = moe_trace("record", "--limit", 3, "--max-new-tokens", 3)
-    assert result.returncode == 0, result.stderr
-    assert f"no --model given: taking what ships with the project, {demo.MODEL}" in result.stderr
-    assert f"no --prompts given: taking what ships with the project, {demo.PROMPTS}" in result.stderr
-    assert result.stdout.startswith("traces/recorded/demo: 3 requests")
-    assert "next: moe-trace info traces/recorded/demo" in result.stdout
-    trace = Trace.read(tmp_path / "traces/recorded/demo")
-    assert trace.requests["id"].tolist() == ["arithmetic-1", "arithmetic-2", "arithmetic-3"]
-    again = moe_trace("record", "--limit", 1)
-    assert again.returncode == 2
-    assert "--overwrite" in again.stderr
 
 
 def test_the_shipped_trace_is_what_the_shipped_model_routes(tmp_path: Path, moe_trace: Run) -> None:
@@ -88,38 +69,6 @@ def test_an_interrupted_recording_ends_with_130_and_is_readable(
         f"{tmp_path / 't'}, and --resume continues with them"
     )
     assert len(Trace.read(tmp_path / "t").requests) == 2
-
-
-def test_info_prints_the_facts_as_table_and_as_json(moe_trace: Run) -> None:
-    text = moe_trace("info", demo_trace()).stdout
-    for part in ("demo-olmoe", "10 MoE layers x 32 experts, top-4", "49,152 bytes", "next: moe-sim sweep"):
-        assert part in text
-    facts = json.loads(moe_trace("info", demo_trace(), "--json").stdout)
-    assert facts["requests"] == 64
-    assert facts["decode"]["reuse"]["chance"] == 4 / 32
-
-
-def test_validate_accepts_a_whole_trace_and_names_the_fault_of_a_broken_one(
-    tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]
-) -> None:
-    assert "is sound: 64 requests" in moe_trace("check", demo_trace()).stdout
-    shutil.copytree(demo_trace(), tmp_path / "t")
-    part = tmp_path / "t/routing/part-00000.parquet"
-    part.write_bytes(part.read_bytes()[:1000])
-    refuses("check", tmp_path / "t", reason=f"{part} is truncated")
-
-
-def test_import_takes_the_json_beside_the_arrays(tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]) -> None:
-    experts = np.array([[[0, 1]], [[2, 1]]], np.uint8)
-    np.savez(tmp_path / "x.npz", experts=experts, offsets=np.array([0, 2]))
-    (tmp_path / "x.json").write_text('{"experts": 4, "phase": "decode", "model": "m"}')
-    result = moe_trace("import", tmp_path / "x.npz", "--out", tmp_path / "t")
-    assert result.returncode == 0, result.stderr
-    assert f"taking {tmp_path / 'x.json'}" in result.stderr
-    assert "1 requests, 2 tokens of m" in result.stdout
-    assert Trace.read(tmp_path / "t").num_experts == 4
-    refuses("import", tmp_path / "x.npz", "--experts", 8, "--out", tmp_path / "u", reason="--experts says 8")
-    assert not (tmp_path / "u").exists()
 
 
 def test_only_recording_needs_torch() -> None:
@@ -204,39 +153,6 @@ def test_an_interrupted_recording_is_resumed_by_the_same_command(
     result = moe_trace(*command, "--resume", "--out", tmp_path / "t")
     assert result.returncode == 0, result.stderr
     assert_same(Trace.read(tmp_path / "whole", EXTRA), Trace.read(tmp_path / "t", EXTRA), EXTRA)
-
-
-def test_shards_are_named_and_joined(tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]) -> None:
-    for part in ("1/2", "2/2"):
-        moe_trace("record", "--limit", 3, "--shard", part, "--out", tmp_path / part.replace("/", "of"))
-    joined = moe_trace("cat", tmp_path / "1of2", tmp_path / "2of2", "--out", tmp_path / "t")
-    assert joined.returncode == 0, joined.stderr
-    assert joined.stdout.startswith(f"{tmp_path / 't'}: 3 requests")
-    for shard in ("3/2", "0/2", "1/²", f"1/{'9' * 5000}"):
-        refuses("record", "--shard", shard, reason=f"--shard '{shard}': give I/N, such as 2/8")
-
-
-def test_slice_and_sample_take_what_is_asked_for(tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]) -> None:
-    moe_trace("slice", demo_trace(), "--task", "law", "--task", "code", "--requests", "1:-1", "--out", tmp_path / "a")
-    tasks = Trace.read(tmp_path / "a").requests
-    assert tasks["id"].tolist() == [f"code-{n}" for n in range(2, 9)] + [f"law-{n}" for n in range(1, 8)]
-    moe_trace("sample", demo_trace(), "--requests", 1, "--per-task", "--out", tmp_path / "b")
-    assert Trace.read(tmp_path / "b").requests["task"].is_unique
-    refuses("slice", demo_trace(), "--task", "lav", "--out", tmp_path / "c", reason="did you mean law")
-    refuses("slice", demo_trace(), "--requests", "a:b", "--out", tmp_path / "c", reason="give FROM:TO")
-    refuses("slice", demo_trace(), "--requests", "70:", "--out", tmp_path / "c", reason="is chosen: nothing")
-    refuses("sample", demo_trace(), "--requests", 65, "--out", tmp_path / "c", reason="holds 64 requests")
-    assert not (tmp_path / "c").exists()
-
-
-def test_eams_alone_can_be_looked_at_and_not_played(tmp_path: Path, moe_trace: Run) -> None:
-    rows = [f"{layer},{expert},{expert + 1}" for layer in range(2) for expert in range(4)]
-    (tmp_path / "counts.csv").write_text("\n".join(rows) + "\n")
-    made = moe_trace("import", tmp_path / "counts.csv", "--top-k", 2, "--out", tmp_path / "t")
-    assert made.returncode == 0, made.stderr
-    assert "EAMs of 1 requests" in made.stdout
-    assert "EAMs only" in moe_trace("info", tmp_path / "t").stdout
-    assert moe_trace("check", tmp_path / "t").returncode == 0
 
 
 def test_code_that_comes_with_a_model_runs_only_if_trusted(

@@ -1,7 +1,6 @@
 """`moe-trace import` and `export` as they are typed."""
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from tests.support.command import Run
 from tests.support.dumps import KNOWN, MAPPING, known, passes, same, stat, vllm_answer, write_lines
 from tracer import load
-from traces import Trace, write_trace
+from traces import Trace
 
 
 def tensors(value: Any) -> Any:
@@ -22,15 +21,6 @@ def tensors(value: Any) -> Any:
     if isinstance(value, list):
         return [tensors(one) for one in value]
     return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-
-
-def test_answers_become_a_trace_and_the_assumption_is_said(tmp_path: Path, moe_trace: Run) -> None:
-    file = write_lines(tmp_path / "a.jsonl", [vllm_answer(known(), i) for i in range(3)])
-    ended = moe_trace("import", file, "--out", tmp_path / "t")
-    assert ended.returncode == 0, ended.stderr
-    assert "warning: the number of experts is taken from the largest id: 8" in ended.stderr
-    assert f"next: moe-trace info {tmp_path / 't'}" in ended.stdout
-    same(Trace.read(tmp_path / "t"), known(), steps=True)
 
 
 def test_a_refused_dump_leaves_nothing(tmp_path: Path, moe_trace: Run) -> None:
@@ -85,33 +75,3 @@ def test_a_torch_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(pickle.UnpicklingError):
         load(tmp_path / "d.pt")
     assert not (tmp_path / "harm").exists()
-
-
-@pytest.mark.parametrize(("to", "what"), [("oracleGeneral", "accesses"), ("csv", "rows"), ("npz", "tokens")])
-def test_an_export_says_what_it_wrote_and_replaces_nothing_unasked(
-    tmp_path: Path, moe_trace: Run, to: str, what: str
-) -> None:
-    write_trace(known(), tmp_path / "t")
-    out = tmp_path / "x.npz"
-    arguments = ("export", tmp_path / "t", "--to", to, "--phase", "decode", "--out", out)
-    ended = moe_trace(*arguments)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith(f"{out}: ")
-    assert ended.stdout.endswith(f"{what}\n")
-    again = moe_trace(*arguments)
-    assert (again.returncode, "--overwrite" in again.stderr) == (2, True)
-    assert moe_trace(*arguments, "--overwrite", "--quiet").stdout == ""
-
-
-def test_an_exported_npz_is_imported_with_the_json_beside_it(tmp_path: Path, moe_trace: Run) -> None:
-    write_trace(known(), tmp_path / "t")
-    assert moe_trace("export", tmp_path / "t", "--to", "npz", "--out", tmp_path / "x.npz").returncode == 0
-    assert moe_trace("import", tmp_path / "x.npz", "--out", tmp_path / "back").returncode == 0
-    same(Trace.read(tmp_path / "back"), known(), steps=True)
-
-
-def test_an_exported_npz_says_what_it_has_no_place_for(tmp_path: Path, moe_trace: Run) -> None:
-    write_trace(replace(known(), lookahead=known().experts), tmp_path / "t")
-    ended = moe_trace("export", tmp_path / "t", "--to", "npz", "--out", tmp_path / "x.npz")
-    assert ended.returncode == 0
-    assert "has no place for lookahead: left out" in ended.stderr

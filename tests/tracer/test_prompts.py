@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tracer import Columns, Prompt, demo, read_prompts
+from tracer import Columns, Prompt, read_prompts
 from traces import InputError
 
 ROWS = [{"uid": "a", "question": "One?", "category": "x"}, {"uid": "b", "question": "Two?", "category": "y"}]
@@ -94,15 +93,6 @@ def test_named_columns_and_labels_come_first(tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path / "file.csv"), columns)[0] == Prompt("One?", "d", "t", ("x",))
 
 
-def test_a_task_and_a_data_set_may_have_the_number_0(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"prompt": "One?", "task": 0, "dataset": 0},
-        {"prompt": "Two?", "task": "", "dataset": None},
-    ]
-    found = read(tmp_path, "file.jsonl", lines(rows))
-    assert [(p.dataset, p.task) for p in found] == [("0", "0"), ("file", "")]
-
-
 def test_a_list_of_turns_of_any_length_is_a_conversation(tmp_path: Path) -> None:
     rows = [{"question_id": 81, "turns": ["first", "second", "third"]}, {"question_id": 82, "turns": ["only"]}]
     assert read(tmp_path, "file.jsonl", lines(rows)) == [
@@ -148,27 +138,6 @@ def test_mmlu_is_worded_as_usual_and_its_task_is_its_subject(tmp_path: Path, nam
         Prompt("0", "mmlu", "anatomy", ("Which, of\nthese?\nA. one\nB. 2\nC. three\nD. four\nAnswer:",), ("B",)),
         Prompt("1", "mmlu", "anatomy", ("Next?\nA. a\nB. b\nC. c\nD. d\nAnswer:",), ("D",)),
     ]
-
-
-@pytest.mark.parametrize(
-    "header", ["question,A,B,C,D,answer", "id,question,A,B,C,D", "a,b,c,question,d,A", "uid,question,a,b,c,task"]
-)
-def test_a_table_with_a_header_is_not_mmlu(tmp_path: Path, header: str) -> None:
-    found = read(tmp_path, "file.csv", f"{header}\n1,2,3,4,5,B2\n6,7,8,9,10,B1\n")
-    assert {p.dataset for p in found} == {"file"}
-    place = header.split(",").index("question")
-    assert [p.turns[0] for p in found] == [("1", "2", "3", "4", "5")[place], ("6", "7", "8", "9", "10")[place]]
-
-
-def test_options_come_before_what_is_known_of_mmlu(tmp_path: Path) -> None:
-    assert read(tmp_path, "anatomy.csv", MMLU, dataset="d", task="t")[1].dataset == "d"
-    assert read(tmp_path, "anatomy.csv", MMLU, dataset="d", task="t")[1].task == "t"
-    bare = read(tmp_path, "anatomy.csv", MMLU, prompt_column="0", task_column="5", id_column="4", response_column="2")[
-        1
-    ]
-    assert bare == Prompt("d", "mmlu", "D", ("Next?",), ("b",))
-    assert [p.task for p in read(tmp_path, "anatomy.csv", MMLU, task_column="1")] == ["one", "a"]
-    assert read(tmp_path, "file.csv", "q,b,c,d,e,A\nWhy?,1,2,3,4,A\n", prompt_column="q")[0].turns == ("Why?",)
 
 
 def test_flan_takes_its_task_from_a_column_else_from_the_name_of_its_file(tmp_path: Path) -> None:
@@ -245,15 +214,6 @@ def test_the_messages_of_a_chat_are_turns_and_responses(tmp_path: Path, ending: 
         ]
 
 
-def test_the_last_answer_of_a_chat_may_stand_in_a_column_of_its_own(tmp_path: Path) -> None:
-    asked, other = [{"role": "user", "content": "Hi"}], [{"role": "system", "content": " "}]
-    rows = [{"messages": asked, "response": "Hello"}, {"messages": [*other, *asked], "response": "Yes"}]
-    assert [(p.turns, p.responses) for p in read(tmp_path, "f.jsonl", lines(rows))] == [
-        (("Hi",), ("Hello",)),
-        (("Hi",), ("Yes",)),
-    ]
-
-
 def test_a_folder_is_read_in_order_with_ids_that_tell_its_files_apart(tmp_path: Path) -> None:
     for name in ("snarks", "causal"):
         (tmp_path / f"{name}.json").write_text(json.dumps(BBH))
@@ -294,14 +254,6 @@ def test_real_datasets_are_read_without_options(
     assert {len(p.turns) for p in prompts} == ({2} if dataset == "mt_bench" else {1})
 
 
-@needs_shared
-def test_every_real_file_of_many_tasks_is_recognized_alone() -> None:
-    for file in sorted(SHARED.glob("*/*")):
-        prompts = read_prompts(file, Columns())
-        assert Counter(p.task for p in prompts) == {file.stem.removesuffix("_test"): len(prompts)}
-        assert {p.dataset for p in prompts} == {file.parent.name}
-
-
 def test_a_field_of_a_csv_may_be_long(tmp_path: Path) -> None:
     (tmp_path / "file.csv").write_text("prompt\n" + "long " * 100_000 + "\n")
     assert len(read_prompts(tmp_path / "file.csv", Columns())[0].turns[0]) == 500_000
@@ -311,13 +263,6 @@ def test_a_csv_may_be_ragged_and_end_its_lines_in_any_way(tmp_path: Path) -> Non
     (tmp_path / "file.csv").write_bytes(b'prompt,task\rOne?\r\r"Two\r\nlines?",b,\r')
     prompts = read_prompts(tmp_path / "file.csv", Columns())
     assert [(p.turns, p.task) for p in prompts] == [(("One?",), ""), (("Two\r\nlines?",), "b")]
-
-
-def test_the_shipped_prompts_are_64_of_eight_tasks() -> None:
-    prompts = read_prompts(demo.PROMPTS, Columns())
-    assert len(prompts) == 64
-    assert len({p.task for p in prompts}) == 8
-    assert len({p.turns for p in prompts}) == 64
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.support.command import Run
@@ -23,18 +22,6 @@ def test_a_synthetic_trace_has_the_shape_of_the_model_and_says_what_it_is(moe_tr
     assert meta.settings["like"] == "demo"
     assert meta.settings["like_model"] == "demo-olmoe"
     assert meta.settings["seed"] == 3
-
-
-def test_statistics_of_both_are_json_and_the_seed_decides(moe_trace: Run, tmp_path: Path) -> None:
-    traces = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        ended = moe_trace("synth", "--like", demo_trace(), "--seed", seed, "--json", "--out", tmp_path / name)
-        facts = json.loads(ended.stdout)
-        assert facts["real"]["decode"]["requests"] == facts["synthetic"]["decode"]["requests"] == 64
-        traces.append(Trace.read(tmp_path / name))
-    np.testing.assert_array_equal(traces[0].experts, traces[1].experts)
-    assert traces[0].experts.shape != traces[2].experts.shape or (traces[0].experts != traces[2].experts).any()
-    assert traces[0].meta.model == "demo-olmoe"
 
 
 def test_a_fit_to_some_requests_says_so_and_makes_as_many_as_there_are(
@@ -64,9 +51,3 @@ def test_a_synthetic_trace_does_not_take_the_place_of_the_real_one(moe_trace: Ru
     assert ended.returncode == 2
     assert "is read and cannot be written at the same time" in ended.stderr
     assert (real / "requests.parquet").read_bytes() == before
-
-
-def test_an_encoder_decoder_has_no_synthetic_trace(moe_trace: Run, tmp_path: Path) -> None:
-    ended = moe_trace("synth", "--like", demo_trace(), "--model", "nllb-moe-54b", "--out", tmp_path / "a")
-    assert ended.returncode == 2
-    assert "nllb-moe-54b is an encoder-decoder" in ended.stderr

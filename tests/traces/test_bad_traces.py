@@ -1,10 +1,8 @@
 """A broken trace is refused, and what a writer that was cut off has finished stays readable."""
 
-import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -319,16 +317,3 @@ def test_a_writer_killed_within_a_flush_leaves_what_it_flushed_before(
     write_trace(GOOD.head(1), folder, overwrite=True)
     assert len(Trace.read(folder).requests) == 1
     assert sorted(file.name for file in folder.rglob("*.*")) == ["part-00000.parquet", REQUESTS]
-
-
-@pytest.mark.slow
-def test_a_writer_killed_at_any_moment_leaves_a_readable_trace(tmp_path: Path) -> None:
-    delays = random.Random(0)
-    for n in range(10):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / str(n), "-1", "growing"])
-        while not any((tmp_path / str(n)).glob("requests/part-*")):
-            time.sleep(0.01)
-        time.sleep(delays.random() / 2)
-        writer.kill()
-        writer.wait()
-        assert len(Trace.read(tmp_path / str(n)).requests) % 3 == 0

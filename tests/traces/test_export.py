@@ -1,7 +1,6 @@
 """What is exported is what untimed mode runs, and what import takes back."""
 
 import csv
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from policies.core import parse
 from sim.engines import count
 from tests.support import strategies
-from tests.support.dumps import known, same
+from tests.support.dumps import known
 from traces import DECODE, PREFILL, InputError, Trace, demo_trace, export
 from traces.importers import import_dump
 from traces.synthetic import synthetic
@@ -70,15 +69,6 @@ def test_oracle_general_is_the_accesses_of_untimed_mode(trace: Trace) -> None:
     assert (np.diff(made["time"].astype(np.int64)) >= 0).all()
 
 
-@pytest.mark.parametrize("block", [1, 7, 1_000_000])
-def test_each_record_tells_the_next_access_of_its_object(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "BLOCK", block)
-    made = records(known())
-    for at in range(len(made)):
-        later = np.flatnonzero(made["obj_id"][at + 1 :] == made["obj_id"][at])
-        assert made["next_access_vtime"][at] == (at + 1 + later[0] + 1 if len(later) else -1)
-
-
 def test_libcachesim_writes_the_same_bytes_from_the_same_accesses(tmp_path: Path) -> None:
     oracle = pytest.importorskip("libcachesim", reason=WHY)
     mine = records(known())
@@ -106,13 +96,6 @@ def test_libcachesim_counts_the_misses_of_untimed_mode(phase: Phases, tmp_path: 
             ratio, _ = getattr(oracle, theirs)(slots).process_trace(reader)
             assert round(ratio * total) == log.misses.sum(), (ours, slots)
             assert total == log.misses.sum() + log.hits.sum()
-
-
-def test_objects_may_have_the_size_of_an_expert() -> None:
-    assert (records(known(), expert_bytes=12_288)["size"] == 12_288).all()
-    for size in (0, -1, 2**32):
-        with pytest.raises(InputError, match="--expert-bytes"):
-            records(known(), expert_bytes=size)
 
 
 @given(strategies.traces(), st.sampled_from(["prefill", "decode", "both"]))
@@ -165,9 +148,3 @@ def test_one_phase_is_the_rows_of_that_phase() -> None:
     assert export.of_phase(trace, "both") is trace
     with pytest.raises(InputError, match="holds no prefill"):
         export.of_phase(decode, "prefill")
-
-
-def test_both_phases_survive_the_way_through_npz(tmp_path: Path) -> None:
-    export.export_npz(known(), tmp_path / "x.npz")
-    same(import_dump(tmp_path / "x.npz", tmp_path / "x.json")[0], known(), steps=True)
-    assert json.loads((tmp_path / "x.json").read_text())["moe_layers"] == 3

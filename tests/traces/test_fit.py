@@ -1,7 +1,6 @@
 """A synthetic trace behaves as the trace that it was fitted to, and has the shape that it was asked for."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,18 +95,6 @@ def test_whatever_a_trace_holds_is_fitted_to_or_refused(real: Trace, requests: i
     assert made.experts.size == 0 or made.experts.max() < real.num_experts
 
 
-def test_another_seed_gives_another_trace() -> None:
-    of = model(2, 8, 2, lengths(3, 2, 9))
-    first, second = (of.generate(shape(2, 8, 2), 3, seed) for seed in (0, 1))
-    assert (first.experts != second.experts).any()
-
-
-def test_more_requests_begin_with_those_of_fewer() -> None:
-    of = model(2, 8, 2, lengths(3, 2, 9), cluster=0.2, run=0.2, request=0.2, kind=0.2)
-    few, many = (of.generate(shape(2, 8, 2), requests, seed=0) for requests in (4, 9))
-    np.testing.assert_array_equal(few.experts, many.head(4).experts)
-
-
 def test_scores_that_share_nothing_choose_at_random() -> None:
     trace = model(4, 16, 4, lengths(40, 0, 200)).generate(shape(4, 16, 4), 40, seed=0)
     stats = statistics(trace)["decode"]
@@ -135,15 +122,6 @@ def test_neighbouring_requests_share_a_run_and_distant_ones_nothing() -> None:
     assert found == pytest.approx(0.25 + RUN_GOES_ON * (same - 0.25), abs=0.03)
     apart = trace.eams(DECODE).astype(float)
     assert (apart[:-50] * apart[50:]).sum() / (250 * 4 * 20**2 * 4) == pytest.approx(0.25, abs=0.01)
-
-
-def test_requests_open_alike() -> None:
-    of = replace(model(4, 16, 4, lengths(50, 3, 6)), opening=np.array([1.0, 1.0, 0.0, 1.0]))
-    trace = of.generate(shape(4, 16, 4), 50, seed=0)
-    tokens = trace.experts.reshape(50, 9, 4, 4)
-    overlap = [(tokens[:-1, place, ..., None] == tokens[1:, place, :, None]).sum() / (49 * 16) for place in range(5)]
-    assert min(overlap[place] for place in (0, 1, 3)) > 0.85
-    assert [overlap[2], overlap[4]] == pytest.approx([0.25, 0.25], abs=0.06)
 
 
 def test_passages_make_near_tokens_agree_and_far_ones_not() -> None:

@@ -1,14 +1,11 @@
 """Profiles of GGUF files that the format's own writer wrote: bytes and parameters are those of their tensors."""
 
-import json
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
-from tests.support.command import moe_sim
 from tests.support.gguf_files import BYTES_OF_256, Gguf, write_tensors
 from traces import InputError
 from traces.models.gguf_profile import of_gguf
@@ -131,13 +128,6 @@ def test_a_split_model_is_read_from_any_of_its_files(tmp_path: Path) -> None:
         assert of_gguf(str(tmp_path / file)) == whole
 
 
-def test_a_file_at_a_url_is_read_there(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", [ATTENTION | routed()])
-    fsspec.filesystem("memory").pipe("/models/m.gguf", path.read_bytes())
-    assert model("memory://models/m.gguf") == of_gguf(str(path))
-    assert MODELS.absolute("memory://models/m.gguf") == "memory://models/m.gguf"
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_layers_that_predict_several_tokens_are_unused(tmp_path: Path, named: bool) -> None:
     ahead = ATTENTION | routed("Q8_0") | ({"nextn.eh_proj.weight": ((H, 2 * H), "Q8_0")} if named else {})
@@ -212,17 +202,6 @@ def test_windows_fused_attention_and_states_are_sized_as_llama_cpp_does(tmp_path
     ]
 
 
-def test_what_is_not_known_of_the_cache_is_said(tmp_path: Path) -> None:
-    odd: Gguf = {"attn_kv_new.weight": ((256, H), "Q8_0")}
-    path = write(tmp_path / "a.gguf", [ATTENTION | routed(), odd | routed()], attention__sliding_window=128)
-    with (
-        pytest.warns(UserWarning, match=r"test\.attention\.sliding_window is stated, and not of which layers"),
-        pytest.warns(UserWarning, match=r"1 block\(s\), the first being blk\.1, have attention of an unknown kind"),
-    ):
-        found = of_gguf(str(path))
-    assert [kind.kv for kind in found.order] == [256, 0]
-
-
 def test_a_file_without_experts_or_with_another_number_of_them_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a\.gguf.*holds no tensors of experts"):
         of_gguf(str(write(tmp_path / "a.gguf", [ATTENTION | DENSE])))
@@ -230,12 +209,3 @@ def test_a_file_without_experts_or_with_another_number_of_them_is_refused(tmp_pa
         of_gguf(str(write(tmp_path / "b.gguf", [ATTENTION | routed()], expert_count=7)))
     with pytest.raises(InputError, match=r"no file at .*absent\.gguf"):
         model(str(tmp_path / "absent.gguf"))
-
-
-def test_a_plan_of_a_gguf_file_takes_all_sizes_from_its_tensors(tmp_path: Path) -> None:
-    wide = {name: (shape, "F32") for name, (shape, _) in (ATTENTION | DENSE).items()}
-    path = write(tmp_path / "x.gguf", [wide, ATTENTION | routed("MXFP4")], file_type=38)
-    done = moe_sim("plan", "--model", path, "--host-memory", "64GiB", "--json", cwd=tmp_path)
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["model"] == "x"
-    assert "all but the experts is q8_0" not in done.stdout

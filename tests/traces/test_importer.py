@@ -185,15 +185,3 @@ def test_real_dumps_come_in_whole(
     assert (trace.phase == phase).all()
     with np.load(SHARED / f"{name}.npz") as arrays:
         assert np.array_equal(trace.experts, arrays["experts"])
-
-
-@needs_shared
-def test_a_real_dump_comes_in_without_json() -> None:
-    trace, assumed = import_dump(SHARED / "mixtral-8x7b.npz")
-    assert (len(trace.requests), trace.layers, trace.num_experts, trace.top_k) == (4, 32, 8, 2)
-    assert len(assumed) == 2
-
-
-def test_a_file_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no file .*nowhere"):
-        import_dump(tmp_path / "nowhere.npz")

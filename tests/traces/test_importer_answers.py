@@ -1,21 +1,16 @@
 """What vLLM and SGLang dump by request comes in as the routing that it was made from, or not at all."""
 
 import json
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.dumps import known, npy, rows, same, sglang_answer, told, vllm_answer, write_lines
 from traces import PREFILL, InputError, Trace, write_trace
-from traces.defects import Routing, dense_layer
 from traces.importers import Options, import_dump
 from traces.importers.build import parse_layer_map
 
@@ -113,14 +108,6 @@ def test_a_request_of_one_generated_token_is_its_prompt(tmp_path: Path) -> None:
         assert len(notes) == len(generated)
 
 
-def test_an_answer_without_id_is_named_by_its_file(tmp_path: Path) -> None:
-    answers = [vllm_answer(TRACE, i) for i in range(2)]
-    for answer in answers:
-        del answer["id"]
-    made, _ = import_dump(write_lines(tmp_path / "a.jsonl", answers), options=E8)
-    assert made.requests["id"].tolist() == ["a-0", "a-1"]
-
-
 def test_minus_one_is_prefix_cached(tmp_path: Path) -> None:
     experts = rows(TRACE, 0).astype(np.int16)
     experts[:2] = -1
@@ -205,24 +192,6 @@ def test_a_layer_map_that_names_none_or_others_is_refused(spec: str) -> None:
         parse_layer_map(spec, 5)
 
 
-def test_a_layer_looks_dense_when_it_routes_nothing_or_one_id() -> None:
-    experts = np.array([[[0, 1], [2, 3]], [[1, 0], [3, 4]]])
-    assert dense(experts) is None
-    for fill, reason in ((-1, "routes nothing"), (0, "id 0 everywhere"), (7, "id 7 everywhere")):
-        experts[:, 1] = fill
-        found = dense(experts)
-        assert found is not None
-        assert "layer 1" in found
-        assert reason in found
-    assert dense(np.array([[[0], [1]]])) is None  # top-1, one row: that may be
-    assert dense(np.array([[[5], [1]], [[5], [2]]])) is None
-
-
-def dense(experts: np.ndarray) -> str | None:
-    found = dense_layer(Routing(experts, np.array([0, len(experts)]), ["r"]))
-    return None if found is None else found.what
-
-
 def vllm_with(**fields: Any) -> list[Any]:
     """Answers, of which the second has other fields in its choice, or itself where they are of answers."""
     answers = [vllm_answer(TRACE, i) for i in range(3)]
@@ -259,12 +228,6 @@ def test_a_damaged_answer_is_refused(tmp_path: Path, answers: list[Any]) -> None
     refused(write_lines(tmp_path / "a.jsonl", answers), SHAPE if "meta_info" in answers[0] else E8)
 
 
-def test_a_shape_that_does_not_follow_is_refused(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", [sglang_answer(TRACE, 0)])
-    for options in (E8, Options(experts=8, top_k=5), Options(experts=8, top_k=2, layers=5)):
-        refused(file, options)
-
-
 def test_files_of_other_kinds_are_told_apart(tmp_path: Path) -> None:
     for name, content in (
         ("a.jsonl", "{}\n"),
@@ -276,14 +239,3 @@ def test_files_of_other_kinds_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         with pytest.raises(InputError, match=r"experts|dump|columns"):
             import_dump(tmp_path / name)
-
-
-@given(st.data())
-def test_a_changed_byte_is_refused_or_read_whole(data: st.DataObject) -> None:
-    content = bytearray(json.dumps(vllm_answer(TRACE, 0)).encode())
-    content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "a.jsonl"
-        file.write_bytes(content)
-        with suppress(ValueError, LookupError):
-            assert len(import_dump(file, options=E8)[0].experts) == 9

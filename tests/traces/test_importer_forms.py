@@ -262,42 +262,6 @@ def test_a_request_a_file_is_one_trace(tmp_path: Path) -> None:
     assert made.requests["id"].tolist() == ["part0", "part1", "part2"]
 
 
-RENAMED: list[dict[str, str]] = [
-    {
-        "request_id": "conv_id",
-        "token_idx": "tokenPos",
-        "layer": "moeLayerIdx",
-        "slot": "topk_slot",
-        "expert": "expertChosen",
-    },
-    {
-        "request_id": "rid",
-        "token_idx": "position",
-        "layer": "layer_in_model",
-        "slot": "rank",
-        "expert": "picked_expert",
-    },
-    {
-        "request_id": "seq",
-        "token_idx": "t",
-        "layer": "block_idx",
-        "slot": "k_idx",
-        "expert": "eid",
-        "weight": "gate_prob",
-    },
-]
-
-
-@pytest.mark.parametrize("names", RENAMED, ids=range(len(RENAMED)))
-def test_other_plausible_names_are_found_or_asked_for(names: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(table(shuffled(reordered(renamed(long(), **names)), names["layer"])))
-    stated = "request=conv_id,token=tokenPos" if "conv_id" in names.values() else None
-    made, _ = import_dump(tmp_path / "a.csv", options=Options(experts=8, columns=stated))
-    made = made.select(np.argsort(made.requests["id"].to_numpy()))
-    routed(made)
-    assert np.array_equal(made.experts, TRACE.experts)
-
-
 @pytest.mark.parametrize(
     ("records", "message"),
     [

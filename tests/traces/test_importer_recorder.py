@@ -219,13 +219,3 @@ def test_a_csv_of_choices_becomes_eams(tmp_path: Path, counted: bool, header: bo
     holds_counts(made, KNOWN, DECODE)
     assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
     assert "largest id: 8" in notes[0]
-
-
-def test_each_csv_in_a_folder_is_a_request(tmp_path: Path) -> None:
-    folder = tmp_path / "many"
-    folder.mkdir()
-    for i in range(3):
-        csv(folder / f"r{i}.csv", KNOWN.select(np.array([i])), counted=False, header=False)
-    made, _ = import_dump(folder, options=Options("decode", experts=8, top_k=2))
-    assert made.requests["id"].tolist() == ["r0", "r1", "r2"]
-    assert np.array_equal(made.eams(DECODE), KNOWN.eams(PREFILL) + KNOWN.eams(DECODE))

@@ -17,10 +17,8 @@ from fsspec.registry import _registry
 import tracer.commands
 from tests.support.command import run
 from tests.support.same import assert_same, assert_same_shards
-from traces import EXTRA, REQUESTS, ROUTING, InputError, Shards, Trace, concatenate, demo_trace, pieces, write_trace
+from traces import EXTRA, REQUESTS, InputError, Shards, Trace, concatenate, demo_trace, pieces, write_trace
 from traces.synthetic import synthetic
-
-PART = f"{ROUTING}/part-00000.parquet"
 
 
 @pytest.fixture

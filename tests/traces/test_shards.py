@@ -7,14 +7,13 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -33,7 +32,6 @@ from traces import (
     TraceWriter,
     blocks,
     demo_trace,
-    stream,
     write_trace,
 )
 from traces.reader import Files
@@ -115,19 +113,6 @@ def test_rows_may_lie_in_any_order_of_requests(tmp_path: Path) -> None:
         assert_same_shards(Trace.read(tmp_path / "t"), Shards.open(tmp_path / "t"))
 
 
-def test_row_groups_and_files_without_rows_are_passed_over(tmp_path: Path) -> None:
-    trace = synthetic(9, 5, 2, 6, 2, seed=0, prompt_tokens=3)
-    write_trace(trace, tmp_path / "t")
-    part = tmp_path / "t" / ROUTING / "part-00000.parquet"
-    table = pq.read_table(part, partitioning=None)
-    with pq.ParquetWriter(part, table.schema) as writer:
-        for piece in (table.slice(0, 20), table.slice(0, 0), table.slice(20, 10)):
-            writer.write_table(piece)
-    pq.write_table(table.slice(0, 0), part.with_name("part-00001.parquet"))
-    pq.write_table(table.slice(30), part.with_name("part-00002.parquet"))
-    assert_same_shards(Trace.read(tmp_path / "t"), Shards.open(tmp_path / "t"))
-
-
 def test_a_large_row_group_is_gone_through_in_parts_each_decoded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[tuple[int, str]]
 ) -> None:
@@ -190,25 +175,6 @@ def test_threads_at_different_places_do_not_take_away_each_others_block(
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(play, (0, 16, 32, 48)))
     assert len([where for _, where in decoded if where.endswith(ROUTING)]) == 16 == len(shards._rows)
-
-
-def test_threads_at_the_same_place_decode_a_block_once_between_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[tuple[int, str]]
-) -> None:
-    trace = small_blocks(tmp_path / "t", monkeypatch, 64)
-    shards = Shards.open(tmp_path / "t")
-    together = threading.Barrier(4)
-    decoded.clear()
-
-    def play(_: int) -> None:
-        for i in range(64):
-            together.wait(60)
-            assert_same_steps(shards.steps(i), trace.steps(i))
-            together.wait(60)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(play, range(4)))
-    assert len([where for _, where in decoded if where.endswith(ROUTING)]) == 16
 
 
 def test_threads_that_go_as_they_like_play_the_same_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,17 +249,6 @@ def test_pickled_it_is_played_in_another_process(tmp_path: Path) -> None:
     assert done.stdout.decode().strip() == f"t (prefill as decode) 5 {digest.hexdigest()}"
 
 
-def test_a_trace_of_counts_alone_is_told_apart(tmp_path: Path) -> None:
-    trace = synthetic(2, 3, 2, 4, 2, seed=0)
-    unknown = trace.requests.assign(prompt_tokens=pd.array([None] * 2, dtype="Int64"), output_tokens=0)
-    empty = replace(trace.select(np.array([], int)), requests=unknown, offsets=np.zeros(3, np.int64))
-    counts = np.ones((2, 2, 8), np.uint32)
-    write_trace(replace(empty, meta=replace(trace.meta, mode="aggregate"), aggregate=counts), tmp_path / "t")
-    shards = Shards.open(tmp_path / "t")
-    assert shards.meta.mode == "aggregate"
-    assert shards.offsets.tolist() == [0, 0, 0]
-
-
 def test_a_trace_that_is_replaced_while_it_is_played_is_told(tmp_path: Path) -> None:
     write_trace(synthetic(6, 5, 2, 6, 2, seed=0), tmp_path / "t")
     shards = Shards.open(tmp_path / "t")
@@ -304,38 +259,6 @@ def test_a_trace_that_is_replaced_while_it_is_played_is_told(tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "t")
     with pytest.raises(InputError, match=r"part-00000\.parquet is damaged or cannot be read: .*No such file"):
         shards.steps(0)
-
-
-@pytest.mark.parametrize("read", [Shards.open, Trace.read])
-@pytest.mark.parametrize("requests", [2, 9])
-def test_a_trace_that_is_replaced_while_it_is_opened_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any], requests: int
-) -> None:
-    replaced_before(monkeypatch, tmp_path / "t", Files, "table", synthetic(requests, 5, 2, 6, 2, seed=0))
-    with pytest.raises(InputError, match="was changed while it was read"):
-        read(tmp_path / "t")
-
-
-@pytest.mark.parametrize(("requests", "tokens"), [(2, 5), (3, 10)])
-def test_a_trace_that_is_replaced_between_two_pieces_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, tokens: int
-) -> None:
-    replaced_before(monkeypatch, tmp_path / "t", stream, "_Requests", synthetic(requests, tokens, 2, 6, 2, seed=0))
-    with pytest.raises(InputError, match="was changed while it was read"):
-        list(stream.pieces(tmp_path / "t"))
-
-
-def replaced_before(monkeypatch: pytest.MonkeyPatch, path: Path, holder: Any, name: str, other: Trace) -> None:
-    """Write a trace of six requests, which another one replaces when `holder.name` is called."""
-    write_trace(synthetic(6, 5, 2, 6, 2, seed=0), path)
-    original = getattr(holder, name)
-
-    def replaced(*args: Any) -> Any:
-        monkeypatch.undo()
-        write_trace(other, path, overwrite=True)
-        return original(*args)
-
-    monkeypatch.setattr(holder, name, replaced)
 
 
 def test_a_fingerprint_is_of_the_content_not_of_place_or_time(tmp_path: Path) -> None:
