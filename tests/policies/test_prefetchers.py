@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import Events, PolicyRunner, ScorePolicy, Shape, best, parse
-from tests.support.routings import requests_of, routings
+from tests.support import routings
 
 # A routing is a list of requests of steps of layers of experts (ids within the layer); a prefill step is a dict
 # per layer, tokens by expert.
@@ -16,24 +16,8 @@ from tests.support.routings import requests_of, routings
 
 def proposals(name, shape, routing):
     """After each event: the proposal as {(layer, expert): priority}, by request, step and layer."""
-    requests = requests_of(routing, shape.experts)
-    runner = PolicyRunner(parse(f"lru+{name}"), shape, requests)
-    found = {}
-    for ordinal, request in enumerate(requests):
-        events = Events.of(request, shape.layers)
-        runner.begin_request(ordinal)
-        for step in range(len(request.phase)):
-            for layer in range(shape.layers):
-                event = events.event(step, layer)
-                runner.observe(event)
-                proposal = runner.propose(event)
-                assert proposal
-                ids, priorities = proposal
-                assert len(set(ids.tolist())) == len(ids)
-                named = [divmod(i, shape.experts) for i in ids.tolist()]
-                found[ordinal, step, layer] = dict(zip(named, priorities.tolist(), strict=True))
-        runner.end_request()
-    return found
+    found = routings.proposals(routings.requests_of(routing, shape.experts), shape, f"lru+{name}")
+    return {at: {divmod(i, shape.experts): priority for i, priority in each.items()} for at, each in found.items()}
 
 
 TWO_TOKENS = [[[[0], [1], [2]], [[1], [2], [0]]]]  # one request, two tokens, three layers
@@ -120,18 +104,6 @@ def test_within_a_token_the_oracle_is_oracle1():
         assert set(one[at]) == (set(other[at]) if at[2] < 2 else set())
 
 
-def test_the_expert_map_follows_the_most_similar_trajectory():
-    tokens = [[[0], [0], [0], [0]], [[1], [1], [1], [1]], [[1], [2], [2], [2]], [[1], [2], [0], [0]]]
-    found = proposals("expert-map:depth=2", Shape(4, 3), [tokens])
-    assert all(found[0, 0, layer] == {} for layer in range(4)), "nothing is stored"
-    assert found[0, 1, 0] == {}, "a map that shares nothing is no match"
-    assert found[0, 2, 0] == {(1, 1): 1.0, (2, 1): 0.5}, "layers 1 and 2, as token 1 had them"
-    assert found[0, 3, 0] == {(1, 1): 1.0, (2, 1): 0.5}, "tokens 1 and 2 tie: the one stored first"
-    assert found[0, 3, 1] == {(2, 2): 1.0, (3, 2): 0.5}, "token 2 shares both layers so far"
-    assert found[0, 3, 3] == {}
-    assert proposals("expert-map:depth=0", Shape(4, 3), [tokens])[0, 2, 0] == {(1, 1): 1, (2, 1): 1 / 2, (3, 1): 1 / 3}
-
-
 def test_an_expert_map_of_many_tokens_is_proposed_up_to_the_mass_that_similarity_leaves_open():
     prefill = [{0: 6, 1: 8}, {0: 1, 1: 6, 2: 3}]
     found = proposals("expert-map", Shape(2, 3), [[prefill, [[1], [0]], [[0], [0]], [[2], [0]]]])
@@ -146,25 +118,13 @@ def test_an_expert_map_of_many_tokens_is_proposed_up_to_the_mass_that_similarity
     }
 
 
-def test_a_full_store_of_expert_maps_replaces_the_most_similar_one():
-    tokens = [[[0], [0]], [[1], [1]], [[1], [2]], [[1], [0]], [[1], [0]]]
-    found = proposals("expert-map:capacity=2", Shape(2, 3), [tokens])
-    assert found[0, 3, 0] == {(1, 2): 1.0}, "token 2 has replaced token 1, which it resembles"
-    assert found[0, 4, 0] == {(1, 0): 1.0}, "token 3 resembles both and has replaced the one in the lower place"
-
-
 def test_an_expert_map_and_its_multiple_are_equally_near_and_the_one_stored_first_is_matched():
     prefill = [{0: 3, 1: 3}, {1: 3}]
     found = proposals("expert-map", Shape(2, 3), [[[[0, 1], [0]]], [prefill], [[[0, 1], [2]]]])
     assert found[2, 0, 0] == {(1, 0): 1.0}, "6 / sqrt(18) is greater than 2 / sqrt(2) only as it is rounded"
 
 
-def test_expert_maps_outlive_their_request():
-    found = proposals("expert-map", Shape(2, 2), [[[[0], [1]]], [[[0], [1]]]])
-    assert found[1, 0, 0] == {(1, 1): 1.0}
-
-
-@given(routings(), st.integers(1, 4), st.integers(1, 3))
+@given(routings.routings(), st.integers(1, 4), st.integers(1, 3))
 def test_the_expert_map_is_the_definition_with_whole_vectors(run, capacity, distance):
     shape, routing = run
     found = proposals(f"expert-map:capacity={capacity}:depth={distance}", shape, routing)
@@ -191,10 +151,10 @@ def test_the_expert_map_is_the_definition_with_whole_vectors(run, capacity, dist
                 stored[nearest(token, shape.layers)] = token
 
 
-@given(routings(), st.integers(1, 4))
+@given(routings.routings(), st.integers(1, 4))
 def test_as_retention_the_expert_map_keeps_by_share_in_the_match_times_lookups(run, capacity):
     shape, routing = run
-    requests = requests_of(routing, shape.experts)
+    requests = routings.requests_of(routing, shape.experts)
     runner = PolicyRunner(parse(f"expert-map:capacity={capacity}"), shape, requests)
     assert isinstance(runner.retention, ScorePolicy)
     stored, lookups = list[list[int]](), np.zeros(shape.total)

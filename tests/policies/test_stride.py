@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import checker
-from policies.core import Events, PolicyRunner, Shape, parse
+from policies.core import Shape, parse
 from policies.prefetch import Predictor, Tokens, Training, recall, recall_of_previous, train
 from policies.prefetch.stride_training import probabilities
 from policies.random_routing import scripts
 from tests.support import command
+from tests.support.routings import proposals
 from tests.support.tiny import SIZES
 from traces import DECODE, InputError, write_trace
 from traces.synthetic import synthetic
@@ -35,25 +36,11 @@ def saved(predictor, folder):
     return path
 
 
-def proposals(trace, path, n):
+def proposed(trace, path, n):
     """After each event: [(id, priority)], by request, step and layer."""
-    shape = Shape(trace.layers, trace.num_experts)
-    requests = [trace.steps(i) for i in range(len(trace.requests))]
-    runner = PolicyRunner(parse(f"lru+stride:model={path}:n={n}"), shape, requests)
-    found = {}
-    for ordinal, request in enumerate(requests):
-        events = Events.of(request, shape.layers)
-        runner.begin_request(ordinal)
-        for step in range(len(request.phase)):
-            for layer in range(shape.layers):
-                event = events.event(step, layer)
-                runner.observe(event)
-                proposal = runner.propose(event)
-                assert proposal
-                ids, priorities = proposal
-                found[ordinal, step, layer] = list(zip(ids.tolist(), priorities.tolist(), strict=True))
-        runner.end_request()
-    return found
+    requests, shape = [trace.steps(i) for i in range(len(trace.requests))], Shape(trace.layers, trace.num_experts)
+    found = proposals(requests, shape, f"lru+stride:model={path}:n={n}")
+    return {at: list(each.items()) for at, each in found.items()}
 
 
 def slowly(trace, predictor, n):
@@ -93,7 +80,7 @@ def test_the_likeliest_of_the_layer_ahead_and_again_those_of_the_layers_before_i
     trace = replace(trace, experts=np.where(holes, trace.sentinel, trace.experts).astype(trace.experts.dtype))
     predictor = made_up(L, E, stride, back, seed)
     with TemporaryDirectory() as folder:
-        found, expected = proposals(trace, saved(predictor, Path(folder)), n), slowly(trace, predictor, n)
+        found, expected = proposed(trace, saved(predictor, Path(folder)), n), slowly(trace, predictor, n)
     assert found.keys() == expected.keys()
     for at in found:
         assert [i for i, _ in found[at]] == [i for i, _ in expected[at]], at
@@ -150,7 +137,7 @@ def test_what_is_proposed_is_what_training_would_say(tmp_path):
     trace = synthetic(requests=2, tokens=8, layers=4, experts=6, top_k=2, seed=3, prompt_tokens=2)
     tokens = Tokens.of(trace)
     predictor = train(tokens, Training(stride=2, back=2))
-    found = proposals(trace, saved(predictor, tmp_path), n=6)
+    found = proposed(trace, saved(predictor, tmp_path), n=6)
     for r in range(2):
         for token in range(1, 8):
             for layer in range(4):
@@ -208,17 +195,3 @@ def test_the_command_trains_tests_and_writes_what_a_sweep_takes(moe_sim, tmp_pat
     sweep = ("--policies", "lru+stride:model=s.npz:n=1,lru", "--cache-sizes", 12, "--workers", 1, "--json")
     code, out, err = moe_sim("sweep", "t", *sweep)
     assert code == 0, err
-
-
-def test_the_command_holds_out_the_share_of_the_requests_that_is_written(moe_sim, tmp_path):
-    write_trace(synthetic(requests=100, tokens=1, layers=2, experts=2, top_k=1, seed=0), tmp_path / "t")
-    _, out, _ = moe_sim("train-stride", "t", "--out", "s.npz", "--epochs", 1, "--held-out", 0.29)
-    assert "of the choices of the last 29 requests" in out
-
-
-def test_a_trace_of_prompts_alone_is_refused_unless_as_decode(moe_sim, tmp_path):
-    write_trace(synthetic(requests=3, tokens=0, layers=4, experts=6, top_k=2, seed=0, prompt_tokens=9), tmp_path / "t")
-    code, _, err = moe_sim("train-stride", "t", "--out", "s.npz")
-    assert code == 2
-    assert "no decoded tokens to learn from: --as-decode" in err
-    assert moe_sim("train-stride", "t", "--out", "s.npz", "--as-decode", "--quiet") == (0, "", "")

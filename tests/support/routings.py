@@ -4,10 +4,12 @@ A routing is a list of requests of steps of layers of experts (ids within the la
 tokens by expert for each layer.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import strategies as st
 
-from policies.core import Shape
+from policies.core import Events, PolicyRunner, Shape, parse
 from traces import DECODE, PREFILL, RequestSteps
 
 
@@ -39,3 +41,25 @@ def routings(draw):
     layer = st.sets(st.integers(0, shape.experts - 1), min_size=2, max_size=2).map(sorted)
     token = st.lists(layer, min_size=shape.layers, max_size=shape.layers)
     return shape, draw(st.lists(st.lists(token, min_size=1, max_size=5), min_size=1, max_size=3))
+
+
+def proposals(
+    requests: Sequence[RequestSteps], shape: Shape, policy: str
+) -> dict[tuple[int, int, int], dict[int, float]]:
+    """Return what a policy proposes after each event, by (request, step, layer): {id: priority}, in its order."""
+    runner = PolicyRunner(parse(policy), shape, requests)
+    found = {}
+    for ordinal, request in enumerate(requests):
+        events = Events.of(request, shape.layers)
+        runner.begin_request(ordinal)
+        for step in range(len(request.phase)):
+            for layer in range(shape.layers):
+                event = events.event(step, layer)
+                runner.observe(event)
+                proposal = runner.propose(event)
+                assert proposal
+                ids, priorities = proposal
+                assert len(set(ids.tolist())) == len(ids)
+                found[ordinal, step, layer] = dict(zip(ids.tolist(), priorities.tolist(), strict=True))
+        runner.end_request()
+    return found
