@@ -116,7 +116,7 @@ def test_the_timeline_agrees_with_the_log_on_runs_that_hypothesis_shrinks(data: 
     shown, parts = watch(run)
     log = log_of(parts)
     assert_logs_equal(log, log_of(run.on(simpy_engine.play)))
-    for check in (fills_its_steps, takes_the_timings_durations, agrees_on_the_link, agrees_on_slots, is_well_formed):
+    for check in CHECKS:
         check(run, shown, log)
 
 
@@ -169,21 +169,10 @@ def takes_the_timings_durations(run: Drawn, shown: Shown, log: RunLog) -> None:
     assert len(shown.steps) == len(log.step_ns)
 
 
-def test_compute_and_stalls_fill_each_step_and_sum_to_its_log() -> None:
-    each(fills_its_steps)
-
-
-def test_every_part_lasts_what_the_timing_says() -> None:
-    each(takes_the_timings_durations)
-
-
-def test_lookups_of_each_step_are_a_counter() -> None:
-    def check(run: Drawn, shown: Shown, log: RunLog) -> None:
-        counted = [e["args"] for e in shown.counters if e["name"] == "lookups"]
-        rows = zip(log.hits.tolist(), log.late.tolist(), log.misses.tolist(), strict=True)
-        assert counted == [{"hits": hits, "late": late, "misses": misses} for hits, late, misses in rows]
-
-    each(check)
+def counts_lookups(run: Drawn, shown: Shown, log: RunLog) -> None:
+    counted = [e["args"] for e in shown.counters if e["name"] == "lookups"]
+    rows = zip(log.hits.tolist(), log.late.tolist(), log.misses.tolist(), strict=True)
+    assert counted == [{"hits": hits, "late": late, "misses": misses} for hits, late, misses in rows]
 
 
 # The link
@@ -224,10 +213,6 @@ def agrees_on_the_link(run: Drawn, shown: Shown, log: RunLog) -> None:
         assert sum(one.lasted for one in inside) <= pause.lasted
 
 
-def test_the_link_is_busy_as_long_as_the_log_says_step_by_step() -> None:
-    each(agrees_on_the_link)
-
-
 # Slots
 
 
@@ -255,10 +240,6 @@ def agrees_on_slots(run: Drawn, shown: Shown, log: RunLog) -> None:
     loading = sum(one.lasted for one in everything if one.name.startswith("loading "))
     paused = sum(one.lasted for one in shown.tracks["paused prefetch"])
     assert loading == log.link_busy_ns.sum() + paused
-
-
-def test_slots_hold_one_expert_each_and_lose_what_the_log_says_was_evicted() -> None:
-    each(agrees_on_slots)
 
 
 def test_queues_end_empty_and_at_most_two_transfers_are_under_way() -> None:
@@ -369,8 +350,15 @@ def is_well_formed(run: Drawn, shown: Shown, log: RunLog) -> None:
         nests(slices)
 
 
-def test_every_event_is_well_formed_and_slices_nest() -> None:
-    each(is_well_formed)
+CHECKS = (
+    *(fills_its_steps, takes_the_timings_durations, counts_lookups),
+    *(agrees_on_the_link, agrees_on_slots, is_well_formed),
+)
+
+
+def test_the_timeline_of_every_random_run_agrees_with_its_log() -> None:
+    for check in CHECKS:
+        each(check)
 
 
 def test_the_random_runs_show_everything_that_there_is_to_show() -> None:
