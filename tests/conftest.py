@@ -37,11 +37,11 @@ def _imported_modules_are_no_garbage() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile both versions of the engine once, one in a process of its own, before xdist's workers would all do."""
+    """Compile the engines here and the policies in a process beside it, before xdist's workers would all do."""
     if session.config.getoption("numprocesses", None):
-        from sim.engines.compiled_engine import prepare
+        from tests.support.compiled import engines, policies
 
-        plain = get_context("spawn").Process(target=prepare)
-        plain.start()
-        prepare([True])
-        plain.join()
+        beside = get_context("spawn").Process(target=policies)
+        beside.start()
+        engines()
+        beside.join()
