@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies.blend.profile import Profile
-from policies.core import parse
 from policies.eamc import SavedEamc
 from replay.commands import main
 from replay.device_choice import DeviceChoice
@@ -27,7 +26,6 @@ from replay.devices import Gpu
 from replay.live import LiveModel, Shard, open_live, opening
 from replay.live.layout import ShardStore
 from replay.live.memory import kv_name_in
-from replay.live.model import starting_from
 from sim.loop import COLUMNS
 from tests.support.command import run
 from tests.support.fake_gpu import FakeGpu
@@ -61,12 +59,10 @@ def opened(folder: Path, lanes: int = 1, policy: str = "lru", cache_size: str = 
     return open_live(str(folder), DeviceChoice("disk", lanes=lanes), policy=policy, cache_size=cache_size, **more)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_equal_those_of_the_whole_model_from_one_slot_to_all(
-    architecture: str, dtype: str, tmp_path: Path
-) -> None:
-    folder = saved(tmp_path, architecture, dtype)
+def test_logits_equal_those_of_the_whole_model_from_one_slot_to_all(architecture: str, tmp_path: Path) -> None:
+    """In 16 bits; test_load_model.py has them in 32."""
+    folder = saved(tmp_path, architecture, "bfloat16")
     wanted = logits(whole_model(folder), prompt(17))
     for policy, size in (("lru", "1"), ("eamc-blend", "30%"), ("lru", "100%")):
         with opened(folder, lanes=2, policy=policy, cache_size=size) as live:
@@ -82,13 +78,6 @@ def test_a_cache_given_in_bytes_takes_no_more_than_these(tmp_path: Path) -> None
     folder = saved(tmp_path, "olmoe")
     with opened(folder, cache_size="100kB") as live:
         assert live.memory.slots == live.run.gpu.slots * live.device.pool.shape[1] <= 100_000
-
-
-@pytest.mark.parametrize("architecture", OTHERS)
-def test_other_kinds_of_experts_are_equal_too(architecture: str, tmp_path: Path) -> None:
-    folder = saved(tmp_path, architecture, "bfloat16")
-    with opened(folder, cache_size="2") as live:
-        assert_equal(logits(whole_model(folder), prompt(9), 6), live, prompt(9))
 
 
 def test_the_shipped_model_is_equal() -> None:
@@ -198,22 +187,6 @@ def test_the_command_ends_with_the_tokens_of_the_whole_model(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--policy", "belady"), "knows the future"),
-        (("--token-ids", "9999"), "has no token 9999"),
-        (("--prompt", "a", "--token-ids", "5"), "--prompt"),
-        (("--policy", "lru", "--profile", "p"), "does not save what it learns"),
-    ],
-)
-def test_what_no_live_model_does_is_refused(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    options = arguments if "--token-ids" in arguments else ("--token-ids", "5,6", *arguments)
-    done = generate("--model", saved(tmp_path, "mixtral"), "--lanes", 1, *options)
-    assert done.returncode == 2
-    assert said in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
         (("--store", "a", "--profile", "b/../a"), "--store and --profile both name b/../a"),
         (("--record", "a", "--profile", "a/requests.parquet"), "--profile a/requests.parquet is in the folder"),
     ],
@@ -248,12 +221,6 @@ def test_the_seed_is_of_policies_that_draw_too(tmp_path: Path) -> None:
     asked = ("--model", saved(tmp_path, "mixtral"), "--token-ids", "5,6", "--max-new-tokens", 2, "--lanes", 1)
     for policy, drawn in (("random", 7), ("random:seed=3", 3)):
         assert f", random:seed={drawn}, 6 (25%)" in generate(*asked, "--policy", policy, "--seed", 7).stderr
-
-
-def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "switch_transformers")
-    with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(str(folder)):
-        pass
 
 
 def test_what_a_policy_has_learned_is_kept_and_starts_the_next_run(
@@ -539,9 +506,3 @@ def test_a_router_that_names_an_expert_twice_is_followed(tmp_path: Path) -> None
             for layer in each.model.layers:
                 layer.mlp.gate.register_forward_hook(twice)
         assert_equal(logits(model, prompt(9), 6), live, prompt(9))
-
-
-@pytest.mark.parametrize("policy", ["eamc+eamc-blend", "eamc:capacity=9+eamc"])
-def test_a_profile_is_not_of_two_halves_that_learn_apart(policy: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"both halves of .* save what they learn, and a profile is of one"):
-        starting_from(parse(policy), tmp_path / "profile.npz")
