@@ -43,7 +43,6 @@ from replay.model.network import Network
 from sim.commands import main as report
 from sim.engines import count
 from sim.loop import Requests, play
-from sim.profiles.hardware_profile import hardware
 from tests.support.command import Run, run
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
@@ -303,17 +302,3 @@ def test_the_commands_write_a_file_and_replay_from_it(command: Run, on_disk: tup
     assert row["expert_bytes"] == 3 * 256 * 256 * 17 / 32
     assert row["bytes_demand"] == row["misses"] * row["expert_bytes"] > 0
     assert row["computed_in"] == "bfloat16"
-
-
-def test_a_machine_with_a_disk_is_calibrated(
-    command: Run, on_disk: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replay.calibration.calibrate.SLOT_BYTES", {"disk": 1 << 20})
-    status, _, told = command("calibrate", *on_disk, "--policies", "lru", "--repeat", 2, "--out", "here.toml", "-q")
-    assert status in (0, 1), told  # 1: the passes differ, and the file is written all the same
-    machine = hardware(str(tmp_path / "here.toml"))
-    (known,) = machine.measured
-    assert known.transfer_ns > known.latency_ns
-    moving = known.expert_bytes / (known.transfer_ns - known.latency_ns)
-    assert machine.link_bandwidth_gb_per_s == machine.disk_bandwidth_gb_per_s == pytest.approx(moving)
-    assert machine.calibration["lanes"] >= 1

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from policies.core import parse
 from sim import profiles
-from sim.engines import compiled_engine, simpy_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
-from sim.sweeps import Grid, key, run_grid, warnings
+from sim.sweeps import Grid, warnings
 from traces import InputError, demo_trace
 from traces.typed import typed
 
@@ -208,29 +207,3 @@ def test_a_step_in_which_all_is_there_takes_the_sum_of_the_tables(mine):
         dense = sum(timing.dense_ns(layer, 1, int(steps.context[place])) for layer in range(layers))
         experts = layers * (top_k * timing.expert_ns(1) + timing.combine_ns(1))
         assert log.step_ns[place] == dense + experts + timing.head_ns(1)
-
-
-def test_a_sweep_plays_a_cell_anew_when_the_profiles_content_has_changed(mine):
-    def keys():
-        loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine)))
-        return key(loaded, parse("lru"), 80)
-
-    text, before = mine.read_text(), keys()
-    assert before == keys()
-    changes = {"[1, 10, 100]": "[1, 10, 101]", "transfer_ns = 5_001": "transfer_ns = 5_002", "0.01": "0.02"}
-    for old, new in changes.items():
-        assert text.count(old) == 1
-        mine.write_text(text.replace(old, new))
-        assert keys() != before
-
-
-def test_both_engines_play_from_the_tables_alike(mine, monkeypatch):
-    grid = Grid((parse("lru"), parse("eamc")), {"25%": 80})
-
-    def rows():
-        return run_grid(TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine), requests=2)), grid)[0].rows
-
-    compiled = rows()
-    monkeypatch.setattr(compiled_engine, "play", simpy_engine.play)
-    assert rows() == compiled
-    assert {row["hardware"] for row in compiled} == {"mine (measured)"}

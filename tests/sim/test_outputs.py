@@ -1,16 +1,14 @@
 """No command of moe-sim destroys a trace, a file that is not its own, or the results of another one beside it."""
 
-import json
 import shutil
 from dataclasses import replace
 
 import pytest
 
-import tracer.commands
 from sim.sweeps import CELLS, MAKER
-from tests.support.command import moe_sim, run
+from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces import MARKER, claim, marked, only_writer, write_trace
+from traces import claim, only_writer, write_trace
 from traces.synthetic import synthetic
 
 RESULTS = {
@@ -63,13 +61,6 @@ def test_dropping_a_sweep_leaves_alone_what_sweeps_have_not_written(home):
     assert not cell.exists()
 
 
-def test_another_sweep_in_a_folder_below_is_not_dropped(home):
-    assert moe_sim(*SWEEP[:-1], "out/first", cwd=home).returncode == 0
-    before = (home / "out/first/results.parquet").read_bytes()
-    assert moe_sim(*SWEEP, "--overwrite", cwd=home).returncode == 0
-    assert (home / "out/first/results.parquet").read_bytes() == before
-
-
 @pytest.mark.parametrize("name", ["cells", "results.parquet", "winner.toml", "hit_rate.png"])
 def test_a_file_of_that_name_that_a_sweep_has_not_written_is_left_alone(home, name):
     (home / "out").mkdir()
@@ -80,56 +71,16 @@ def test_a_file_of_that_name_that_a_sweep_has_not_written_is_left_alone(home, na
     assert {file.name for file in (home / "out").iterdir()} == {name}
 
 
-def test_an_address_is_no_folder_here(home):
-    refused(moe_sim(*SWEEP[:-1], "s3://bucket/x", cwd=home), "s3:/bucket/x is an address")
-    refused(moe_sim("run", "tiny", "-q", "--timeline", "s3://bucket/x", cwd=home), "s3:/bucket/x is an address")
-    cut = run(tracer.commands.main, "slice", "tiny", "--out", "s3://bucket/x", "--requests", "0:1", cwd=home)
-    refused(cut, "s3:/bucket/x is an address")
-    assert not (home / "s3:").exists()
-
-
-def test_results_of_one_command_are_not_replaced_by_another(home):
-    claim(home / "out", "moe-replay run", ["results.parquet"])
-    (home / "out/results.parquet").write_text("measured")
-    refused(moe_sim(*SWEEP, "--overwrite", cwd=home), "out/results.parquet was written by moe-replay run")
-    assert marked(home / "out") == {"results.parquet": "moe-replay run"}
-    assert (home / "out" / MARKER).is_file()
-
-
-CASE = {
-    "L": 1,
-    "E": 2,
-    "slots": 1,
-    "expert_bytes": 10,
-    "requests": [[[[[0, 1]]]]],
-    "link_latency_ns": 5,
-    "link_ns_per_byte_num": 1,
-    "link_ns_per_byte_den": 1,
-    "chunk_bytes": None,
-    "dense_ns": 3,
-    "expert_ns": 2,
-    "expert_ns_per_token": 1,
-    "combine_ns": 1,
-    "head_ns": 1,
-    "evict": "lru",
-    "prefetch": "none",
-    "popular_n": 1,
-    "predictor_ns": 0,
-    "cold": False,
-}
-
 FILES = {
     "run": ("tiny", "--policy", "lru", "--quiet", "--timeline"),
     "train-stride": ("tiny", "--epochs", "1", "--quiet", "--out"),
     "eamc build": ("tiny", "--out"),
-    "conformance": ("cases.jsonl", "--engine", "simpy", "--out"),
 }
 """Commands that write a single file."""
 
 
 @pytest.mark.parametrize("command", FILES)
 def test_a_file_is_replaced_only_where_that_is_asked_for(home, command):
-    (home / "cases.jsonl").write_text(json.dumps(CASE) + "\n")
     (home / "notes.txt").write_text("mine")
     asked = (*command.split(), *FILES[command])
     refused(moe_sim(*asked, "notes.txt", cwd=home), "notes.txt exists: replace it with --overwrite")
