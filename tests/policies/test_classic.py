@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import Policy, PolicyResidency, ScorePolicy, Shape, alone, parse
-from policies.core.residency_compiled import NO_EXPERT
 from policies.retention.s3fifo import S3FIFO, S3FIFOOptions
 from traces import DECODE, write_trace
 from traces.synthetic import synthetic
@@ -254,37 +253,6 @@ def test_queues_of_s3fifo_have_the_shares_of_the_slots_that_are_written():
         policy.on_insert(expert, 1, expert)
     assert policy.victim(np.arange(100)) == 0
     assert (len(policy._small), policy._main_slots, policy._ghost_slots) == (29, 71, 57)
-
-
-@pytest.mark.parametrize("name", ["arc", "s3fifo"])
-def test_a_cold_cut_before_the_first_eviction_is_as_the_start_of_a_run(name):
-    cut, fresh = (parse(name).build(Shape(1, TOTAL))[0] for _ in range(2))
-    for start in range(3):
-        cut.on_insert(start, 1, start)
-    for expert in range(3):
-        cut.on_evict(expert)
-    assert vars(cut) | {"options": 0} == vars(fresh) | {"options": 0}
-
-
-def test_arc_asks_of_the_fetched_miss_whether_it_is_remembered_not_of_one_that_the_host_computes():
-    policy = parse("arc").build(Shape(1, TOTAL))[0]
-    machine = PolicyResidency(policy.shape, (2,), policy)
-
-    def victim(*experts: int, on_host: tuple[int, ...] = ()) -> int:
-        ids = np.array(experts, np.int64)
-        machine.place_on_host(on_host)
-        machine.route(ids)
-        policy.observe(alone(DECODE, 0, 0, ids, np.ones_like(ids)))
-        started, victim, _ = machine.next_transfer()
-        if started != NO_EXPERT:
-            machine.arrived()
-        for expert in experts:
-            machine.computed(expert)
-        return victim
-
-    for expert in (5, 5, 4, 3, 3, 1, 5, 4, 1, 2):
-        victim(expert)
-    assert victim(0, 5, on_host=(0,)) == 2, "T1 is as long as p, and B2 remembers 5"
 
 
 @pytest.mark.parametrize("name", ["lfu", "lfu-perfect"])

@@ -29,13 +29,3 @@ def test_random_eams_take_more_than_one_round_and_end_as_the_definition_says():
     assert found.tolist() == slow_representatives(list(eams), 20)
     assert 10 < len(found) <= 20
     assert found.max() >= 20, "newcomers stand for some groups"
-
-
-def test_each_of_two_kinds_keeps_one_whatever_its_scale():
-    one, other = np.array([[4, 1, 0], [0, 9, 1]]), np.array([[0, 1, 4], [9, 0, 1]])
-    assert representatives(np.array([one, 3 * one, 5 * other, other]), 2).tolist() == [0, 2]
-
-
-def test_of_eams_alike_one_stays():
-    eam = np.array([[1, 2]])
-    assert representatives(np.array([eam] * 6), 3).tolist() == [0]

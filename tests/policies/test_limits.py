@@ -78,39 +78,12 @@ def test_depth_counts_layers_around_the_cycle():
     assert left(Limits(depth=4), shape, everything, layer=3) == everything, "the layer itself, a token later"
 
 
-def test_a_priority_at_the_threshold_is_worth_its_transfer():
-    assert left(Limits(threshold=0.5), Shape(2, 3), [(3, 0.4), (4, 0.5), (5, 0.6)]) == [(4, 0.5), (5, 0.6)]
-
-
 def test_a_budget_keeps_by_priority_what_the_window_carries_and_leaves_the_order():
     proposal = [(3, 0.1), (4, 0.9), (5, 0.5)]
     assert left(Limits(budget=1), Shape(2, 3), proposal, carried=2.0) == [(4, 0.9), (5, 0.5)]
     assert left(Limits(budget=0.5), Shape(2, 3), proposal, carried=2.0) == [(4, 0.9)]
     assert left(Limits(budget=1.5), Shape(2, 3), proposal, carried=2.0) == proposal
     assert left(Limits(budget=1), Shape(2, 3), [(5, 1.0), (3, 1.0), (4, 1.0)], carried=2.0) == [(3, 1.0), (4, 1.0)]
-
-
-def test_what_is_due_later_leaves_room_for_what_is_due_before_it():
-    shape = Shape(4, 4)  # after layer 0: expert 4 is one layer ahead, 8 two, 12 three
-    assert left(Limits(budget=1), shape, [(8, 3.0), (9, 2.0), (4, 1.0)]) == [(8, 3.0), (9, 2.0)], "two in two layers"
-    assert left(Limits(budget=1), shape, [(4, 3.0), (5, 2.0), (8, 1.0)]) == [(4, 3.0), (8, 1.0)], "one a layer"
-    assert left(Limits(budget=1), shape, [(12, 3.0), (8, 2.0), (4, 1.0)]) == [(12, 3.0), (8, 2.0), (4, 1.0)]
-
-
-def test_one_expert_may_be_under_way_however_short_a_layer_is():
-    assert left(Limits(budget=1), Shape(4, 2), [(2, 2.0), (4, 1.0)], carried=0.1) == [(2, 2.0)]
-    assert left(Limits(budget=0), Shape(4, 2), [(2, 1.0), (6, 2.0)]) == [(6, 2.0)]
-    assert left(Limits(budget=1), Shape(4, 2), [(2, 2.0), (6, 1.0)], carried=0.7) == [(2, 2.0), (6, 1.0)]
-
-
-def test_an_expert_that_is_ready_takes_nothing_of_the_budget():
-    proposal = [(2, 3.0), (3, 2.0), (4, 1.0)]
-    states = [ABSENT, ABSENT, READY, READY, ABSENT, ABSENT]
-    assert left(Limits(budget=1), Shape(3, 2), proposal, states=states) == proposal
-    states[3] = LOADING
-    assert left(Limits(budget=1), Shape(3, 2), proposal, states=states) == proposal, "one a layer"
-    states[2] = DEMANDED
-    assert left(Limits(budget=1), Shape(3, 2), proposal, states=states) == [(2, 3.0), (4, 1.0)]
 
 
 @st.composite

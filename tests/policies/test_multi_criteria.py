@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import Events, PolicyRunner, ScorePolicy, Shape, parse
+from policies.core import Events, PolicyRunner, ScorePolicy, parse
 from tests.support.routings import requests_of, routings
-from traces import InputError
 
 WEIGHTS = st.sampled_from([0.0, 0.25, 0.5, 1.0])
 
@@ -39,18 +38,3 @@ def test_the_keep_score_is_the_formula(run, recency, frequency, distance):
                     )
                     assert runner.retention.keep[0, expert] == pytest.approx(float(expected))
         runner.end_request()
-
-
-def test_the_layer_that_comes_next_is_kept_before_the_one_that_has_just_run():
-    shape = Shape(3, 2)
-    requests = requests_of([[[[0], [0], [0]]]], 2)
-    runner = PolicyRunner(parse("multi-criteria:recency=0:frequency=0:distance=1"), shape, requests)
-    assert isinstance(runner.retention, ScorePolicy)
-    runner.begin_request(0)
-    runner.observe(Events.of(requests[0], 3).event(0, 0))
-    assert runner.retention.keep[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1, 1, 2 / 3, 2 / 3])
-
-
-def test_weights_that_weigh_nothing_are_refused():
-    with pytest.raises(InputError):
-        parse("multi-criteria:recency=0:frequency=0:distance=0")

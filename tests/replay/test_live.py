@@ -267,22 +267,6 @@ def test_a_missing_or_cut_shard_is_noticed_when_the_model_is_opened(tmp_path: Pa
         pass
 
 
-@pytest.mark.parametrize("change", ["transposed", "one left out"])
-def test_expert_weights_that_do_not_fit_are_refused(change: str, tmp_path: Path) -> None:
-    folder = saved(tmp_path, "olmoe")
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name in [name for name in tensors if "down_proj" in name]:
-            if change == "transposed":
-                tensors[name] = tensors[name].T.contiguous()
-            elif "experts.3." in name:
-                del tensors[name]
-        save_file(tensors, file, {"format": "pt"})
-    refused = pytest.raises(InputError, match=r"down_proj has the shape .* in the checkpoint")
-    with refused, opened(folder) as live:
-        logits(live.model, prompt(5))
-
-
 def test_a_nan_in_an_expert_fails_that_request_and_the_next_one_works(tmp_path: Path) -> None:
     folder = saved(tmp_path, "mixtral")
 

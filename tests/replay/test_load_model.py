@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -259,29 +258,6 @@ def test_a_closed_model_a_copy_and_another_process_get_one_clear_error(folder: P
     assert model.expert_cache.counters["steps"] == 8
     with pytest.raises(InputError, match="was closed: load it again"):
         model(**ONE)
-
-
-def test_a_checkpoint_that_vanishes_or_is_cut_off_fails_and_what_comes_next_works(
-    folder: Path, whole: Any, tmp_path: Path
-) -> None:
-    copied = Path(shutil.copytree(folder, tmp_path / "copy"))
-    with load_model(copied, policy="lru", cache_size="1", lanes=1) as model:
-        shutil.rmtree(copied)
-        assert_same(model, whole, **ONE)  # its files stay open
-    with pytest.raises(InputError, match="there is no such folder"):
-        load_model(copied)
-    shutil.copytree(folder, copied)
-    model = load_model(copied, policy="lru", cache_size="1", lanes=1)
-    shards = {shard: shard.read_bytes() for shard in copied.glob("*.safetensors")}
-    for shard in shards:
-        os.truncate(shard, 4096)
-    with pytest.raises(InputError, match="cut off"):
-        model(**ONE)
-    for shard, content in shards.items():
-        shard.write_bytes(content)
-    assert torch.equal(model(**ONE).logits, whole(**ONE).logits)
-    with pytest.raises(InputError, match="was changed while it was read"):
-        model.expert_cache.close()
 
 
 def test_every_row_of_a_batch_is_a_request_to_the_policy(folder: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from sim.results.plot import draw, figure, looks, users, wrapped
+from sim.results.plot import draw, figure
 
 
 def rows(policy, **columns):
@@ -45,27 +45,7 @@ def test_each_policy_is_dots_over_ascending_sizes_and_belady_the_bound():
     assert np.asarray(lines["lru"].get_ydata()).tolist() == [90, 75, 50]
 
 
-def test_users_at_cache_sizes_that_are_as_good_as_one_share_are_a_line_each():
-    sizes = ({**row, "cache_experts": slots} for slots in (2000, 2001) for row in rows("lru", cache_fraction=0.2))
-    drawn = users({"": [{**row, "max_batch": i // 3 + 1, "tokens_per_s": 1.0} for i, row in enumerate(sizes)]})
-    assert [line.get_label() for line in drawn.axes[0].get_lines()] == ["lru, 2,000 (20%)", "lru, 2,001 (20%)"]
-
-
 def test_each_policy_is_named_beside_its_dots_also_one_whose_file_begins_with_an_underscore():
     drawn = figure([*rows("_mine.py:Mine"), *rows("lru")], rows("belady"), 0.1, "hit_rate")
     beside = {text.get_text() for text in drawn.axes[0].texts}
     assert beside == {"_mine.py:Mine", "lru", "belady (oracle)", "working set of one token"}
-
-
-def test_a_policy_has_one_colour_whatever_is_drawn_beside_it():
-    alone, beside = looks(["eamc"]), looks(["mine", "lru", "other", "eamc", "eamc-blend"])
-    assert alone["eamc"] == beside["eamc"]
-    assert len({style["color"] for style in beside.values()}) == 5
-
-
-def test_a_long_policy_is_broken_before_its_options_and_nothing_of_it_is_lost():
-    policy = "eamc:capacity=300:matches=5:cosine=rows:threshold=0.25+oracle:horizon=9@layer"
-    lines = wrapped(policy).split("\n")
-    assert "".join(lines) == policy
-    assert max(map(len, lines)) <= 28
-    assert wrapped("lru+popular:n=2") == "lru+popular:n=2"

@@ -1,12 +1,7 @@
 """`moe-sim tune` on policies whose best option is known, and what a search that is cut off comes to."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -26,8 +21,6 @@ from traces import MARKER, InputError, read_toml, write_trace
 from traces.synthetic import synthetic
 
 pytest.importorskip("optuna")
-
-COMMAND = [sys.executable, "-c", "from sim.commands import main; main()"]
 LAYERS, EXPERTS, USED, TOP_K, SLOTS = 3, 16, 12, 2, 12
 SHAPE = Shape(LAYERS, EXPERTS)
 
@@ -301,34 +294,3 @@ def test_the_command_tells_writes_and_goes_on(command, tmp_path):
     status, out, err = command(*more, "--resume", "--json", "--quiet")
     assert (status, err.count("warning")) == (0, err.count("\n"))
     assert [trial["policy"] for trial in json.loads(out)["trials"]][:6] == before
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
-def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(home, tmp_path):
-    written(tmp_path / "long", requests=8, tokens=60)
-    asked = ["tune", "long", "--policy", f"lru+{home / 'mine.py'}:Wasteful", "--cache-size", "25%", "--quiet"]
-    asked += ["--trials", "24", "--workers", "1", "--search", "number=0..16:at_most=4..1000", "--predictor-us", "0"]
-    log = tmp_path / "cut" / NAME
-
-    def start(*arguments):
-        return subprocess.Popen([*COMMAND, *asked, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-
-    def trials():
-        return log.read_text().count('"drawn"') if log.exists() else 0
-
-    for number, status, resume in ((signal.SIGKILL, -signal.SIGKILL, []), (signal.SIGINT, 130, ["--resume"])):
-        before = trials()
-        running = start("--out", "cut", *resume)
-        while running.poll() is None and trials() < before + 3:
-            time.sleep(0.01)
-        os.kill(running.pid, number)
-        _, told = running.communicate(timeout=300)
-        assert running.returncode == status
-        assert before < len(Journal(log.parent).trials) < 24
-        assert not (log.parent / "trials.parquet").exists()
-    kept = len(Journal(log.parent).trials)
-    assert told == f"moe-sim: error: interrupted with {kept} trials in cut/{NAME}: continue with --resume\n"
-    for out in (["whole"], ["cut", "--resume"]):
-        assert moe_sim(*asked, "--out", *out, cwd=tmp_path).returncode == 0
-    ended = [(tmp_path / name / "trials.parquet").read_bytes() for name in ("whole", "cut")]
-    assert ended[0] == ended[1]

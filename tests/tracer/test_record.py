@@ -303,9 +303,7 @@ def test_weights_on_disk_route_as_weights_in_memory(tmp_path: Path) -> None:
     "settings",
     [
         {"max_time": 1e-9},
-        {"stop_strings": ["a", "e", "\x00"]},
         {"min_new_tokens": 6, "num_return_sequences": 2, "num_beams": 2},
-        {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": list(range(256))},
         {"do_sample": True, "temperature": 9.0, "use_cache": False, "forced_eos_token_id": 3},
         {"max_length": 3, "cache_implementation": "static", "return_dict_in_generate": True},
     ],

@@ -128,62 +128,6 @@ def test_a_published_model_has_the_parameters_of_its_card() -> None:
 
 KINDS = [*["full_attention"], *["sliding_attention"] * 3] * 2
 WINDOWS = {**STEP, "num_hidden_layers": 8, "layer_types": KINDS, "sliding_window": 512}
-LINEAR = {
-    "num_hidden_layers": 4,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 64, "num_heads": 4}
-    | {"short_conv_kernel_size": 4},
-}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128}
-GRANITE = {**BASE, "model_type": "granitemoehybrid", "num_local_experts": 4, "num_hidden_layers": 4, **MAMBA}
-SMALL_FLASH = {
-    **FLASH,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-    "moe_intermediate_size": 128,
-    "vocab_size": 1000,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 1,
-    "q_lora_rank": 64,
-    "n_routed_experts": 4,
-    "compress_ratios": [0, 0, 4, 128],
-    "index_head_dim": 16,
-    "index_n_heads": 4,
-    "sliding_window": 128,
-}
-
-
-@pytest.mark.parametrize(
-    ("config", "grown"),  # bytes, from one token to 131,072
-    [
-        pytest.param(WINDOWS, 2 * 131_071 * 512 + 6 * 511 * 512, id="windows"),
-        pytest.param(
-            {key: value for key, value in WINDOWS.items() if key != "num_key_value_heads"}
-            | {"num_attention_groups": 2},
-            2 * 131_071 * 512 + 6 * 511 * 512,
-            id="groups",
-        ),
-        pytest.param(
-            {**WINDOWS, "layer_types": [*KINDS, "full_attention"], "num_nextn_predict_layers": 1},
-            2 * 131_071 * 512 + 6 * 511 * 512,
-            id="a type for the MTP layer",
-        ),
-        pytest.param({**GRANITE, "layer_types": [*["mamba"] * 3, "attention"]}, 131_071 * 512, id="mamba"),
-        pytest.param({**KIMI, **LINEAR}, 131_071 * 96, id="linear attention and a latent"),
-        pytest.param(
-            SMALL_FLASH,
-            131_071 * 2 * ((64 + 16) / 4 + 64 / 128) + 4 * 127 * 64 * 2,
-            id="compressed keys that are their values",
-        ),
-    ],
-)
-def test_the_cache_grows_by_what_attention_keeps(config: dict[str, Any], grown: float) -> None:
-    found = read(config)
-    assert found.kv_cache_bytes(131_072) - found.kv_cache_bytes(1) == pytest.approx(grown, rel=1e-9)
 
 
 # Every architecture
