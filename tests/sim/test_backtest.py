@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 import tomli_w
 
-from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, report, routing, score
+from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, report, routing, score, table
 from sim.backtest import rates as rates_under
-from sim.backtest.machine import engine_of
+from sim.backtest.machine import engine_of, kernels_per_layer
 from sim.backtest.tables import DATA
 from sim.backtest.timing import Runtime
 from traces import InputError, write_trace
@@ -191,6 +191,17 @@ def test_stated_bytes_are_what_is_read(tmp_path):
     assert timing.expert_ns(1) == pytest.approx(5e6 / 100, rel=1e-3)
 
 
+def test_an_engine_is_known_by_its_whole_name_and_any_other_is_unknown():
+    machine, systems = Machine("m"), table("systems")
+    assert rates(machine, "MoE Infinity (2026)").us_per_expert == systems["MoE-Infinity"]["us_per_expert"]
+    assert rates(machine, "accelerate").link_gb_per_s == 0
+    launches = kernels_per_layer(model("qwen3-30b-a3b")) * FACTORS.gpu["gddr"].launch_us
+    assert rates(machine, "llama.cpp (llama-bench)").us_per_layer == launches
+    for name in ("nobody's", "vLLM + a cache of experts", "DeepSpeed-like"):
+        assert engine_of(name)["unknown"]
+        assert rates(machine, name).us_per_layer == launches + systems["unknown"]["us_per_layer"]
+
+
 # What is run
 
 
@@ -312,6 +323,15 @@ def test_a_budget_is_of_what_the_link_carries_while_a_layer_computes(tmp_path, b
 
 
 # Where the routing of the very run is known
+
+
+def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
+    """Of the requests of a trace some end before others: the last steps decode fewer tokens."""
+    experts = np.tile(np.arange(12, 16, dtype=np.uint8), (5, 6, 1))
+    np.savez(tmp_path / "short.npz", experts=experts, offsets=[0, 1, 5])
+    one = case(tmp_path, setting={**CACHED, "trace": str(tmp_path / "short.npz"), "batch": 2})
+    found = one.simulated(rates_of(one))
+    assert score.figure(one.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
 
 
 @pytest.fixture(scope="module")
