@@ -374,7 +374,10 @@ def test_the_command_writes_the_record_tokens_and_a_picture_and_says_the_worst_l
 SMALL = ("--requests", "2", "--cache-sizes", "25%", "--policies", "lru,fifo")
 
 
-CPU = ("--device", "cpu", "--requests", "1", "--cache-sizes", "40", "--policies", "belady,eamc", "--repeat", "2", "-q")
+CPU = (
+    *(str(demo_trace()), "--device", "cpu", "--requests", "1", "--cache-sizes", "40"),
+    *("--policies", "belady,eamc", "--repeat", "2", "-q"),
+)
 
 
 @pytest.fixture(scope="module")

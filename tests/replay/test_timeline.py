@@ -13,6 +13,7 @@ from sim.timeline import WHOLE, Timeline, TimelineObserver
 from tests.support.devices import AnyOrder, Watch
 from tests.support.replay_runs import draw
 from tests.support.timelines import Shown, nests, parsed
+from traces import demo_trace
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 1, 4])
@@ -44,8 +45,8 @@ def test_on_a_device_that_ends_in_any_order_every_part_and_piece_is_shown_in_its
 
 @pytest.mark.parametrize("device", ["virtual", "cpu"])
 def test_the_command_shows_measured_and_predicted_in_one_file(device, command, tmp_path):
-    asked = ("--policy", "eamc", "--device", device, "--requests", "1", "--timeline", "t.json", "-q")
-    assert command(*asked) == (0, "", "")
+    asked = ("--trace", str(demo_trace()), "--policy", "eamc", "--device", device, "--requests", "1", "-q")
+    assert command(*asked, "--timeline", "t.json") == (0, "", "")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert all(e["ts"] >= 0 and e.get("dur", 0) >= 0 for e in events if e["ph"] != "M")
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
