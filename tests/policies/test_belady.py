@@ -65,21 +65,6 @@ def test_an_empty_run_can_be_foreseen() -> None:
     assert (belady.keep[0] == -NEVER).all()
 
 
-@pytest.mark.parametrize("requests", [16, 100])
-def test_memory_is_that_of_two_eams_for_each_square_root_of_the_requests(requests: int) -> None:
-    L, E = 4, 16
-    trace = synthetic(requests, 40, L, E, 4, seed=0)
-    belady = Belady(Shape(L, E), Options())
-    belady.foresee([trace.steps(i) for i in range(requests)])
-    most = 0
-    for i in range(requests):
-        belady.begin_request(i, 0)
-        held = [*vars(belady).values(), belady.state.following, *belady._after.values()]
-        most = max(most, sum(array.nbytes for array in held if isinstance(array, np.ndarray)))
-    eams, request, scores = 2 * int(requests**0.5) * L * E * 8, 40 * L * 4 * 8, 3 * L * E * 8
-    assert eams < most <= eams + request + scores + 8 * requests
-
-
 def nearest_use(run: list[RequestSteps], at: dict[int, int], begun: int, expert: int) -> tuple[int, float]:
     """How far an expert's next use is: in a request that runs (`at`: its latest event), else behind `begun`."""
 

@@ -34,11 +34,7 @@ from policies.blend.evidence import LAYER as FOLLOWS_AHEAD
 from policies.blend.learning import WEIGHT
 from policies.core import NO_INTS, START, Event, Shape, alone, parse
 from sim.engines import count
-from sim.engines.simpy_engine import simulate
-from sim.loop import gpu_run
-from sim.profiles.timing import FixedTiming, Link
-from traces import DECODE, PREFILL, InputError, Lookahead, RequestSteps, Trace
-from traces.steps import join
+from traces import DECODE, PREFILL, Lookahead, Trace
 from traces.synthetic import synthetic
 
 L, E, K = 3, 5, 2
@@ -309,14 +305,6 @@ def test_counts_of_ids_are_halved_before_they_overflow_and_histories_are_bounded
     assert known.request[0, tokens.MATCHED] == tokens.LONGEST
 
 
-def test_what_ids_teach_takes_no_more_memory_with_a_large_vocabulary() -> None:
-    policy, ids = BlendRetention(Shape(L, E), BlendOptions()), np.random.default_rng(0).integers(0, 200_000, 500)
-    held = [array.nbytes for array in policy.state.known.ids]
-    tell(policy, random_steps(0, 500), ids.tolist())
-    assert [array.nbytes for array in policy.state.known.ids] == held
-    assert sum(held) < 2**18
-
-
 def test_on_its_own_it_proposes_the_same() -> None:
     steps = random_steps(2, 20)
     policy = BlendRetention(Shape(L, E), BlendOptions(wrong=0.1))
@@ -395,27 +383,6 @@ def test_a_layer_that_decode_does_not_run_is_set_aside_until_it_runs_again() -> 
     assert keep[1].min() > keep[2].min() - 100
 
 
-@pytest.mark.parametrize("slots", [12, 16, 24])
-def test_an_encoder_that_decode_does_not_run_makes_it_no_worse_than_lru(slots: int) -> None:
-    rng = np.random.default_rng(0)
-    trace = synthetic(12, 60, 4, 16, 2, seed=2)
-    requests = []
-    for i in range(12):
-        decode = trace.steps(i)
-        S = len(decode.tokens)
-        keep = (decode.experts // 16) >= 2
-        sizes = np.where(np.tile(np.arange(4) >= 2, S), np.diff(decode.offsets), 0)
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        decoded = replace(decode, experts=decode.experts[keep], counts=decode.counts[keep], offsets=offsets)
-        encoded = np.sort(rng.choice(32, 12, replace=False)).astype(np.int64)
-        ends = np.array([0, (encoded < 16).sum(), 12, 12, 12])
-        one = np.array([20])
-        prefill = RequestSteps(i, np.array([PREFILL], np.uint8), one, one, ends, encoded, rng.integers(1, 9, 12))
-        requests.append(join([prefill, decoded]))
-    missed = {name: int(count(requests, 4, 16, slots, parse(name)).misses.sum()) for name in ("lru", "eamc-blend")}
-    assert missed["eamc-blend"] <= missed["lru"]
-
-
 def test_a_prefill_proposes_nothing() -> None:
     policy = BlendRetention(Shape(1, E), BlendOptions())
     fetcher = BlendPrefetcher.beside(policy)
@@ -445,23 +412,6 @@ def test_it_beats_lru_where_what_follows_what_can_be_learned() -> None:
     assert missed["belady"] < missed["eamc-blend"] < missed["lru"]
 
 
-def test_its_prefetch_shortens_the_run_where_the_next_layer_follows_from_this_one() -> None:
-    def requests(seed: int) -> list:
-        """Tokens walk at random, but expert e of a layer is always followed by expert e of the next."""
-        rng = np.random.default_rng(seed)
-        trace = synthetic(6, 80, 6, 16, 1, seed=seed)
-        trace.experts[:] = rng.integers(0, 16, size=(len(trace.experts), 1, 1))
-        return [trace.steps(i) for i in range(6)]
-
-    timing, link = FixedTiming(500, 100, 10, 10, 500), Link(10, 1, 1, 1_000)
-    alone, fetching = (
-        simulate(gpu_run(requests(4), Shape(6, 16), 24, parse(text), timing, link))
-        for text in ("eamc-blend+none", "eamc-blend")
-    )
-    assert fetching.prefetch_used.sum() > 0.8 * fetching.prefetch_transfers.sum() > 0
-    assert fetching.step_ns.sum() < 0.9 * alone.step_ns.sum()
-
-
 def with_ids(trace: Trace) -> Trace:
     return replace(trace, token_id=np.random.default_rng(0).integers(0, 9, len(trace.experts)).astype(np.int32))
 
@@ -482,13 +432,3 @@ def test_the_script_fits_what_decides() -> None:
     odds = fit_chance([found.before[:, kinds]], [found.used], [found.even])
     likely = 1 / (1 + np.exp(-(found.even + columns @ odds)))
     assert abs(columns.T @ (found.used - likely)).max() < 1e-6 * len(likely)  # the likelihood is at its summit
-
-
-def test_a_trace_without_ids_cannot_be_fitted_on() -> None:
-    with pytest.raises(InputError, match="holds no ids of tokens"):
-        samples(synthetic(2, 10, 2, 8, 2, seed=0))
-
-
-def test_too_short_a_trace_cannot_be_fitted_on() -> None:
-    with pytest.raises(InputError, match="too few decoded tokens"):
-        samples(with_ids(synthetic(2, 10, 2, 8, 2, seed=0)))

@@ -10,7 +10,7 @@ from policies.prefetch import Tokens, Training, train
 from sim.engines.simpy_engine import simulate
 from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces import InputError, write_trace
+from traces import write_trace
 from traces.synthetic import synthetic
 
 L, E = 3, 8
@@ -79,18 +79,3 @@ def test_a_preset_in_a_scope_of_its_own_keeps_it(monkeypatch):
     assert parse("pre-gated").within("layer").options()["preset"] == "pre-gated"
     assert parse("made-up").without_prefetch().text == "lru@layer"
     assert parse("pre-gated").without_prefetch() == parse("fifo")
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("pre-gatd", "did you mean pre-gated"),
-        ("pre-gated:horizon=1:horizon=2", "option horizon of pre-gated is given twice"),
-        ("pre-gated+none", "pre-gated is a preset and stands for fifo+oracle:horizon=1: write that"),
-    ],
-)
-def test_a_preset_that_cannot_be_so_is_one_line_that_helps(typed, says):
-    with pytest.raises(InputError) as caught:
-        parse(typed)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)

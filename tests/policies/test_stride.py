@@ -1,7 +1,6 @@
 """The stride predictor: what it proposes against the definition, what training learns, and files that are not one."""
 
 import math
-import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import checker
 from policies.core import Shape, parse
 from policies.prefetch import Predictor, Tokens, Training, recall, recall_of_previous, train
 from policies.prefetch.stride_training import probabilities
-from policies.random_routing import scripts
 from tests.support import command
 from tests.support.routings import proposals
 from tests.support.tiny import SIZES
@@ -112,19 +109,6 @@ def test_training_learns_a_rule_and_finds_it_in_unseen_requests(stride):
     assert recall_of_previous(unseen) == pytest.approx(1 / 6, abs=0.03)
 
 
-def test_probabilities_are_calibrated():
-    noise = 0.4
-    seen, unseen = Tokens.of(follows(seed=1, noise=noise, tokens=1500)), Tokens.of(follows(seed=2, noise=noise))
-    predictor = train(seen, Training(back=1, epochs=40))
-    p = np.concatenate([probabilities(predictor, unseen, layer, np.arange(len(unseen))) for layer in range(1, 4)])
-    y = np.concatenate([unseen.choices(np.arange(len(unseen)), layer) for layer in range(1, 4)])
-    likely = p > 0.5
-    assert likely.mean() == pytest.approx(1 / 6, abs=0.01)
-    assert p[likely].mean() == pytest.approx(y[likely].mean(), abs=0.03)
-    assert y[likely].mean() == pytest.approx(1 - noise * 5 / 6, abs=0.03)
-    assert p[~likely].mean() == pytest.approx(y[~likely].mean(), abs=0.01)
-
-
 def test_training_twice_gives_the_same_and_another_seed_another_predictor():
     tokens = Tokens.of(follows(seed=1, noise=0.3))
     one, two, other = (train(tokens, Training(epochs=1, seed=seed)) for seed in (0, 0, 1))
@@ -145,16 +129,6 @@ def test_what_is_proposed_is_what_training_would_say(tmp_path):
                 p = probabilities(predictor, tokens, layer, np.array([r * 8 + token]))[0]
                 said = {i - layer * 6: share for i, share in found[r, step, source] if i // 6 == layer}
                 assert said == pytest.approx(dict(enumerate(p.tolist())), rel=1e-4)
-
-
-def test_a_predictor_keeps_to_the_contract(tmp_path):
-    path = saved(made_up(3, 5, stride=2, back=1, seed=0), tmp_path)
-    spec = parse(f"lru+stride:model={path}:n=3:budget=2")
-    played = 0
-    for number, script in enumerate(script for script in scripts(0) if script.shape == Shape(3, 5)):
-        for held_to in (checker._determinism, checker._causality):
-            played += held_to(spec, script, random.Random(number))
-    assert played > 1000
 
 
 def test_a_file_keeps_the_predictor(tmp_path):

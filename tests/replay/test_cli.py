@@ -19,10 +19,10 @@ from replay.choice import first_steps
 from replay.device_choice import DeviceChoice
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop import COLUMNS, Driver, Requests, Share, StepRow
+from sim.loop import COLUMNS, Requests, Share, StepRow
 from sim.results import REQUESTS, RESULTS
 from sim.sweeps import Winner, winner
-from traces import MARKER, InputError, Trace, demo_trace
+from traces import InputError, Trace, demo_trace
 from traces.models.profile import MODELS
 
 
@@ -158,33 +158,6 @@ def test_a_model_that_memory_cannot_hold_is_refused(command, monkeypatch: pytest
     )
     assert status == 2
     assert "--host-dedup" in err
-
-
-def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one(
-    command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    arguments = ("--policy", "lru", "--device", "virtual", "--requests", "3", "--out", "here")
-    assert command(*arguments)[0] == 0
-    play = Driver.run
-
-    def cut_off(driver, on_step, done):
-        steps = 0
-
-        def interrupting(row: StepRow) -> None:
-            nonlocal steps
-            on_step(row)
-            steps += 1
-            if steps == 5:
-                raise KeyboardInterrupt
-
-        return play(driver, interrupting, done)
-
-    monkeypatch.setattr(Driver, "run", cut_off)
-    status, _, err = command(*arguments)
-    assert status == 130
-    assert "interrupted after 5 of" in err.splitlines()[-1]
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {"per_token.csv", "run.json", MARKER}
-    assert len(pd.read_csv(tmp_path / "here/per_token.csv")) == 5
 
 
 STAND_IN = MODELS.find("demo-stand-in").read_text()

@@ -127,18 +127,6 @@ def test_a_static_policy_never_adapts_and_is_censored(tmp_path):
     assert (row["requests_needed"], row["requests_needed_above"]) == (None, 4)
 
 
-def test_a_row_tells_which_requests_were_measured_and_the_first_and_last_of_their_rates(disjoint):
-    found = measure(disjoint, "lru", DEMAND, Protocol("task", 2, 5, window=2))
-    ids, task = (disjoint.trace.requests[name].tolist() for name in ("id", "task"))
-    for row in found.rows:
-        assert row["requests"] == [ids[i] for i in found.plan.orders[row["group_after"]][2:7]]
-        assert {task[ids.index(name)] for name in row["requests"]} == {row["group_after"]}
-        assert row["hit_rates"] == pytest.approx([1 - 1 / TOKENS, 1, 1, 1, 1])
-        assert (row["hit_rate_first"], row["hit_rate_settled"]) == pytest.approx((1 - 1 / TOKENS, 1))
-        assert (row["undisturbed_first"], row["undisturbed_settled"]) == pytest.approx((1, 1))
-        assert (row["requests_needed"], row["requests_needed_above"]) == (1, None)
-
-
 def test_the_mean_of_censored_shifts_is_a_lower_bound_and_they_are_not_dropped():
     def shift(points):
         rates, protocol = np.full(len(points), 0.5), Protocol(after=len(points), window=2)

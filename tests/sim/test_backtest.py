@@ -114,24 +114,6 @@ def test_a_row_that_cannot_be_used_is_one_line_with_file_and_row(tmp_path, chang
     assert said in text
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"setting": {"host_layers": 2, "cache": "25%"}}, "cache has no effect without policy"),
-        ({"setting": {**CACHED, "hit_rate": 0.5, "like": "gpt-oss-20b"}}, "like has no effect beside hit_rate"),
-        (
-            {"setting": {**CACHED, "slots_per_layer": 3}},
-            "cache has no effect beside slots_per_layer",
-        ),
-        ({"setting": {**CACHED, "trace": routing.PHONE, "tokens": 4}}, "tokens has no effect beside trace"),
-    ],
-)
-def test_a_key_that_does_nothing_in_its_row_is_warned_of(tmp_path, changed, said):
-    path, warned = written(tmp_path, {**ROW, **changed}), list[str]()
-    file.read(path, warned.append)
-    assert warned == [f"{path}: row one: setting: {said} (ignored)"]
-
-
 def test_the_shipped_rows_are_those_that_were_published():
     rows = file.unique([row for path in file.shipped() for row in file.read(path)])
     assert len(rows) == 242
@@ -411,20 +393,6 @@ def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
 
 
 # What is printed
-
-
-def test_a_report_is_put_between_its_marks(tmp_path):
-    document = tmp_path / "page.md"
-    document.write_text(f"before\n{report.BEGINS}\nold\n{report.ENDS}\nafter\n")
-    test = score.backtest(file.read(written(tmp_path, ROW)))
-    report.put_into(document, test)
-    held = document.read_text()
-    assert held.startswith("before\n")
-    assert held.endswith("after\n")
-    assert "old" not in held
-    assert report.markdown(test) in held
-    with pytest.raises(InputError, match="has no lines"):
-        report.put_into(written(tmp_path, ROW), test)
 
 
 def test_the_document_has_a_line_for_every_key_of_the_format():

@@ -17,7 +17,7 @@ from sim.engines import compiled_engine, simpy_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.loop import RunLog, joined, users
-from sim.sweeps import Grid, report, run_grid
+from sim.sweeps import Grid, run_grid
 from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.profiles import HALF, plain
@@ -128,36 +128,6 @@ def test_arrivals_that_go_back_are_refused_by_the_requests_names(home: Path) -> 
     names = Trace.read(home / "backward").requests["id"]
     with pytest.raises(InputError, match=f"request {names[2]} arrives before {names[1]}"):
         TimedRun.of(Experiment(str(home / "backward"), max_batch=2, arrivals="trace"))
-
-
-def test_memory_that_holds_not_even_the_dense_part_is_refused(home: Path, tmp_path: Path) -> None:
-    shipped = (Path(__file__).parents[2] / "sim/profiles/hardware/a5000.toml").read_text(encoding="utf-8")
-    tiny = tmp_path / "tiny.toml"
-    tiny.write_text(shipped.replace("memory_gib = 24.0", "memory_gib = 0.001"), encoding="utf-8")
-    with pytest.raises(InputError, match="without any expert"):
-        TimedRun.of(Experiment(str(home / "tiny"), hardware=str(tiny)))
-    tiny.write_text(shipped.replace("disk_bandwidth_gb_per_s = 6.5", "disk_bandwidth_gb_per_s = 0"), encoding="utf-8")
-    with pytest.raises(InputError, match="disk_bandwidth_gb_per_s = 0"):
-        TimedRun.of(Experiment(str(home / "tiny"), hardware=str(tiny)))
-
-
-def test_host_memory_that_does_not_hold_all_experts_is_warned_of(home: Path, tmp_path: Path) -> None:
-    shipped = (Path(__file__).parents[2] / "sim/profiles/hardware/a5000.toml").read_text(encoding="utf-8")
-    mine = tmp_path / "mine.toml"
-
-    def said(host_memory_gib: float, host_memory: str | None = None) -> list[str]:
-        stated = f"host_memory_gib = {host_memory_gib:.12f}"
-        mine.write_text(shipped.replace("host_memory_gib = 256.0", stated), encoding="utf-8")
-        loaded = TimedRun.of(Experiment(str(home / "tiny"), hardware=str(mine), host_memory=host_memory))
-        return [each for each in report.warnings(loaded, Grid((parse("lru"),), {"100%": 1})) if "host" in each]
-
-    loaded = TimedRun.of(Experiment(str(home / "tiny")))
-    needed = loaded.all_experts * loaded.mean_expert_bytes / 2**30
-    (warning,) = said(needed / 2)
-    assert "of host memory, mine has" in warning
-    assert "`host_memory` puts a disk below it" in warning
-    assert said(needed * 2) == said(0) == said(needed / 2, host_memory="50%") == []
-    assert "larger than all experts" in said(needed, host_memory="1TiB")[0]
 
 
 @pytest.mark.parametrize("capacity", ["30%", "700000B", "12"])

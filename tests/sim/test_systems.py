@@ -203,27 +203,3 @@ def test_the_streaming_rows_of_the_docs_are_what_the_command_prints(moe_sim_syst
         found = re.search(rf"^\| {row['system']} \| ([\d.,]+) \|", text, re.MULTILINE)
         assert found, row["system"]
         assert float(found[1].replace(",", "")) == pytest.approx(row["tpot_mean_ms"], rel=0.01)
-
-
-def test_a_system_that_sees_the_future_is_marked_and_one_that_streams_layers_is_not(moe_sim_systems, home):
-    asked = (home / "tiny", "--systems", "pre-gated,deepspeed", "--cache-size", "50%")
-    _, out, err = moe_sim_systems(*asked)
-    assert re.findall(r"(pre-gated|deepspeed)(?: \(oracle\))?  ", out) == ["pre-gated", "deepspeed"], err
-    assert out.count("(oracle)") == out.count("pre-gated (oracle)") == 1
-    _, out, _ = moe_sim_systems(*asked, "--json")
-    assert [one["oracle"] for one in json.loads(out)["systems"]] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["tiny", "--systems", "vlm"], "unknown system 'vlm'; did you mean vllm"),
-        (["tiny", "--table1"], "--table1 is of deepseek-v2-lite on a5000, not of tiny on"),
-        (["deepseek", "--profile", "deepseek", "--systems", "vllm"], "--profile is used by none of the systems"),
-    ],
-)
-def test_options_that_cannot_be_used_are_refused(moe_sim_systems, home, monkeypatch, arguments, reason):
-    monkeypatch.chdir(home)
-    code, _, error = moe_sim_systems(*arguments)
-    assert code == 2
-    assert reason in error

@@ -41,13 +41,3 @@ def test_lengths_and_shape_can_be_given(moe_trace: Run, tmp_path: Path) -> None:
     assert trace.experts.shape == (64 * 11, 3, 5)
     assert trace.requests["prompt_tokens"].unique().tolist() == [7]
     assert trace.requests["output_tokens"].unique().tolist() == [5]
-
-
-def test_a_synthetic_trace_does_not_take_the_place_of_the_real_one(moe_trace: Run, tmp_path: Path) -> None:
-    real = tmp_path / "real"
-    moe_trace("synth", "--like", demo_trace(), "--requests", 4, "--out", real)
-    before = (real / "requests.parquet").read_bytes()
-    ended = moe_trace("synth", "--like", real, "--out", real, "--overwrite")
-    assert ended.returncode == 2
-    assert "is read and cannot be written at the same time" in ended.stderr
-    assert (real / "requests.parquet").read_bytes() == before

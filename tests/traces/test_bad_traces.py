@@ -207,17 +207,6 @@ def test_a_recording_without_requests_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
-def test_an_interrupted_recording_is_readable(tmp_path: Path) -> None:
-    def record() -> None:
-        with TraceWriter(tmp_path / "t", GOOD.meta) as writer:
-            writer.add(GOOD.head(2))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        record()
-    assert len(Trace.read(tmp_path / "t").requests) == 2
-
-
 @pytest.mark.parametrize("old", [True, False])
 def test_a_trace_that_is_written_whole_replaces_nothing_until_then(tmp_path: Path, old: bool) -> None:
     folder = tmp_path / "t"

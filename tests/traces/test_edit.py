@@ -99,15 +99,6 @@ def test_a_sample_repeats_nothing_keeps_the_order_and_follows_the_seed(tmp_path:
         source.sampled(7, 0)
 
 
-def test_requests_without_a_label_are_no_task_to_draw_from(tmp_path: Path) -> None:
-    source = Source.open(made(tmp_path, "a", 0))
-    labels = source.labels.assign(task=["", "", "law", "law", "", "code"])
-    drawn = replace(source, labels=labels).sampled(1, 0, by="task")
-    assert sorted(labels["task"][drawn.keep]) == ["code", "law"]
-    with pytest.raises(InputError, match="holds 0 requests of task"):
-        replace(source, labels=labels.assign(task="")).sampled(1, 0, by="task")
-
-
 def test_a_trace_is_not_written_over_itself(tmp_path: Path) -> None:
     a = made(tmp_path, "a", 0)
     with pytest.raises(InputError, match="is read and cannot be written at the same time"):

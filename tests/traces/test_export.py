@@ -18,7 +18,6 @@ from tests.support import strategies
 from tests.support.dumps import known
 from traces import DECODE, PREFILL, InputError, Trace, demo_trace, export
 from traces.importers import import_dump
-from traces.synthetic import synthetic
 from traces.trace import Phases
 
 WHY = "libcachesim, the independent oracle, is not installed"
@@ -45,19 +44,6 @@ def records(trace: Trace, **options: Any) -> np.ndarray:
         assert written == len(made)
         assert [file.name for file in Path(folder).iterdir()] == [out.name]
     return made
-
-
-def test_a_full_disk_is_told_whatever_was_written(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
-    trace = synthetic(8, 6, 2, 4, 2, seed=0)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100 * export.ORACLE_GENERAL.itemsize, before[1]))
-    try:
-        with pytest.raises(InputError, match=r"cannot write .*x\.oracleGeneral: File too large"):
-            export.export_oracle_general(trace, tmp_path / "x.oracleGeneral")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list(tmp_path.iterdir())
 
 
 @given(strategies.traces())

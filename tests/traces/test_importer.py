@@ -121,11 +121,6 @@ def test_arrays_that_no_model_routed_are_refused(tmp_path: Path, arrays: Any) ->
         import_dump(*dump(tmp_path, **arrays))
 
 
-def test_an_arrival_beyond_what_a_float_holds_is_kept(tmp_path: Path) -> None:
-    trace, _ = import_dump(*dump(tmp_path, {"requests": [{"arrival_ns": 2**53 + 1}, {}]}))
-    assert trace.requests["arrival_ns"][0] == 2**53 + 1
-
-
 def test_an_npy_has_its_offsets_beside_it_or_in_the_json(tmp_path: Path) -> None:
     whole, _ = import_dump(*dump(tmp_path))
     np.save(tmp_path / "y.npy", EXPERTS)

@@ -1,7 +1,6 @@
 """A trace at a URL is the trace that it is in a folder, and what cannot be had is told in one line."""
 
 import os
-import sys
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -12,12 +11,11 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from fsspec.registry import _registry
 
 import tracer.commands
 from tests.support.command import run
 from tests.support.same import assert_same, assert_same_shards
-from traces import EXTRA, REQUESTS, InputError, Shards, Trace, concatenate, demo_trace, pieces, write_trace
+from traces import EXTRA, REQUESTS, Shards, Trace, concatenate, demo_trace, pieces, write_trace
 from traces.synthetic import synthetic
 
 
@@ -88,21 +86,6 @@ def test_a_trace_on_a_web_server_is_the_same_trace(served: str, tmp_path: Path, 
     assert_same_shards(Trace.read(tmp_path / "t", ["lookahead"]), shards)
     assert shards.fingerprint == Shards.open(tmp_path / "t").fingerprint
     assert_same(Trace.read(tmp_path / "t"), Trace.read(f"{served}/t/"))
-
-
-def test_a_protocol_that_lacks_its_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("s3fs", "aiobotocore", "aiobotocore.session"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(_registry, "s3", raising=False)
-    with pytest.raises(InputError, match="s3://bucket/t cannot be opened: Install s3fs"):
-        Shards.open("s3://bucket/t")
-
-
-@pytest.mark.parametrize("url", ["nonsense://bucket/t", "memory://nowhere/t", "http://127.0.0.1:9/t"])
-def test_a_place_without_a_trace_is_refused(url: str) -> None:
-    for read in (Shards.open, Trace.read):
-        with pytest.raises(InputError, match=url):
-            read(url)
 
 
 def test_a_relative_path_and_a_file_url_are_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,20 +179,6 @@ def test_a_trace_of_counts_alone_reads_back(tmp_path: Path) -> None:
     assert [len(piece.requests) for piece in pieces(tmp_path / "t")] == [2]
 
 
-def test_optional_columns_are_read_only_when_asked_for(tmp_path: Path) -> None:
-    trace = synthetic(2, 3, 2, 4, 2, seed=0)
-    write_trace(replace(trace, weights=np.zeros(trace.experts.shape, np.float16)), tmp_path / "t")
-    assert Trace.read(tmp_path / "t").weights is None
-    assert Trace.read(tmp_path / "t", ["weights"]).weights is not None
-
-
-def test_an_arrival_beyond_what_a_float_holds_survives_beside_an_unknown_one(tmp_path: Path) -> None:
-    trace = synthetic(2, 3, 2, 4, 2, seed=0)
-    arrivals = pd.array([None, 2**53 + 1], dtype="Int64")
-    write_trace(replace(trace, requests=trace.requests.assign(arrival_ns=arrivals)), tmp_path / "t")
-    assert Trace.read(tmp_path / "t").requests["arrival_ns"][1] == 2**53 + 1
-
-
 def test_rows_on_disk_are_in_the_order_of_execution(tmp_path: Path) -> None:
     trace = synthetic(3, 4, 2, 4, 2, seed=0, prompt_tokens=2)
     together = replace(trace, step=np.tile(trace.step[: trace.offsets[1]], 3))

@@ -1,7 +1,6 @@
 """Statistics are held against slow, obvious versions of their definitions."""
 
 import json
-import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -65,16 +64,6 @@ def test_requests_without_a_label_are_of_no_task() -> None:
     for name in ("within_task", "across_tasks", "nearest_same_task", "chance"):
         assert getattr(found, name) == pytest.approx(getattr(labelled, name))
     assert found.all_pairs == pytest.approx(statistics(TRACE)["decode"].similarity.all_pairs)
-
-
-def test_one_long_label_takes_its_length_once() -> None:
-    tasks = [*TRACE.requests["task"][1:], "x" * 1_000_000]
-    tracemalloc.start()
-    try:
-        statistics(replace(TRACE, requests=TRACE.requests.assign(task=tasks)))
-        assert tracemalloc.get_traced_memory()[1] < 16 << 20
-    finally:
-        tracemalloc.stop()
 
 
 def test_similarity_is_not_told_where_there_is_nothing_to_compare() -> None:

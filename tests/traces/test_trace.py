@@ -1,8 +1,5 @@
 """What a trace answers about itself."""
 
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,10 +90,3 @@ def test_the_shipped_trace_is_valid_small_and_of_eight_tasks() -> None:
     assert (len(trace.requests), trace.layers, trace.num_experts, trace.top_k) == (64, 10, 32, 4)
     assert trace.requests["task"].nunique() == 8
     assert sum(file.stat().st_size for file in demo_trace().rglob("*.parquet")) < 2 * 2**20
-
-
-def test_a_folder_name_is_the_name_of_its_trace() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        link = Path(folder) / "other"
-        link.symlink_to(demo_trace())
-        assert Trace.read(link).name == "demo"
