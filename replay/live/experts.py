@@ -31,8 +31,9 @@ DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select
 """What answers tensors whose shapes depend on values."""
 WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
-Call = tuple[Callable[..., Any], Any, Any, tuple[int, ...]]
-"""A function, its arguments with places instead of tensors that change, and the places of its results."""
+Call = tuple[Callable[..., Any], Any, Any, tuple[int, ...], bool]
+"""A function, its arguments with places instead of tensors that change, the places of its results, and whether it
+returns them as a sequence."""
 
 
 class Place(int):
@@ -63,6 +64,7 @@ class Recording(Added):
         super().__init__()
         self._is_fixed = True  # whether what is called depends on no value of the inputs, and changes nothing
         self._places = {id(tensor): Place(place) for place, tensor in enumerate(inputs)}
+        self._inputs = len(inputs)
         self._held: list[Any] = list(inputs)  # so that no other tensor gets the id of one
         self._calls: list[Call] = []
 
@@ -76,9 +78,10 @@ class Recording(Added):
             writes = name in WRITES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
             by_values = name in DYNAMIC or (name == "where" and len(args) + len(kwargs) == 1)
             by_values |= func is Tensor.__getitem__ and any(True for _ in _places(arguments[1]))
-            results = result if isinstance(result, tuple | list) else [result]
+            several = isinstance(result, tuple | list)
+            results = result if several else [result]
             if results and all(isinstance(each, Tensor) for each in results):
-                self._calls.append((func, arguments, options, tuple(self._place(each) for each in results)))
+                self._calls.append((func, arguments, options, tuple(self._place(each) for each in results), several))
                 self._is_fixed &= not (writes or by_values)
             else:
                 self._is_fixed &= name in SHAPE_ONLY
@@ -107,31 +110,44 @@ class Recording(Added):
             return None
         needed, calls = {int(result)}, list[Call]()
         for call in reversed(self._calls):
-            _, arguments, options, made = call
+            _, arguments, options, made, _ = call
             if needed.intersection(made):
                 needed.update(_places((arguments, options)))
                 calls.append(call)
-        return Program(calls[::-1], len(self._held), result)
+        return Program(calls[::-1], self._inputs, int(result))
 
 
 class Program:
-    """Calls, to be made again."""
+    """Calls, to be made again: as a function, since a loop over calls takes longer than some of them."""
 
-    def __init__(self, calls: Sequence[Call], places: int, result: int) -> None:
-        self._calls, self._places, self._result = calls, places, result
+    def __init__(self, calls: Sequence[Call], inputs: int, result: int) -> None:
+        self._constants: dict[str, Any] = {}
+        lines = [f"def run({', '.join(f't{place}' for place in range(inputs))}):"]
+        for func, arguments, options, places, several in calls:
+            made = ", ".join(f"t{place}" for place in places) + "," * several
+            lines.append(f"    {made} = {self._named(func)}(*{self._text(arguments)}, **{self._text(options)})")
+        exec("\n".join([*lines, f"    return t{result}"]), self._constants)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Return what comes of other inputs of the same shapes."""
-        held: list[Any] = [*inputs, *[None] * (self._places - len(inputs))]
-        for func, arguments, options, places in self._calls:
-            result = func(*_filled(arguments, held), **(_filled(options, held) if options else {}))
-            if isinstance(result, tuple | list):
-                for place, each in zip(places, result, strict=True):
-                    held[place] = each
-            else:
-                held[places[0]] = result
-        made: Tensor = held[self._result]
+        made: Tensor = self._constants["run"](*inputs)
         return made
+
+    def _text(self, thing: Any) -> str:
+        if isinstance(thing, Place):
+            return f"t{int(thing)}"
+        if isinstance(thing, tuple):
+            return f"({''.join(f'{self._text(each)}, ' for each in thing)})"
+        if isinstance(thing, list):
+            return f"[{', '.join(map(self._text, thing))}]"
+        if isinstance(thing, dict):
+            return f"{{{', '.join(f'{name!r}: {self._text(each)}' for name, each in thing.items())}}}"
+        return self._named(thing)
+
+    def _named(self, thing: Any) -> str:
+        name = f"c{len(self._constants)}"
+        self._constants[name] = thing
+        return name
 
 
 def _is_number(thing: Any) -> bool:
@@ -145,17 +161,6 @@ def _places(thing: Any) -> Iterator[int]:
     elif isinstance(thing, tuple | list | dict):
         for each in thing.values() if isinstance(thing, dict) else thing:
             yield from _places(each)
-
-
-def _filled(thing: Any, held: Sequence[Any]) -> Any:
-    if isinstance(thing, Place):
-        return held[thing]
-    if isinstance(thing, tuple | list):
-        each = [_filled(each, held) for each in thing]
-        return each if isinstance(thing, list) else tuple(each)
-    if isinstance(thing, dict):
-        return {name: _filled(each, held) for name, each in thing.items()}
-    return thing
 
 
 class LayerExperts:
@@ -181,9 +186,14 @@ class LayerExperts:
         self._added: dict[int, tuple[Tensor, Tensor]] = {}  # of each expert: its tokens, and what it adds to them
         self._dtype = torch.float32
         self._records: dict[tuple[torch.dtype, torch.dtype], Record] = {}  # by types of tokens and their weights
+        self._record = Record()  # for the event's types
 
     def whole(self, hidden: Tensor, index: Tensor, weights: Tensor, slots: dict[int, int]) -> Tensor:
         """Compute an event of which every expert is in a slot; slots: by expert."""
+        if self._chosen and (not self._record.is_trusted or self._record.program):
+            for expert in sorted(slots):
+                self.expert(expert, slots[expert])
+            return self.combined()
         self._slots, self._latest = slots, (-1, {})
         output: Tensor = self._eager(self._all, hidden, index, weights)
         self._latest = -1, {}
@@ -201,6 +211,7 @@ class LayerExperts:
         chosen = index[0].tolist() if len(index) == 1 else []
         self._chosen = chosen if len(set(chosen)) == len(chosen) else []
         self._may_try = True
+        self._record = self._records.setdefault((hidden.dtype, weights.dtype), Record())
         if self._first.device != index.device:
             self._first = self._first.to(index.device)
         self._added = {}
@@ -213,7 +224,7 @@ class LayerExperts:
         else:
             places, token = torch.where((self._index == expert).T)
             inputs = self._hidden[token], self._weights[token, places, None], *rows.values()
-        record = self._records.setdefault((inputs[0].dtype, inputs[1].dtype), Record()) if len(token) == 1 else None
+        record = self._record if len(token) == 1 else None
         if record and record.is_trusted and record.program:
             self._added[expert], self._dtype = (token, record.program(*inputs)), record.dtype
             return
