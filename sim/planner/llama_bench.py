@@ -78,7 +78,7 @@ def _context(path: str, model: int, depth: int, options: argparse.Namespace) -> 
     llama = library()
     size = -(-(depth + WARM + options.n_gen * options.repetitions) // 256) * 256
     threads = {"n_threads": options.threads, "n_threads_batch": options.threads}
-    context = llama.context(model, n_ctx=size, n_batch=BATCH, n_ubatch=BATCH, **threads)
+    context = llama.context(model, n_ctx=size, n_batch=BATCH, n_ubatch=BATCH, swa_full=False, **threads)
     if not context:
         raise InputError(f"{path} has no context of {size} tokens: {'; '.join(llama.errors[:1])}")
     words = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
