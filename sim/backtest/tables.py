@@ -56,7 +56,8 @@ class Factors(Struct, forbid_unknown_fields=True):
     host_prefill_of_decode: float
     host_stream_of_peak: float
     host_experts_of_stream: float
-    host_attention: float
+    host_attention_flop_per_head: float
+    host_attention_flop_per_value: float
     host_and_link_of_host: float
     server_gb_per_s: float
     cpu_us_per_layer: float

@@ -2,7 +2,9 @@
 
 On a CPU, threads read and multiply in turn, so neither hides the other whole: times add up as the sides of a right
 angle. From the slopes of three formats on an A10's host (Q8_0 87% of STREAM, Q4_K 74%, MXFP4 68%) both follow, reads at
-96% of STREAM and 20 GFLOP/s a thread, within 3%. Attention over a context multiplies by itself, not in those kernels.
+96% of STREAM and 20 GFLOP/s a thread, within 3%. Attention over a context goes head by head and token by token there,
+over rows of the KV cache that lie apart: its time follows heads and cached values, not multiplications. Latent values
+are read twice, as keys and as values.
 """
 
 import math
@@ -19,13 +21,19 @@ class Runtime(Roofline):
     def __init__(self, rates: Rates, model: ModelProfile, cpu: bool, disk_link: bool) -> None:
         super().__init__(rates.hardware(cpu, disk_link), model)
         self.cpu = cpu
-        self.attention = FACTORS.host_attention if cpu else 1.0
         self.kv_cache = 1.0 if cpu else FACTORS.gpu_kv_cache
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
         reading = self.model.bytes_of(layer) / self.hardware.host_expert_bandwidth_gb_per_s
         multiplying = 2 * self.model.expert_parameters * tokens / (self.hardware.host_compute_tflop_per_s * 1_000)
         return math.ceil(math.hypot(reading, multiplying))
+
+    def _attention_flop(self, pairs: float, kept: float) -> float:
+        if not self.cpu:
+            return super()._attention_flop(pairs, kept)
+        reads = 2 if self.model.kv_latent_size else 1
+        heads = FACTORS.host_attention_flop_per_head * self.model.heads * pairs
+        return heads + FACTORS.host_attention_flop_per_value * reads * kept
 
     def _slower(self, read_bytes: float, flop: float) -> float:
         if not self.cpu:

@@ -51,10 +51,10 @@ class Roofline:
     only the last reaches the vocabulary. An encoder takes time only in a prefill: a step
     that is as long as its context.
 
-    attention, kv_cache: how many times as much a multiplication of attention and a byte of the KV cache cost as others.
+    kv_cache: how many times as much a byte of the KV cache costs as others.
     """
 
-    attention, kv_cache = 1.0, 1.0
+    kv_cache = 1.0
 
     def __init__(self, hardware: Hardware, model: ModelProfile, predictor_ns: int = 0):
         self.hardware, self.model = hardware, model
@@ -111,14 +111,17 @@ class Roofline:
         model = self.model
         before = context / requests - (tokens / requests - 1) / 2  # of the mean token of the step
         parameters = sum(kind.parameters for kind in layers)
-        kept = sum(kind.kept(context, requests) for kind in layers) * model.kv_bytes_per_value
+        kept = sum(kind.kept(context, requests) for kind in layers)
         states = sum(kind.state for kind in layers) * requests
         attended = sum(kind.attended(before) for kind in layers)
-        pair = 2 * model.heads * (2 * model.head_size + model.rope_head_size)  # query x key, weight x value
-        flop = 2 * parameters * tokens + self.attention * pair * tokens * attended
+        flop = 2 * parameters * tokens + self._attention_flop(tokens * attended, kept)
         framework = len(layers) * self.hardware.framework_us_per_layer * 1_000
-        read = parameters * model.dense_bytes_per_parameter + self.kv_cache * kept + states
+        read = parameters * model.dense_bytes_per_parameter + self.kv_cache * kept * model.kv_bytes_per_value + states
         return self._slower(read, flop) + self._launched(sum(map(_kernels, layers))) + framework
+
+    def _attention_flop(self, pairs: float, kept: float) -> float:
+        """Return the FLOP of attention: pairs of a token and one it attends to, and values of the KV cache."""
+        return 2 * self.model.heads * (2 * self.model.head_size + self.model.rope_head_size) * pairs
 
     def _slower(self, read_bytes: float, flop: float) -> float:
         """Return the longer of reading and multiplying, in ns: GB/s are bytes a ns, TFLOP/s are 1,000 FLOP a ns."""
