@@ -192,10 +192,6 @@ def _share_of(name: str) -> Callable[[Row], Shown]:
     return lambda row: ("-", -1e9) if row[name] is None else (f"{row[name] + 0:.0%}", row[name])
 
 
-def _number_of(name: str) -> Callable[[Row], Shown]:
-    return lambda row: ("-", -1.0) if row[name] is None else (f"{row[name]:,.3g}", row[name])
-
-
 def _idle(row: Row) -> Shown:
     idle, busy = row["gpu_idle_ms"], row["compute_busy_ms"]
     share = None if idle is None or not idle + busy else idle / (idle + busy)
