@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from policies.core import parse
@@ -84,6 +84,7 @@ def test_libcachesim_counts_the_misses_of_untimed_mode(phase: Phases, tmp_path: 
             assert total == log.misses.sum() + log.hits.sum()
 
 
+@settings(max_examples=40)
 @given(strategies.traces(), st.sampled_from(["prefill", "decode", "both"]))
 def test_an_npz_comes_back_as_the_same_trace(trace: Trace, phase: Phases) -> None:
     try:
