@@ -32,6 +32,8 @@ from sim.results.compare import Difference, differences, pairs_within, swept_run
 from sim.results.metrics import Row, cell_text
 from sim.sweeps import grid, report, verdict
 from sim.sweeps.config import seeded, specs
+from sim.systems.predict import Setting
+from sim.systems.system import chosen
 from traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -279,6 +281,21 @@ def sweep(
     loaded = _prepared(loaded, requested)
     found, requests = grid.run_grid(loaded, requested, workers)
     return SweepResult(found.rows, found.bound, requests, loaded.token_experts / loaded.all_experts)
+
+
+def predict_systems(
+    trace: TraceLike, systems: Sequence[str] = (), cache_size: str | None = None, **options: Any
+) -> pd.DataFrame:
+    """Return what other systems would take for a trace's decoded tokens on one machine, a row each.
+
+    systems: names of `moe-sim systems`, all by default. cache_size: GPU memory for experts, the same for all; by
+    default what the dense part and its KV cache leave. Columns are those of `sim.systems.predict.Prediction`, in ms;
+    `reason` says why a system cannot run this. Raises InputError and TypeError as `simulate` does.
+    """
+    loaded = TimedRun.of(load(trace, options).experiment)
+    setting = Setting(loaded, cache_size)
+    rows = [vars(setting.predicted(system)) for system in chosen(systems)]
+    return pd.DataFrame([{**row, "system": row["system"].name} for row in rows])
 
 
 def load(trace: TraceLike, options: Mapping[str, Any]) -> CountedRun | TimedRun:

@@ -19,9 +19,9 @@ from policies.core import PolicySpec
 from sim.experiment import Experiment
 
 NAMES = {
-    traces: ["InputError", "Trace", "demo_trace"],
+    traces: ["DECODE", "PREFILL", "InputError", "Trace", "demo_trace", "statistics"],
     policies: ["Event", "ExpertCache", "Policy", "Prefetcher", "ScorePolicy", "Shape", "check_policy", "make_policy"],
-    sim: ["Comparison", "RunResult", "SweepResult", "plan", "simulate", "sweep"],
+    sim: ["Comparison", "RunResult", "SweepResult", "plan", "plot", "predict_systems", "simulate", "sweep"],
     replay: ["ReplayResult", "attach", "load_model", "replay"],
 }
 """Semantic versioning is promised for these names."""
