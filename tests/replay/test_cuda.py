@@ -46,7 +46,7 @@ def device(gpu: Gpu, slots: int, profile: ModelProfile = PROFILE) -> Iterator[Wa
                 made.close()
 
 
-@pytest.fixture(params=[0, 1, 2, "cuda"])
+@pytest.fixture(params=[0, 1, "cuda"])
 def gpu(request: pytest.FixtureRequest) -> Gpu:
     if request.param == "cuda":
         if not torch.cuda.is_available():

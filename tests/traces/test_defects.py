@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ def healthy(E: int = 32, k: int = 4) -> Routing:
     return Routing.of(synthetic(12, 21, 6, E, k, seed=2, prompt_tokens=20))
 
 
+@cache
 def real(name: str) -> Routing:
     if not SHARED.is_dir():
         pytest.skip(f"real traces are not at {SHARED}")
