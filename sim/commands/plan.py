@@ -35,6 +35,9 @@ DESCRIBED = ("gpu", "gpu_memory", "host_memory", "unified")
 SHORT = {"CPU and host memory": "CPU and RAM", "overheads of launches and hops": "overheads"}
 """Names of what limits, where they are long."""
 
+SLOWS = 1.1
+"""A context that makes a token so many times as slow is worth a second figure."""
+
 
 @dataclass(frozen=True)
 class MachineOptions:
@@ -248,9 +251,11 @@ def _digits(value: float) -> str:
 
 def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details: bool) -> Iterator[str | Table]:
     speed, limit = plan.speed, SHORT.get(plan.wall, plan.wall)
+    differs = plan.first_tokens_per_s > SLOWS * speed.tokens_per_s
+    behind = f" behind {plan.context:,} tokens, {_digits(plan.first_tokens_per_s)} at first" if differs else ""
     yield (
         f"{plan.model} at {plan.precision}: about {_digits(speed.tokens_per_s)} tokens/s ({_digits(speed.low)} to "
-        f"{_digits(speed.high)}), limited by {limit}; {_place(plan)}."
+        f"{_digits(speed.high)}){behind}, limited by {limit}; {_place(plan)}."
     )
     file = shlex.quote(model) if model.endswith(".gguf") else f"{plan.model}-{plan.precision.replace(' ', '-')}.gguf"
     yield f"\n  llama-server -m {file} {plan.llama_cpp[0]}\n"

@@ -259,6 +259,11 @@ class Placement:
         """How many times as long a token takes where the file is mapped, as llama.cpp does."""
         return MMAP if self.kind == DISK else DIRECT
 
+    def behind(self, context: int) -> "Placement":
+        """Return the same placement while so many tokens are in the KV cache, for which it has more room."""
+        parts = tuple((replace(setting, context=context), layers, added) for setting, layers, added in self.parts)
+        return replace(self, parts=parts)
+
     def seconds(self, own_rates: Rates | None = None) -> float:
         """Return the seconds of a decoded token under llama.cpp."""
         return self.simulated(own_rates)[0] * self.mapped.middle

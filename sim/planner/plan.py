@@ -128,7 +128,8 @@ class Plan:
     precision: str
     context: int
     machine: str
-    speed: Speed  # with the options of llama_cpp
+    speed: Speed  # with the options of llama_cpp, behind `context` tokens
+    first_tokens_per_s: float  # of the first tokens of a context
     prompt: int  # tokens
     prompt_tokens_per_s: float  # of them, before the first token is decoded; no figure of the back-test supports it
     kind: str
@@ -220,8 +221,9 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
     shares, (cache, best) = _shares(placement, own), _caches(layout)
     gpu_margin, host_margin = layout.resources.margins
     kind, speed = _kind(placement), _speed(seconds, _kind(placement), placement.mapped)
-    modelled, times = speed.tokens_per_s, 1.0
+    modelled, times, first_s = speed.tokens_per_s, 1.0, placement.behind(1).seconds(own)
     if calibration:
+        first_s = calibration.seconds(layout.host_layers, layout.on_gpu, 1)
         seconds = calibration.seconds(layout.host_layers, layout.on_gpu, layout.context)
         speed, times = Speed(1 / seconds, (1 - OFF) / seconds, (1 + OFF) / seconds), 1 / seconds / modelled
     return Plan(
@@ -230,6 +232,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
         context=layout.context,
         machine=described(layout.resources),
         speed=speed,
+        first_tokens_per_s=1 / first_s,
         prompt=prompt,
         prompt_tokens_per_s=prompt / prefill.seconds(layout, prompt),
         kind=placement.kind,

@@ -279,6 +279,13 @@ def test_several_models_are_a_table_and_an_unknown_one_is_an_error(tmp_path):
     assert "unknown model profile" in moe_sim("plan", "--model", "gpt-oss-20b,no", *where, cwd=tmp_path).stderr
 
 
+def test_the_first_tokens_of_a_context_are_those_of_a_short_one():
+    long = plan("olmoe-1b-7b", host_memory="32GiB", context=8192)
+    short = plan("olmoe-1b-7b", host_memory="32GiB", context=1)
+    assert long.first_tokens_per_s == pytest.approx(short.speed.tokens_per_s)
+    assert long.speed.tokens_per_s < long.first_tokens_per_s / 1.5
+
+
 def test_a_prompt_takes_its_matmuls_and_one_copy_of_the_hosts_experts_a_batch():
     """Two batches of 512 tokens; without a GPU the same matmuls on 8 cores."""
     layout = Layout(Model("mixtral-8x7b"), resources(gpu="RTX 3090", host_memory="128GiB"), 1024)
