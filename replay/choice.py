@@ -55,6 +55,10 @@ class Choice:
         simulated = self.loaded.simulated_alone(self.policy)
         name = self.loaded.profile.name if self.loaded.profile else "NAME"
         refuse(
+            (
+                self.loaded.trace.drafts and self.device != "virtual",
+                "`draft` runs on the virtual device alone so far: use `device` virtual, or leave it out",
+            ),
             (simulated, f"moe-replay does not run {simulated} on hardware so far: moe-sim simulates it"),
             (
                 self.device == "disk" and self.target.store is None,

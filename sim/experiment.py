@@ -7,6 +7,7 @@ cache size are not among them, as an experiment is what cells of different polic
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -17,6 +18,7 @@ from policies.core.grammar import split_list
 from sim.defaults import HARDWARE
 from sim.profiles.hardware_profile import MACHINES
 from sim.quantities import cache_text, parse_bytes
+from traces.drafts import Drafts
 from traces.errors import InputError, refuse, unknown
 from traces.location import absolute
 from traces.models.profile import MODELS
@@ -78,6 +80,26 @@ def overheads_text(us: Mapping[str, float]) -> str:
     if not all(policy and 0 <= each < math.inf for policy, each in us.items()):
         raise ValueError(us)
     return ",".join(f"{policy}={each:.12g}" for policy, each in us.items())
+
+
+def _acceptance(name: str, value: Any) -> Any:
+    """Return a probability or, of a sequence or its text, `2,0,1`."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) + "," * (len(value) == 1)
+    if isinstance(value, str) and "," not in value:
+        with suppress(ValueError):
+            return float(value)
+    return float(value) if isinstance(value, int) else value
+
+
+def accepted(acceptance: float | str) -> float | tuple[int, ...]:
+    """Return a probability, or the tokens that each step accepts. Raise InputError for another text."""
+    if not isinstance(acceptance, str):
+        return acceptance
+    lengths = [each.strip() for each in acceptance.split(",") if each.strip()]
+    if not lengths or not all(each.isdecimal() for each in lengths):
+        raise InputError(f"invalid `acceptance` {acceptance!r}: use 0.7, or 2,0,1 for the tokens accepted by each step")
+    return tuple(map(int, lengths))
 
 
 def _size(name: str, value: Any) -> Any:
@@ -143,6 +165,32 @@ class Experiment:
         Annotated[float, Meta(gt=0, le=1e15)] | None,
         Option("Requests a second that arrive at random (Poisson), at the same times in each run."),
     ] = None
+    draft: Annotated[Natural, Option("Tokens drafted for each decode step, with --acceptance. Default: 0.")] = (
+        0  # rule 20
+    )
+    acceptance: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | Text | None,
+        Option(
+            "Share of drafted tokens that is accepted (0.7), or how many each step of a request accepts (2,0,1).",
+            read=_acceptance,
+        ),
+    ] = None
+    draft_us: Annotated[
+        Annotated[float, Meta(ge=0, le=1e9)] | None,
+        Option("Microseconds that drafting a token takes. Default: 0, as of a lookup.", timed=True),
+    ] = None
+    draft_model: Annotated[
+        Text | None,
+        Option(
+            "Model profile or TOML file of the model that drafts, on the same GPU.",
+            key=False,
+            timed=True,
+            resolved=MODELS.absolute,
+        ),
+    ] = None
+    prefill_chunk: Annotated[Positive | None, Option("Tokens of a prompt that are run as one step. Default: all.")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", str(self.trace))
@@ -163,6 +211,11 @@ class Experiment:
                 self.as_decode and self.decode_only,
                 "`as_decode` runs prompts and `decode_only` leaves them out: leave one out",
             ),
+            (self.draft and self.acceptance is None, "`draft` needs `acceptance`, as in 0.7"),
+            (
+                self.draft_us is not None and self.draft_model is not None,
+                "`draft_us` and `draft_model` both say what drafting takes: leave one out",
+            ),
             (self.untimed and timed, f"`untimed` counts without a clock: it cannot have {' or '.join(timed)}"),
         )
 
@@ -176,6 +229,13 @@ class Experiment:
         if read.get("arrival_rate") is not None:
             read.setdefault("arrivals", POISSON)
         return typed(cls, read, where)
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """What is drafted for each decode step; None: nothing. Raise InputError for a text that is no acceptance."""
+        if not self.draft or self.acceptance is None:
+            return None
+        return Drafts(self.draft, accepted(self.acceptance), self.seed)
 
     def overhead_us(self, policy: str) -> float | None:
         """Return the policy overhead that `predictor_us` states of a policy, or of all; None: it states none."""

@@ -3,10 +3,11 @@
 `TimedRun` has a machine and a model and runs on an engine, `CountedRun` counts hits and misses without a clock.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -191,6 +192,9 @@ class Loaded(ABC):
             all_experts=self.all_experts,
             layers=self.trace.layers,
             host_memory=experiment.host_memory,
+            draft=experiment.draft or None,
+            acceptance=None if experiment.acceptance is None else str(experiment.acceptance),
+            prefill_chunk=experiment.prefill_chunk,
             max_batch=experiment.max_batch,
             arrivals=experiment.arrivals if experiment.max_batch else None,
             arrival_rate=experiment.arrival_rate,
@@ -215,6 +219,7 @@ class TimedRun(Loaded):
 
     profile: ModelProfile
     hardware: Hardware
+    drafter: ModelProfile | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, trace: Trace | None = None) -> "TimedRun":
@@ -226,7 +231,7 @@ class TimedRun(Loaded):
 
     @property
     def machine(self) -> dict[str, Any]:
-        return {"profile": self.profile, "hardware": self.hardware}
+        return {"profile": self.profile, "hardware": self.hardware, "drafter": self.drafter}
 
     @property
     def memory(self) -> float:
@@ -278,6 +283,17 @@ class TimedRun(Loaded):
             return self.measured.timing(predictor_ns, Roofline(self.hardware, self.profile))
         return Roofline(self.hardware, self.profile, predictor_ns)
 
+    @cached_property
+    def requests(self) -> Requests:
+        """The requests as an engine runs them, with what drafting takes."""
+        us, drafter = self.experiment.draft_us, self.drafter
+        if us is not None:
+            return Requests(self.trace, lambda context: math.ceil(us * 1_000))
+        if drafter is None:
+            return Requests(self.trace)
+        roofline = Roofline(self.hardware, drafter)
+        return Requests(self.trace, cache(lambda context: roofline.token_ns(context)))
+
     @property
     def link(self) -> Link:
         if self.measured:
@@ -321,7 +337,7 @@ class TimedRun(Loaded):
     def run(self, policy: PolicySpec, slots: int) -> Run:
         timing, link = self.timing(policy), self.link
         window = experts_per_layer(timing, link, self.trace.layers, self.trace.top_k)
-        requests, cold = Requests(self.trace), self.experiment.cold
+        requests, cold = self.requests, self.experiment.cold
         sent = users(self.experiment, self.trace)
         return gpu_run(requests, self.shape, slots, policy, timing, link, cold, window, self._host(), sent)
 
@@ -347,12 +363,16 @@ def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | Tim
     """
     requests = _requests(experiment, Shards.open(experiment.trace) if trace is None else trace)
     profile = _profile(experiment, requests)
-    if profile and experiment.as_decode and profile.encoder_moe_layers:
-        raise InputError(f"{profile.name} is an encoder-decoder, and encoders decode nothing: leave `as_decode` out")
+    if profile and profile.encoder_moe_layers and (experiment.as_decode or experiment.prefill_chunk):
+        stated = "as_decode" if experiment.as_decode else "prefill_chunk"
+        raise InputError(
+            f"{profile.name} is an encoder-decoder, and encoders take a prompt whole: leave `{stated}` out"
+        )
     in_memory = trace is not None
     if profile is None or experiment.untimed:
         return CountedRun(experiment, requests, profile, in_memory=in_memory)
-    timed = TimedRun(experiment, requests, profile, hardware(experiment.hardware), in_memory=in_memory)
+    drafter = model_profile.model(experiment.draft_model) if experiment.draft_model and experiment.draft else None
+    timed = TimedRun(experiment, requests, profile, hardware(experiment.hardware), drafter, in_memory=in_memory)
     if timed.memory < profile.dense_bytes:
         raise InputError(
             f"{timed.hardware.name} has {show_bytes(timed.memory)} of memory, and {profile.name} needs "
@@ -366,7 +386,8 @@ def _cut(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
     """Return the part of a trace that an experiment runs, as it runs it."""
     trace = trace if experiment.requests is None else trace.head(experiment.requests)
     trace = trace.without_prompts() if experiment.decode_only else trace
-    return trace.as_decode() if experiment.as_decode else trace
+    trace = trace.as_decode() if experiment.as_decode else trace
+    return trace.in_steps(experiment.prefill_chunk, experiment.drafts)
 
 
 def _requests(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from traces.blocks import Arrays, Blocks
 from traces.check import check_ids, check_lookahead
+from traces.drafts import Drafts
 from traces.errors import InputError
 from traces.index import Index
 from traces.reader import open_folder
@@ -43,6 +44,8 @@ class Shards(AnyTrace):
     _checked: NDArray[np.bool_]  # [R] whether the request's routing was checked
     _rows: Blocks
     _eams: Blocks  # by request
+    prefill_chunk: int | None = None
+    drafts: Drafts | None = None
 
     @staticmethod
     def open(path: Path | str, lookahead: bool = True) -> "Shards":
@@ -71,6 +74,9 @@ class Shards(AnyTrace):
             _rows=Blocks(folder.routing, columns, by_request),
             _eams=eams,
         )
+
+    def in_steps(self, prefill_chunk: int | None = None, drafts: Drafts | None = None) -> "Shards":
+        return replace(self, prefill_chunk=prefill_chunk, drafts=drafts)
 
     def _first(self, n: int) -> "Shards":
         return replace(

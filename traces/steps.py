@@ -1,6 +1,7 @@
 """Requests as an engine runs them: steps of L events, each the distinct experts that one router chose.
 
-A step is one forward pass (the prefill of a request, or one decoded token); an event is one (step, layer).
+A step is one forward pass (the prefill of a request or a chunk of it, or one decoded token, which may have drafted ones
+behind it: `traces.drafts`); an event is one (step, layer).
 Expert `e` of layer `l` has the id `l * E + e`; ids ascend within an event.
 """
 
@@ -48,6 +49,9 @@ class RequestSteps:
     counts: Int  # [A] tokens of the step that chose the expert
     lookahead: Lookahead | None = None  # None: not recorded
     token_ids: Int | None = None  # [sum of tokens] that the steps take in, in order; -1: withheld; None: not recorded
+    drafted: Int | None = None  # [S] of the tokens those that were drafted (rule 20); None: nowhere any
+    rejected: Int | None = None  # [S] of these the ones that are not accepted; None as before
+    draft_ns: Int | None = None  # [S] what drafting takes before the step; None: no time
 
 
 def steps_of_rows(
@@ -59,16 +63,18 @@ def steps_of_rows(
     sentinel: int,
     lookahead: NDArray[np.integer] | None = None,
     token_id: NDArray[np.integer] | None = None,
+    chunk: int | None = None,
 ) -> RequestSteps:
     """Return the rows of a request as an engine runs them: the first `prompt` as one step, then the others one by one.
 
     experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; position, token_id:
-    [tokens], -1 where the id was withheld.
+    [tokens], -1 where the id was withheld. chunk: tokens of the prompt that make a step (rule 20); None: all.
     """
     context, parts = position.astype(np.int64) + 1, []
-    if prompt:
-        ahead = None if lookahead is None else lookahead[:prompt]
-        parts.append(prefill_step(request, experts[:prompt], E, sentinel, ahead))
+    for first in range(0, prompt, chunk or prompt or 1):
+        last = min(first + (chunk or prompt), prompt)
+        ahead = None if lookahead is None else lookahead[first:last]
+        parts.append(prefill_step(request, experts[first:last], E, sentinel, ahead, first))
     if prompt < len(experts) or not parts:
         ahead = None if lookahead is None else lookahead[prompt:]
         parts.append(decode_steps(request, experts[prompt:], E, sentinel, context[prompt:], ahead))
@@ -100,12 +106,16 @@ def prefill_step(
     E: int,
     sentinel: int,
     lookahead: NDArray[np.integer] | None = None,
+    before: int = 0,
 ) -> RequestSteps:
-    """Run all tokens as one step. experts, lookahead: [tokens, L, k] ids in a layer, `sentinel` where not routed."""
+    """Run all tokens as one step, behind the `before` first ones of the prompt.
+
+    experts, lookahead: [tokens, L, k] ids in a layer, `sentinel` where not routed.
+    """
     tokens, L, _ = experts.shape
     ahead = None if lookahead is None else Lookahead(L, *_all_together(lookahead, E, sentinel))
     phase, count = np.array([PREFILL], np.uint8), np.array([tokens], np.int64)
-    return RequestSteps(request, phase, count, count.copy(), *_all_together(experts, E, sentinel), lookahead=ahead)
+    return RequestSteps(request, phase, count, before + count, *_all_together(experts, E, sentinel), lookahead=ahead)
 
 
 def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from traces.check import check_finite, check_ids, check_lookahead, check_steps, count_eams, first_fault
+from traces.drafts import Drafts
 from traces.errors import InputError, refuse
 from traces.index import Index
 from traces.reader import HEARD, Folder, Listed, numpy, open_folder, require_known
@@ -40,6 +41,8 @@ class AnyTrace(ABC):
     requests: pd.DataFrame  # [R]
     offsets: NDArray[np.int64]  # [R + 1] request r owns the rows offsets[r] to offsets[r + 1]
     prompts: NDArray[np.int64]  # [R] tokens of each request that are run as one prefill
+    prefill_chunk: int | None  # tokens of a prefill that are run as one step; None: all
+    drafts: Drafts | None  # what is drafted for its decode steps (rule 20)
 
     @property
     def layers(self) -> int:
@@ -84,11 +87,22 @@ class AnyTrace(ABC):
             raise InputError(f"{self.name} decodes no token: leave `decode_only` out")
         return self._without_prompts(f"{self.name} (decode only)")
 
+    @abstractmethod
+    def in_steps(self, prefill_chunk: int | None = None, drafts: Drafts | None = None) -> Self:
+        """Return the same requests in other steps (rule 20): prefills in chunks, decoded tokens behind drafted ones."""
+
     def steps(self, i: int) -> RequestSteps:
-        """Return request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one."""
+        """Return request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one.
+
+        `in_steps` changes that.
+        """
         rows = self._rows_of(i)
-        shape = int(self.prompts[i]), self.num_experts, self.sentinel
-        return steps_of_rows(i, rows["experts"], rows["position"], *shape, rows.get("lookahead"), rows.get("token_id"))
+        shape, held = (
+            (int(self.prompts[i]), self.num_experts, self.sentinel),
+            (rows.get("lookahead"), rows.get("token_id")),
+        )
+        steps = steps_of_rows(i, rows["experts"], rows["position"], *shape, *held, self.prefill_chunk)
+        return self.drafts.of(steps, self.layers, self.num_experts) if self.drafts else steps
 
     @abstractmethod
     def _first(self, n: int) -> Self: ...
@@ -122,6 +136,8 @@ class Trace(AnyTrace):
     gate_probs: NDArray[np.float16] | None = None  # [T, L, E] the router's distribution over all experts
     embedding: NDArray[np.float16] | None = None  # [R, H] mean input embedding of each prompt
     aggregate: NDArray[np.uint32] | None = None  # [2, R, L * E] EAMs of a trace that holds no sequences (T is 0)
+    prefill_chunk: int | None = None
+    drafts: Drafts | None = None
 
     @staticmethod
     def read(path: Path | str, columns: Iterable[str] = ()) -> "Trace":
@@ -142,7 +158,7 @@ class Trace(AnyTrace):
         """Return requests and all their rows, as tables of `folder`, checked. The first request is number `first`."""
         meta, where = folder.meta, folder.path
         listed, held = Listed.of(requests), len(requests)
-        arrays = {name: numpy(rows.column(name)) for name in folder.row_columns(columns)}
+        arrays: dict[str, Any] = {name: numpy(rows.column(name)) for name in folder.row_columns(columns)}
         request = arrays.pop("request").astype(np.int64) - first
         index = Index(held)
         index.add(request, arrays["position"], arrays["phase"])
@@ -283,6 +299,9 @@ class Trace(AnyTrace):
             **{name: array[rows] for name, array in held.items()},
         )
 
+    def in_steps(self, prefill_chunk: int | None = None, drafts: Drafts | None = None) -> "Trace":
+        return replace(self, prefill_chunk=prefill_chunk, drafts=drafts)
+
     def _first(self, n: int) -> "Trace":
         return self.select(np.arange(n))
 
@@ -328,7 +347,7 @@ def listed(
     )
 
 
-def in_turn(lengths: NDArray[np.int64], prompts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+def in_turn(lengths: NDArray[np.int64], prompts: NDArray[np.int64]) -> dict[str, Any]:
     """Return offsets, phase, position and step of requests in turn; lengths, prompts: [R] rows, of them prefill."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)

@@ -14,7 +14,6 @@ from policies.core.policy import NO_INTS, START, Event, Int, Shape
 from traces.steps import Lookahead, RequestSteps
 
 NOTHING_AHEAD = NO_INTS, NO_INTS
-UNKNOWN = np.full(1, -1)
 
 
 def alone(
@@ -146,12 +145,12 @@ def _contiguous(offsets: Int, experts: Int, counts: Int) -> "Arrays":
 def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> Routing:
     """Return the arrays of so many steps of several requests (rule 18).
 
+    A step in which any of them decodes is a decode step: others may be at chunks of their prompts (rule 20).
     parts: (batch_slot, first of its steps, request) of each.
     """
     L, R = shape.layers, len(parts)
     batch_slots, first = (np.array([part[place] for part in parts], np.int64) for place in (0, 1))
-    _, step, request = parts[0]
-    phase = request.phase[step : step + steps].astype(np.int64)
+    phase = np.max([each.phase[at : at + steps] for _, at, each in parts], axis=0).astype(np.int64)
     together, own = _merged([(request, step) for _, step, request in parts], steps, shape)
     ahead = [(request.lookahead, step) for _, step, request in parts if request.lookahead]
     picks = _merged(ahead, steps, shape)[0] if ahead else (NO_INTS, NO_INTS, NO_INTS)
@@ -170,7 +169,8 @@ def _token_ids(parts: Sequence[tuple[int, int, RequestSteps]], steps: int) -> tu
     for s in range(steps):
         for (_, step, request), first in zip(parts, firsts, strict=True):
             held = request.token_ids
-            ids.append(UNKNOWN if held is None else held[first[step + s] : first[step + s + 1]])
+            own = slice(first[step + s], first[step + s + 1])
+            ids.append(np.full(own.stop - own.start, -1) if held is None else held[own])
             ends[s] += len(ids[-1])
     return np.concatenate([[0], np.cumsum(ends)]), np.concatenate(ids)
 

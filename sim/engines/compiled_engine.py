@@ -28,7 +28,7 @@ from sim.loop.run import Run, Users, gpu_run
 from sim.loop.schedule import Active, Admission
 from sim.loop.session import decider_of
 from sim.profiles.timing import Durations, DurationTables, FixedTiming, Link
-from traces.steps import RequestSteps
+from traces.steps import PREFILL, RequestSteps
 
 IN_PYTHON = -1  # in place of an address
 
@@ -167,14 +167,17 @@ class Cell:
         stall = spent[:, streams.STALL : streams.COUNTERS]
         busy_ns = step_ns - stall.sum(axis=1)
         by_request = np.zeros((len(fields(RequestLog)), S, R), np.int64)
-        number, request, own, latency, waited = by_request
+        number, request, own, latency, waited, rejected, prefills = by_request
         number[:], latency[:] = np.arange(S)[:, None], step_ns[:, None]
         for r, (each, step) in enumerate(zip(parts, first, strict=True)):
-            request[:, r], own[:, r] = each.request.request, each.request.tokens[step : step + S]
+            steps = slice(step, step + S)
+            request[:, r], own[:, r] = each.request.request, each.request.tokens[steps]
+            rejected[:, r] = 0 if each.request.rejected is None else each.request.rejected[steps]
+            prefills[:, r] = each.request.phase[steps] == PREFILL
             latency[0, r] = totals[0, streams.CLOCK] - self.step_ended[each.batch_slot]
             waited[0, r] = self.waited.pop(each.batch_slot, 0)
             self.step_ended[each.batch_slot] = last
-        phase = parts[0].request.phase[first[0] : first[0] + S]
+        phase = 1 - prefills.min(axis=1)  # a step in which anybody decodes is a decode step
         of_streams = spent[:, streams.LINK_BUSY], busy_ns, spent[:, streams.HOST_BUSY_NS :]
         table = np.column_stack(
             [phase, own.sum(axis=1), step_ns, spent[:, streams.STALL : streams.LINK_BUSY], *of_streams]
@@ -297,7 +300,11 @@ class Engine:
             sum(getattr(each.request, name)[each.step : each.step + steps] for each in parts)
             for name in ("tokens", "context")
         )
-        return self.tables.of(tokens, context, int(routing.counts.max(initial=1)), len(parts))
+        durations = self.tables.of(tokens, context, int(routing.counts.max(initial=1)), len(parts))
+        drafting = [(each.request.draft_ns, slice(each.step, each.step + steps)) for each in parts]
+        if drafts := [ns[own] for ns, own in drafting if ns is not None]:
+            durations.dense[:, 0] += np.max(drafts, axis=0)
+        return durations
 
 
 def _check_transfers(run: Run) -> None:

@@ -114,6 +114,7 @@ class SimpyDevice(Device):
         self._link_process = self.env.process(self._link())
         self.env.process(self._compute())
         self._reading: Signal | None = None  # the end of the read under way
+        self._draft_ns = 0  # before the dense part that comes next
 
     def _link(self) -> Wait:
         """The host link: one piece after another. An interrupt discards the piece on it."""
@@ -163,7 +164,9 @@ class SimpyDevice(Device):
 
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """Rule 11: the router comes last within its nanosecond."""
-        self._computes.put((ROUTER_ENDED, self._timing.dense_ns(layer, tokens, context, requests), ROUTER))
+        ns = self._draft_ns + self._timing.dense_ns(layer, tokens, context, requests)
+        self._draft_ns = 0
+        self._computes.put((ROUTER_ENDED, ns, ROUTER))
 
     def predict(self) -> bool:
         """Rule 14: a constant time of the compute stream."""
@@ -182,6 +185,10 @@ class SimpyDevice(Device):
 
     def head(self, tokens: int, requests: int = 1) -> None:
         self._computes.put((Completion(Kind.HEAD), self._head_ns(tokens, requests), COMPUTE))
+
+    def draft(self, ns: int) -> None:
+        """Rule 20."""
+        self._draft_ns = ns
 
     # Host, disk, and the clock of an idle run: each does one piece of work, so an event is all that it takes
 

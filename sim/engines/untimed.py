@@ -19,7 +19,7 @@ from policies.core.policy import Float, Int, Requests, Shape
 from policies.core.runner import AskedRunner, PolicyRunner
 from policies.core.spec import PolicySpec
 from sim.loop.log import COLUMNS, Ended, RequestLog, RunLog, joined
-from traces.steps import RequestSteps
+from traces.steps import PREFILL, RequestSteps
 
 MOST_EVICTIONS = 1 << 16
 
@@ -186,5 +186,7 @@ def _log(request: RequestSteps, totals: Int, before: Int, evictions: Int, expert
     table[:, PHASE], table[:, TOKENS] = request.phase, request.tokens
     table[:, FIRST_COUNTER:COUNTED] = np.diff(totals, axis=0, prepend=np.reshape(before, (1, -1)))
     none = np.zeros(S, np.int64)
-    by_request = RequestLog(np.arange(S), np.full(S, request.request), request.tokens, none, none)
+    rejected = none if request.rejected is None else request.rejected
+    shares = np.arange(S), np.full(S, request.request), request.tokens, none, none, rejected
+    by_request = RequestLog(*shares, (request.phase == PREFILL).astype(np.int64))
     return RunLog.of_table(table, by_request, expert_bytes, evictions, sized=sized)

@@ -111,7 +111,11 @@ class Device(ABC):
     def head(self, tokens: int, requests: int = 1) -> None:
         """Compute what follows the last MoE layer."""
 
-    # Host, disk, and the clock of an idle run (rules 13, 17 and 18): a device without them refuses what needs them
+    # Drafts, host, disk, the clock of an idle run (rules 13, 17, 18, 20): a device without them refuses what needs them
+
+    def draft(self, ns: int) -> None:
+        """Draft tokens for so long, before the dense part that is submitted next; ends with it."""
+        raise _lacks("draft that takes time")
 
     def hop(self) -> bool:
         """Take the activations to the host and back; ends as HOP. Return False where that takes no time."""

@@ -134,6 +134,8 @@ class Driver:
         device, tokens, context, requests = session.device, step.tokens, step.context, len(step.places)
         if observer:
             observer.step_begins(step, session.clock)
+        if step.draft_ns:
+            device.draft(step.draft_ns)
         for layer in range(self.layers):
             session.submitting(Kind.ROUTER)
             device.dense(layer, tokens, context, requests)
@@ -157,7 +159,8 @@ class Driver:
         found = []
         for place in step.places:
             since = self._step_ended_at[place.batch_slot]
-            found.append(Share(place.request, place.tokens, ended - since, self._waited.pop(place.batch_slot, 0)))
+            waited = self._waited.pop(place.batch_slot, 0)
+            found.append(Share(place.request, place.tokens, ended - since, waited, place.rejected, place.prefills))
             self._step_ended_at[place.batch_slot] = ended
         return found
 

@@ -65,6 +65,8 @@ class Share(NamedTuple):
     tokens: int
     latency_ns: int
     waited_ns: int = 0
+    rejected: int = 0  # of the tokens
+    prefills: bool = False
 
 
 class StepRow(NamedTuple):
@@ -84,6 +86,8 @@ class RequestLog:
     tokens: Int  # [R] tokens of the request in that step
     latency_ns: Int  # [R] end of the step less end of the request's step before it (rule 18)
     waited_ns: Int  # [R] admission less arrival, in the request's first row; 0 in the others
+    rejected: Int  # [R] of the tokens those that were drafted and not accepted
+    prefills: Int  # [R] 1 where the request prefills, though others may decode in the step; else 0
 
 
 @dataclass(frozen=True)

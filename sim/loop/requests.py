@@ -1,6 +1,7 @@
 """The requests of a trace as engines run them, and when they arrive where several run at a time (rule 18)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import overload
 
 import numpy as np
@@ -14,10 +15,14 @@ from traces.trace import Trace
 
 
 class Requests(Sequence[RequestSteps]):
-    """A trace's requests as an engine runs them, laid out again each time: only one is held at once."""
+    """A trace's requests as an engine runs them, laid out again each time: only one is held at once.
 
-    def __init__(self, trace: Shards | Trace):
+    draft_ns: what one drafted token takes at a context (rule 20); None: no time.
+    """
+
+    def __init__(self, trace: Shards | Trace, draft_ns: Callable[[int], int] | None = None):
         self._trace = trace
+        self._draft_ns = draft_ns
 
     def __len__(self) -> int:
         return len(self._trace.requests)
@@ -28,13 +33,20 @@ class Requests(Sequence[RequestSteps]):
     def __getitem__(self, i: slice) -> Sequence[RequestSteps]: ...
     def __getitem__(self, i: int | slice) -> RequestSteps | Sequence[RequestSteps]:
         if isinstance(i, slice):
-            return [self._trace.steps(j) for j in range(*i.indices(len(self)))]
+            return [self._steps(j) for j in range(*i.indices(len(self)))]
         if not 0 <= i < len(self):
             raise IndexError(i)
-        return self._trace.steps(i)
+        return self._steps(i)
 
     def __iter__(self) -> Iterator[RequestSteps]:
-        return (self._trace.steps(i) for i in range(len(self)))
+        return (self._steps(i) for i in range(len(self)))
+
+    def _steps(self, i: int) -> RequestSteps:
+        steps = self._trace.steps(i)
+        if self._draft_ns is None or steps.drafted is None:
+            return steps
+        each = np.array([self._draft_ns(context) for context in steps.context.tolist()], np.int64)
+        return replace(steps, draft_ns=steps.drafted * each)
 
 
 def users(experiment: Experiment, trace: Shards | Trace) -> Users | None:

@@ -26,6 +26,8 @@ class Place(NamedTuple):
     request: int  # index in the trace
     tokens: int
     step: int  # its number in the request
+    rejected: int = 0  # of the tokens
+    prefills: bool = False
 
 
 class Clock(Protocol):
@@ -137,6 +139,7 @@ class Step:
     event: Callable[[int], Event]
     start: Callable[[], Event]
     waited_ns: tuple[int, ...] = ()  # by `begins`; empty: nobody waited
+    draft_ns: int = 0  # before it
 
 
 class Schedule(Protocol):
@@ -170,10 +173,12 @@ def _steps_of(ordinal: int, request: RequestSteps, events: Events, more: bool) -
     last = len(request.tokens) - 1
     each = zip(request.phase.tolist(), request.tokens.tolist(), request.context.tolist(), strict=True)
     for number, (phase, tokens, context) in enumerate(each):
-        places = (Place(ordinal, 0, request.request, tokens, number),)
+        active = Active(ordinal, request, 0, number)
+        places = (active.place,)
         begins, ends = places if number == 0 else (), places if number == last else ()
         routing = partial(events.chosen, number), partial(events.event, number), partial(events.start, number)
-        yield Step(phase, tokens, context, places, begins, ends, more or number < last, number == last, *routing)
+        together = phase, tokens, context, places, begins, ends, more or number < last, number == last
+        yield Step(*together, *routing, draft_ns=active.draft_ns)
 
 
 @dataclass(slots=True)
@@ -188,13 +193,19 @@ class Active:
     @property
     def place(self) -> Place:
         """In the step that comes next."""
-        return Place(
-            self.ordinal, self.batch_slot, self.request.request, int(self.request.tokens[self.step]), self.step
-        )
+        request, step = self.request, self.step
+        rejected = 0 if request.rejected is None else int(request.rejected[step])
+        own = int(request.tokens[step]), step, rejected, self.prefills
+        return Place(self.ordinal, self.batch_slot, request.request, *own)
+
+    @property
+    def draft_ns(self) -> int:
+        """What drafting for that step takes."""
+        return 0 if self.request.draft_ns is None else int(self.request.draft_ns[self.step])
 
     @property
     def prefills(self) -> bool:
-        """Whether that step is its prefill, which it runs alone."""
+        """Whether that step is its prefill, or a chunk of it."""
         return bool(self.request.phase[self.step] == PREFILL)
 
     @property
@@ -253,7 +264,7 @@ class Admission:
         return admitted, waited
 
     def taking_part(self, admitted: Sequence[Active]) -> list[Active]:
-        """Return who takes part in the step that comes next: a prefill alone, or everybody."""
+        """Return who takes part in the step that comes next: a prefill's first chunk alone, or everybody."""
         prefills = [each for each in admitted if each.prefills]
         return prefills or list(self.active.values())
 
@@ -293,12 +304,11 @@ class Batches:
             batch = [(each.batch_slot, each.step, each.request) for each in parts]
             events = Events(routing_of_batch(batch, 1, self._shape), layers, before)
             context = sum(int(each.request.context[each.step]) for each in parts)
-            phase = int(parts[0].request.phase[parts[0].step])
+            phase, draft_ns = int(events.routing.phase[0]), max(each.draft_ns for each in parts)
             admission.ended(parts)
             idle = not admission.active
             before += layers
             tokens = sum(place.tokens for place in places)
             routing = partial(events.chosen, 0), partial(events.event, 0), partial(events.start, 0)
-            yield Step(
-                phase, tokens, context, places, begins, ends, admission.more, idle, *routing, waited_ns=tuple(waited)
-            )
+            together = phase, tokens, context, places, begins, ends, admission.more, idle
+            yield Step(*together, *routing, waited_ns=tuple(waited), draft_ns=draft_ns)

@@ -103,6 +103,14 @@ class Roofline:
         framework = self.hardware.framework_us_per_token * 1_000
         return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS) + framework)
 
+    def token_ns(self, context: int) -> int:
+        """Return the time of one decoded token with all experts in GPU memory, under no policy."""
+        layers = [layer for layer in range(self.model.moe_layers) if self.model.runs(layer, 1, context)]
+        experts = sum(self.model.top_k * self.expert_ns(1, layer) for layer in layers)
+        return sum(self.dense_ns(layer, 1, context) + self.combine_ns(1, layer, context) for layer in layers) + (
+            experts + self.head_ns(1)
+        )
+
     def _of_stretch(self, layer: int, tokens: int, context: int, requests: int) -> int:
         return math.ceil(self._stretch_ns(self._stretches[layer], tokens, context, requests))
 

@@ -3,8 +3,8 @@
 Definitions are those of docs/contract.md (*What is counted*). Warm-up steps are left out; counters, stalls and busy
 times are sums over all other steps, TPOT is over decode steps and TTFT over prefills. Percentiles interpolate
 linearly between the two nearest ranks (NumPy's default). Overlap takes the stalls for demand, late and behind
-a prefetch as exposed transfer time. Tokens per second: all tokens counted, of prompts too, over the time of their
-steps; time in which no request runs does not count.
+a prefetch as exposed transfer time. Tokens per second: all tokens counted, of prompts too and without rejected ones,
+over the time of their steps; time in which no request runs does not count.
 
 TTFT counts from a request's arrival, TPOT is what a request waits between two of its tokens. Where several requests
 share a step, what the step did is no single request's: hits and misses stand in the row of the run alone.
@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 
 from policies.core.grammar import policy_title
+from policies.core.policy import Float
 from sim.loop.log import STALLS, Int, RunLog
 from sim.quantities import show_mib
 from sim.results.provenance import commit
@@ -72,6 +73,9 @@ RESULTS = pa.schema(
         ("fits", pa.bool_()),  # whether GPU memory holds the cache beside the dense weights; null: untimed
         ("resident_ms", MS),  # of a sweep: TPOT (TTFT) with all experts in GPU memory; null where they do not fit
         ("host_memory", TEXT),  # as stated; null: it holds all experts
+        ("draft", COUNT),  # tokens drafted a decode step; null: none
+        ("acceptance", TEXT),  # as stated
+        ("prefill_chunk", COUNT),  # tokens of a prompt in a step; null: all
         ("max_batch", COUNT),  # requests at a time; null: one after another
         ("arrivals", TEXT),
         ("arrival_rate", pa.float64()),  # requests a second
@@ -107,10 +111,10 @@ _COUNTED = (
 )
 """Columns of a log that are summed over a run."""
 
-_OF_REQUEST = ("tokens", "waited", "prefills", "prefill_ns", "decodes", "decode_ns")
+_OF_REQUEST = ("tokens", "waited", "prefills", "prefill_ns", "decodes", "decoded", "decode_ns")
 """What is summed over each request's rows."""
 
-_REQUEST_COLUMNS = ("step", "request", "tokens", "latency_ns", "waited_ns")
+_REQUEST_COLUMNS = ("step", "request", "tokens", "latency_ns", "waited_ns", "rejected", "prefills")
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,9 @@ class Cell:
     all_experts: int
     layers: int
     host_memory: str | None
+    draft: int | None
+    acceptance: str | None
+    prefill_chunk: int | None
     max_batch: int | None
     arrivals: str | None
     arrival_rate: float | None
@@ -154,7 +161,7 @@ class Summary:
         self._sums = dict.fromkeys((*_COUNTED, *(f"stall_{cause}" for cause in STALLS)), 0)
         self._decoded = dict.fromkeys(_LOOKED_UP, 0)
         self._elapsed_ns = 0
-        self._latency_ns: dict[int, list[Int]] = {PREFILL: [], DECODE: []}
+        self._token_ns: list[Float] = []  # of decoded tokens
         self._of_request = {name: np.zeros(len(requests), np.int64) for name in (*_OF_REQUEST, *_LOOKED_UP)}
         self._begun = np.empty(0, np.int64)  # requests
         self._shared = False  # whether a step had several requests
@@ -172,6 +179,7 @@ class Summary:
         self._expert_bytes = log.expert_bytes
         for name in _COUNTED:
             self._sums[name] += int(getattr(log, name)[counted].sum())
+        self._sums["tokens"] -= int(rows.rejected[counted[rows.step]].sum())
         for name in _LOOKED_UP:
             self._decoded[name] += int(getattr(log, name)[counted & (log.phase == DECODE)].sum())
         # one after another, requests wait also for what a real host does between two of their steps
@@ -180,14 +188,18 @@ class Summary:
         for cause, ns in zip(STALLS, log.stall_ns[counted].sum(axis=0).tolist(), strict=True):
             self._sums[f"stall_{cause}"] += ns
         self._unused += int((log.prefetch_transfers - log.prefetch_used - log.prefetch_wasted)[~counted].sum())
-        step, request, tokens, latency, waited = (getattr(rows, name)[~warm] for name in _REQUEST_COLUMNS)
+        step, request, tokens, latency, waited, rejected, prefills = (
+            getattr(rows, name)[~warm] for name in _REQUEST_COLUMNS
+        )
         begun = len(self._seen(rows.request))
-        prefill = log.phase[step] == PREFILL
-        # A request's first token comes as long after its arrival as it waited, and its first step took.
+        prefill, kept = (log.phase[step] == PREFILL) | (prefills > 0), tokens - rejected
+        # A request's first token comes as long after its arrival as it waited, and its prefill took.
         waits = np.where(prefill, waited, 0)
-        self._latency_ns[PREFILL].append((latency + waits)[prefill & counted[step]])
-        self._latency_ns[DECODE].append(latency[~prefill & counted[step]])
-        values = (tokens, waited, prefill, (latency + waits) * prefill, ~prefill, latency * ~prefill)
+        # What a step decodes comes at once: each of its tokens took an equal part of it.
+        here = ~prefill & counted[step] & (kept > 0)
+        self._token_ns.append(np.repeat(latency[here] / kept[here], kept[here]))
+        decoded = kept * ~prefill
+        values = (kept, waited, prefill, (latency + waits) * prefill, ~prefill, decoded, latency * ~prefill)
         for name, value in zip(_OF_REQUEST, values, strict=True):
             np.add.at(self._of_request[name], request, value)
         self._shared |= len(rows.step) != len(log.step_ns)
@@ -245,8 +257,8 @@ class Summary:
             "lookups": lookups,
             **looked_up,
             "queue_ms": sums["waited"] / 1e6 if timed else None,
-            "ttft_ms": self._mean_ms(sums["prefill_ns"], sums["prefills"]),
-            "tpot_mean_ms": self._mean_ms(sums["decode_ns"], sums["decodes"]),
+            "ttft_ms": self._mean_ms(sums["prefill_ns"], np.minimum(sums["prefills"], 1)),
+            "tpot_mean_ms": self._mean_ms(sums["decode_ns"], sums["decoded"]),
         }
         none = [None] * len(here)
         values = {name: none if columns.get(name) is None else columns[name] for name in REQUESTS.names}
@@ -286,8 +298,8 @@ class Summary:
     def latencies(self) -> Row:
         """Return TTFT of prefills and TPOT of decode steps, by LATENCIES; null where there are none."""
         row: Row = {}
-        for kind, phase in (("ttft", PREFILL), ("tpot", DECODE)):
-            ns = np.concatenate([np.empty(0, np.int64), *self._latency_ns[phase]])
+        first_ns = self._of_request["prefill_ns"][self._of_request["prefills"] > 0].astype(np.float64)
+        for kind, ns in (("ttft", first_ns), ("tpot", np.concatenate([np.empty(0), *self._token_ns]))):
             figures: list[float | None] = [None] * len(LATENCIES)
             if len(ns):
                 of_ns = ns.mean(), *np.percentile(ns, [50, 95, 99], overwrite_input=True), ns.max()

@@ -320,6 +320,7 @@ def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
         "trace": [loaded.trace.name, loaded.fingerprint],
         "model": loaded.profile and dataclasses.asdict(loaded.profile),
         "machine": timed and dataclasses.asdict(timed.hardware),
+        "drafter": timed and timed.drafter and dataclasses.asdict(timed.drafter),
         "predictor_us": timed and timed.predictor_us(policy),
         "policy": [policy.text, resolved],
         "files": [_sources(half) for half in (policy.evict, policy.prefetch)]

@@ -36,7 +36,7 @@ def a_log(**changed):
     }
     arrays: dict[str, Any] = {name: np.array(column, np.int64) for name, column in columns.items()} | changed
     nothing = np.zeros(6, np.int64)
-    alone = RequestLog(np.arange(6), np.array([0, 0, 0, 1, 1, 1]), arrays["tokens"], arrays["step_ns"], nothing)
+    alone = RequestLog(np.arange(6), np.array([0, 0, 0, 1, 1, 1]), arrays["tokens"], arrays["step_ns"], *[nothing] * 3)
     evictions: dict[str, Any] = {"evictions": np.zeros(0, np.int64), "host_evictions": np.zeros(0, np.int64)}
     return RunLog(**arrays, **evictions, expert_bytes=100, ended_ns=200 * MS, by_request=alone)
 
@@ -56,6 +56,7 @@ def a_cell(**changed):
         "all_experts": 64,
         "layers": 4,
         "host_memory": None,
+        **dict.fromkeys(("draft", "acceptance", "prefill_chunk")),
         "max_batch": None,
         "arrivals": None,
         "arrival_rate": None,
@@ -123,7 +124,7 @@ def test_a_step_that_a_warm_up_request_shares_counts_in_the_row_of_the_other_req
     steps, requests = np.array([0, 1, 2, 3, 3, 4, 5]), np.array([0, 0, 0, 0, 1, 1, 1])
     log = a_log()
     nothing, tokens = np.zeros(7, np.int64), np.array([5, 1, 1, 1, 1, 1, 1])
-    shared = RequestLog(steps, requests, tokens, log.step_ns[steps], nothing)
+    shared = RequestLog(steps, requests, tokens, log.step_ns[steps], *[nothing] * 3)
     row, (second,) = rows(replace(log, by_request=shared), warmup_requests=1, max_batch=2)
     assert (row["tokens"], row["tpot_mean_ms"], row["tokens_per_s"]) == (2, 45, pytest.approx(2 / 0.09))
     assert (second["tokens"], second["tpot_mean_ms"]) == (3, 40)

@@ -1,0 +1,89 @@
+"""Speculation as a transformation of steps: decoded tokens with drafted ones behind them (rule 20 of the contract)."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from traces.steps import DECODE, Flat, Int, Lookahead, RequestSteps
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """How many tokens are drafted for each decode step, and how many of them are accepted.
+
+    acceptance: the probability that a drafted token is accepted, if those before it are; drawn for each token of a
+    request by `seed`, alike for every probability. Or the accepted tokens of step after step of each request, from the
+    first one again when they are used up; a step accepts no more than it drafts.
+    """
+
+    length: int
+    acceptance: float | tuple[int, ...]
+    seed: int = 0
+
+    def of(self, steps: RequestSteps, layers: int, experts: int) -> RequestSteps:
+        """Return the request with its decoded tokens in steps of 1 + `length`; the last may have fewer.
+
+        The steps are those of single tokens, of a model with so many MoE layers and experts in each. What was drafted
+        and rejected is routed as the tokens half of the decoded tokens away, counted in a circle.
+        """
+        first = int(np.argmax(steps.phase == DECODE)) if (steps.phase == DECODE).any() else len(steps.phase)
+        decoded = len(steps.phase) - first
+        begins, kept, tokens = self._places(steps.request, decoded)
+        step = np.repeat(np.arange(len(begins)), tokens)
+        place = np.arange(len(step)) - np.repeat(np.cumsum(tokens) - tokens, tokens)  # in its step
+        row = begins[step] + place
+        row = np.where(place < kept[step], row, (row + decoded // 2) % max(decoded, 1))
+        # The prefill stays as it is, one step or several.
+        rows = np.concatenate([np.arange(first), first + row])
+        step = np.concatenate([np.arange(first), first + step])
+        count, shape = first + len(begins), (layers, experts)
+        ahead, ids = steps.lookahead, steps.token_ids
+        drafted, own = np.concatenate([np.zeros(first, np.int64), tokens - 1]), np.cumsum(steps.tokens) - steps.tokens
+        prompt = np.arange(steps.tokens[:first].sum())
+        offsets, chosen, counts = _together((steps.offsets, steps.experts, steps.counts), rows, step, count, *shape)
+        return replace(
+            steps,
+            phase=np.concatenate([steps.phase[:first], np.full(len(begins), DECODE, np.uint8)]),
+            tokens=np.concatenate([steps.tokens[:first], tokens]),
+            context=np.concatenate([steps.context[:first], steps.context[first:][begins] + tokens - 1]),
+            offsets=offsets,
+            experts=chosen,
+            counts=counts,
+            lookahead=ahead
+            and Lookahead(layers, *_together((ahead.offsets, ahead.experts, ahead.counts), rows, step, count, *shape)),
+            token_ids=None if ids is None else ids[np.concatenate([prompt, own[first + row]])],
+            drafted=drafted,
+            rejected=np.concatenate([np.zeros(first, np.int64), tokens - kept]),
+        )
+
+    def _places(self, request: int, decoded: int) -> tuple[Int, Int, Int]:
+        """Return of each decode step the token that it begins with, tokens that stay, and all of its tokens."""
+        likely = np.zeros(0, np.int64)
+        if isinstance(self.acceptance, float):
+            draws = np.random.default_rng([self.seed, request]).random((decoded, self.length))
+            likely = (draws < self.acceptance).cumprod(axis=1).sum(axis=1)
+        found: list[tuple[int, int, int]] = []
+        at = 0
+        while at < decoded:
+            drafted = min(self.length, decoded - 1 - at)
+            if isinstance(self.acceptance, float):
+                accepted = min(int(likely[at]), drafted)
+            else:
+                accepted = min(self.acceptance[len(found) % len(self.acceptance)], drafted)
+            found.append((at, 1 + accepted, 1 + drafted))
+            at += 1 + accepted
+        begins, kept, tokens = np.array(found, np.int64).reshape(-1, 3).T
+        return begins, kept, tokens
+
+
+def _together(flat: Flat, rows: Int, step: Int, steps: int, L: int, E: int) -> Flat:
+    """Return steps that are each the union of some rows of `flat`, tokens added up. rows, step: [R] of each row."""
+    offsets, experts, counts = flat
+    begins, lengths = offsets[rows * L], offsets[rows * L + L] - offsets[rows * L]
+    taken = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+    keys = np.repeat(step, lengths) * (L * E) + experts[taken]
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    first = np.flatnonzero(np.diff(keys, prepend=-1))
+    added = np.add.reduceat(counts[taken][order], first) if len(first) else np.zeros(0, np.int64)
+    return np.searchsorted(keys[first], np.arange(steps * L + 1) * E), keys[first] % (L * E), added
