@@ -51,7 +51,6 @@ for options in ("", ":alpha=0.9"):
     assert ours.evictions.tolist() == theirs.evictions.tolist() != []
     assert ours.step_ns.tolist() == theirs.step_ns.tolist()
 check_policy("lru+again").require()
-check_policy("fading").require()
 assert cost_us(parse("lru+again"), 3, 6) is None
 """
 
