@@ -62,7 +62,7 @@ def test_on_the_simulated_machine_lockstep_equals_the_run_that_was_scripted_on_s
     assert min(interrupted, resumed, predicted, cut) > len(seeds) // 30, "these cases were there"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_on_the_simulated_machine_lockstep_equals_the_run_that_was_scripted_on_runs_that_shrink(data) -> None:
     assert_lockstep_takes_exactly_as_long(draw(lambda low, high: data.draw(st.integers(low, high))))
@@ -106,7 +106,7 @@ def test_on_any_device_lockstep_never_stands_still_and_transfers_and_evictions_a
     assert differ > len(seeds) // 4, "the devices were not like the simulator"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), st.integers(0, 99))
 def test_on_any_device_lockstep_executes_the_script_on_runs_that_shrink(data, order: int) -> None:
     case = draw(lambda low, high: data.draw(st.integers(low, high)))

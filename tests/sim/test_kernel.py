@@ -192,20 +192,19 @@ OWN += [PolicySpec.of(Newest, "eamc-blend"), PolicySpec.of("eamc", Neighbours), 
 
 
 @pytest.mark.parametrize("spec", OWN, ids=lambda spec: spec.text)
-@pytest.mark.parametrize("draw", [draw_run, draw_tiers_run])
-def test_a_users_policy_in_python_decides_alike_on_both(draw: Callable[[Draw], Drawn], spec: PolicySpec) -> None:
-    reached = 0
+def test_a_users_policy_in_python_decides_alike_on_both(spec: PolicySpec) -> None:
+    tiered = {False: 0, True: 0}
     for seed in range(60):
-        drawn = draw(random.Random(seed).randint)
+        drawn = draw_tiers_run(random.Random(seed).randint)
         if drawn.link.layer_bytes and spec.scope.cls.per_layer:
             continue
         run = drawn._replace(slots=max(drawn.slots, drawn.shape.layers)).run
         placed = PolicySpec.of(spec.evict, spec.prefetch, spec.scope, run.policy.placement)
         ours, theirs = (columns(whole(engine.play, run.under(placed))) for engine in (compiled_engine, simpy_engine))
         for name, column in ours.items():
-            assert column.tobytes() == theirs[name].tobytes(), f"{name} of {draw.__name__} {seed}"
-        reached += len(ours["evictions"]) > 0
-    assert reached >= 10
+            assert column.tobytes() == theirs[name].tobytes(), f"{name} of seed {seed}"
+        tiered[compiled_engine.tiered(run)] += len(ours["evictions"]) > 0
+    assert min(tiered.values()) >= 5
 
 
 @pytest.mark.parametrize("where", ["victim", "observe", "propose", "on_insert"])

@@ -18,7 +18,7 @@ from traces import EXTRA, GROWING, ROUTING, InputError, Trace, TraceWriter, open
 from traces.synthetic import synthetic
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(traces())
 def test_a_trace_reads_back_as_it_was_written(trace: Trace) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def test_a_trace_that_lost_a_file_is_not_resumed(lost: str, tmp_path: Path, monk
     assert held == {file: file.read_bytes() for file in (tmp_path / "t").rglob("*.parquet")}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(traces(), st.integers(1, 9), st.integers(1, 3), st.integers(1, 9))
 def test_pieces_of_a_trace_are_the_trace(trace: Trace, rows: int, requests: int, group: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as small:

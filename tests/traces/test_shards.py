@@ -53,7 +53,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     return seen
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(traces(max_requests=7), st.data())
 def test_a_trace_played_from_shards_is_the_trace_read_whole(trace: Trace, data: st.DataObject) -> None:
     integer = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
