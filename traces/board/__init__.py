@@ -1,0 +1,77 @@
+"""The traces that policies are compared on, each with a card: what it is, where it is from, what is wrong with it.
+
+`traces.toml` has the cards, and a version that rises whenever a figure made with these traces may change. Traces whose
+licence allows it lie beside it; of the others the card has the commands that make them from their source.
+docs/board.md has the cards as a table, made by `python -m traces.board`.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from traces.files import read_toml
+from traces.typed import Positive, typed
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Card:
+    """What there is to know of a trace. `sha256` is of its files (`sum_of`); empty: it is not here."""
+
+    name: str
+    model: str
+    decoded: str  # of what, and by which engine
+    requests: Positive
+    tokens: Positive
+    layers: Positive
+    experts: Positive  # of a layer
+    top_k: Positive
+    source: str
+    licence: str
+    commands: tuple[str, ...]  # that make it of the files of its source
+    defects: tuple[str, ...] = ()
+    model_profile: str = ""  # whose times it is run with; empty: as its model says
+    sha256: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return FOLDER / self.name
+
+
+@dataclass(frozen=True)
+class Board:
+    """All cards, and the version of the set."""
+
+    version: Positive
+    cards: tuple[Card, ...]
+
+
+def board() -> Board:
+    """Return the cards. Raise InputError for a file that does not hold them."""
+    found: dict[str, Any] = read_toml(FOLDER / "traces.toml")
+    return typed(Board, found, "traces.toml")
+
+
+def sum_of(folder: Path) -> str:
+    """Return the SHA-256 of a trace's files, each behind its name, in the order of their names."""
+    files = sorted(folder.rglob("*.parquet"))
+    sums = (
+        f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}\n" for file in files
+    )
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+def table() -> str:
+    """Return the cards as a table of a page, those that ship first."""
+    cards = sorted(board().cards, key=lambda card: not card.sha256)
+    rows = [
+        f"| {card.name} | {card.model}, {card.layers} x {card.experts}, top-{card.top_k} | {card.decoded} | "
+        f"{card.requests}, {card.tokens:,} | {'; '.join(card.defects) or 'none found'} | {card.source}, {card.licence} "
+        f"| {'yes' if card.sha256 else 'no'} |"
+        for card in cards
+    ]
+    heading = "trace", "model, experts", "what was decoded", "requests, tokens", "defects", "source, licence", "here"
+    lines = " | ".join(heading), " | ".join("---" for _ in heading)
+    return "\n".join([*(f"| {line} |" for line in lines), *rows])
