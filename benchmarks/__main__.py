@@ -15,6 +15,7 @@ ALL = (
     "streaming",
     "sweep",
     "host",
+    "live",
 )
 
 for name in [name for name in sys.argv[1:] if not name.startswith("-")] or ALL:

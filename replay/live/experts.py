@@ -255,7 +255,11 @@ class LayerExperts:
         hidden = self._hidden
         output = torch.zeros_like(hidden, dtype=self._dtype if self._added else None)
         for expert in sorted(self._added):
-            output.index_add_(0, *self._added[expert])
+            tokens, values = self._added[expert]
+            if self._chosen:  # which is what index_add_ does for one token, in more time
+                output.add_(values)
+            else:
+                output.index_add_(0, tokens, values)
         self._added = {}
         return output.to(hidden.dtype)
 
