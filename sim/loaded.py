@@ -371,7 +371,7 @@ def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | Tim
     in_memory = trace is not None
     if profile is None or experiment.untimed:
         return CountedRun(experiment, requests, profile, in_memory=in_memory)
-    drafter = model_profile.model(experiment.draft_model) if experiment.draft_model and experiment.draft else None
+    drafter = model_profile.model(experiment.draft_model) if experiment.draft_model else None
     timed = TimedRun(experiment, requests, profile, hardware(experiment.hardware), drafter, in_memory=in_memory)
     if timed.memory < profile.dense_bytes:
         raise InputError(

@@ -25,6 +25,7 @@ app = program.group(
         "conformance": "sim.commands.conformance:conformance",
         "analyze": "sim.commands.analysis:analyze",
         "sensitivity": "sim.commands.sensitivity:sensitivity",
+        "speculate": "sim.commands.speculate:speculate",
         "tune": "sim.commands.tune:tune",
         "adapt": "sim.commands.adapt:adapt",
         "train-stride": "sim.commands.train:train_stride",

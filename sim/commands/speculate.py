@@ -1,0 +1,105 @@
+"""The command `moe-sim speculate`: does speculation pay here, and from which acceptance on?"""
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from policies.core.grammar import split_list
+from policies.core.spec import parse
+from sim import defaults
+from sim.analysis import speculation
+from sim.commands import options
+from sim.commands.printed import progress, table, written
+from sim.engines import compiling
+from sim.loaded import TimedRun
+from sim.quantities import show_mib
+from sim.sweeps import report
+from sim.sweeps.grid import grid_of
+from traces.errors import InputError
+from traces.output import claimed
+
+AT = "0.5,0.7,0.9"
+
+
+def speculate(
+    trace: options.Trace = None,
+    policies: options.Policies = defaults.POLICY,
+    cache_sizes: options.CacheSizes = "25%,50%",
+    at: Annotated[str, typer.Option(help="Acceptances at which speeds are printed.")] = AT,
+    longest: Annotated[int, typer.Option(help="Drafted tokens a step, at most.", min=1, max=64)] = speculation.LONGEST,
+    *,
+    stated: Annotated[
+        options.Stated, options.all_but("untimed", "draft", "acceptance", "max_batch", "arrivals", "arrival_rate")
+    ],
+    output: options.ResultOptions,
+) -> None:
+    """Report whether speculation pays where experts move, and from which acceptance on.
+
+    Runs each policy and cache size without drafts and with 1 to 8 drafted tokens a step, of which none, half, 80% and
+    all are accepted: the experts of a step, its bytes and time, and the acceptance at which a token takes as long as
+    without drafts. Writes speculation.parquet (a row per cell and number of drafted tokens) and speculation.png.
+
+    [b]moe-sim speculate my-trace --cache-sizes 25%,50% --hardware rtx4090[/b]
+
+    [b]moe-sim speculate my-trace --policies lru,lru/split --draft-us 800 --at 0.6,0.8[/b]
+    """
+    shares, lengths = _shares(at), range(1, longest + 1)
+    loaded = TimedRun.of(options.experiment(stated, trace))
+    grid = grid_of(loaded, [parse(each) for each in split_list(policies)], split_list(cache_sizes))
+    us = loaded.measured_us(grid.policies)
+    loaded = loaded.charging(us)
+    output.note(*report.overhead_notes(us), *compiling.notes(loaded.versions(grid.policies)))
+    folder = output.folder(loaded.experiment.trace, "/speculation")
+    with claimed(folder, speculation.MAKER, speculation.NAMES):
+        with progress(speculation.runs(grid, lengths) * len(loaded.trace.requests), output.quiet) as advance:
+            found = speculation.speculate(loaded, grid, lengths, advance)
+        files = speculation.save(found, loaded, folder)
+    seed = loaded.experiment.seed
+    output.show(
+        lambda: {"rows": speculation.rows(found, loaded), "sentences": list(speculation.sentences(found, seed))},
+        lambda: (*speculation.sentences(found, seed), _table(found, shares, seed), written(files, folder)),
+    )
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(each) for each in split_list(text)]
+    except ValueError as error:
+        raise InputError(f"--at {text}: acceptances are shares, as in {AT}") from error
+    if not all(0 <= share <= 1 for share in shares):
+        raise InputError(f"--at {text}: acceptances are shares from 0 to 1")
+    return shares
+
+
+def _table(found: list[speculation.Speculation], shares: list[float], seed: int) -> Table:
+    """Return a row for each cell without drafts, and with each number of drafted tokens."""
+    headings = "policy", "cache", "draft", "experts", "MiB", "ms", "break-even", *(f"t/s {share:g}" for share in shares)
+    shown = table(*headings, left=2)
+    before = None
+    for each in found:
+        cell = each.policy, each.size
+        if cell != before:
+            plain = each.plain
+            mib, ms = show_mib(plain.bytes.sum() / plain.steps.sum()), f"{plain.ns.sum() / plain.steps.sum() / 1e6:.2f}"
+            speed = _rate(each.tokens_per_s)
+            shown.add_row(*cell, "0", "", mib, ms, "", *[speed] * len(shares))
+            before = cell
+        low, high = each.interval(seed)
+        value = "never" if each.break_even is None else f"{each.break_even:.2f}"
+        bounds = "-".join(f"{bound:.2f}" if bound <= 1 else "1+" for bound in (low, high))
+        shown.add_row(
+            "",
+            "",
+            str(each.length),
+            f"{each.union.mean():.1f}",
+            show_mib(each.step_bytes),
+            f"{each.step_ms:.2f}",
+            f"{value} ({bounds})",
+            *(_rate(each.tokens_per_s * each.speedup(share)) for share in shares),
+        )
+    return shown
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 99.5 else f"{tokens_per_s:.3g}"
