@@ -13,9 +13,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from policies.core.spec import parse
 from policies.core.stack_distances import lru_misses
 from sim import sweep
+from sim.analysis import speculation as analysis
 from sim.analysis.curves import Accesses, belady_misses
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
+from sim.sweeps.grid import grid_of
 from traces.importers import import_dump
 from traces.importers.source import Options
 from traces.stats import statistics
@@ -27,9 +32,11 @@ POLICIES = (
     "belady",
 )
 SIZES = ("10%", "25%", "50%")
+SPECULATED = ("25%", "50%", "100%")
 CAPACITIES = (1, 10, 50, 120, 300)
 USERS = (1, 2, 4, 8)
-GPT_OSS, DEEPSEEK = "gpt-oss-20b", "deepseek-v2-lite"
+DRAFTED = (1, 2, 4, 8)
+GPT_OSS, DEEPSEEK, MIXTRAL = "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b"
 FILES = {GPT_OSS: "gpt-oss-20b-decode", DEEPSEEK: "deepseek-v2-lite-prefill"}
 MOST = 60
 """Requests of the study of policies, and half of them of that of users: the first ones."""
@@ -99,6 +106,27 @@ def similarity(trace: Trace) -> pd.DataFrame:
     return pd.DataFrame([vars(found)], dtype=np.float64)
 
 
+def speculation(trace: Trace) -> pd.DataFrame:
+    """Return what drafted tokens do under LRU, a row for each cache size and number of them; a lookup drafts."""
+    loaded = TimedRun.of(Experiment("in memory"), trace)
+    grid = grid_of(loaded, [parse("lru")], list(SPECULATED))
+    return without_lists(pd.DataFrame(analysis.rows(analysis.speculate(loaded, grid, DRAFTED), loaded)))
+
+
+def without_lists(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the same with the speed at three acceptances, for that at all, and without what is by layer."""
+    speeds = {f"speedup_{n}0": [each[n] for each in rows["speedups"]] for n in (5, 7, 9)}
+    bounds = {name: rows[name].astype(np.float64) for name in ("break_even", "low", "high")}
+    return rows.drop(columns=["union_by_layer", "speedups"]).assign(**bounds, **speeds)
+
+
+def mixtral(folder: Path) -> Trace:
+    """Return the small trace of Mixtral, whose source says nothing but the routing."""
+    with np.load(folder / f"{MIXTRAL}.npz") as held:
+        requests = np.split(held["experts"].astype(np.int64), held["offsets"][1:-1])
+    return Trace.from_arrays(requests, 8, model=MIXTRAL)
+
+
 def _labelled(requests: pd.DataFrame, facts: pd.DataFrame, rows: Sequence[int]) -> pd.DataFrame:
     places = requests.groupby(["policy", "cache_experts"], sort=False).cumcount().to_numpy()
     kept = requests[["policy", "cache_fraction", "tokens", "lookups", "hits", "tpot_mean_ms"]].reset_index(drop=True)
@@ -128,6 +156,12 @@ def run(folder: Path, out: Path, only: Sequence[str] = ()) -> None:
         "policies": lambda: halves(policies, MOST),
         "capacities": lambda: halves(capacities),
         "users": lambda: halves(users, MOST // 2, facts=False),
+        "speculation": lambda: pd.concat(
+            [
+                halves(lambda trace, rows: speculation(trace.select(np.array(rows))), MOST // 2, facts=False),
+                speculation(mixtral(folder)).assign(trace=MIXTRAL),
+            ]
+        ),
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, study in studies.items():

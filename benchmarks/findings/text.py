@@ -6,13 +6,13 @@ Intervals are 95% percentile bootstraps over requests, drawn with replacement. A
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from benchmarks.findings.studies import CAPACITIES, DEEPSEEK, GPT_OSS, MOST, SIZES, USERS
+from benchmarks.findings.studies import CAPACITIES, DEEPSEEK, GPT_OSS, MIXTRAL, MOST, SIZES, SPECULATED, USERS
 from sim.results import plot
 from sim.results.files import write_figure
 
@@ -145,8 +145,8 @@ def fill(line: str) -> str:
 HEAD = """
 # Findings
 
-What the project's own tools say of two large traces. Every number is computed from the tables in
-`benchmarks/findings/results` (counts and times by request, no routing), which one command regenerates:
+What the project's own tools say of two large traces, and in one finding of a small one. Every number is computed from
+the tables in `benchmarks/findings/results` (counts and times by request, no routing), which one command regenerates:
 
 ```
 python -m benchmarks.findings TRACES    # the studies that have no result yet, then this text and its figures
@@ -159,6 +159,7 @@ python -m benchmarks.findings           # this text and its figures alone
   that figures leave them out; the cache has still seen them.
 - **DeepSeek-V2-Lite**: {ds} prompts, {ds_tokens:,} tokens, 26 x 64, top-6 (ngavhane/moe-beyond), from 250 on, run
   token by token: the model did not write these tokens. `eamc-blend` was fitted on the other prompts, too.
+- **Mixtral-8x7B**, of the last finding alone: 4 requests, 577 tokens, 32 x 8, top-2 (Mario928/speculative-moe).
 
 `eamc-blend` is given the ids of the tokens; what they add is in
 [policies/README.md](policies/README.md#eamc-blend-and-what-it-is-made-of).
@@ -398,7 +399,53 @@ def _users(held: dict[str, Table]) -> str:
     )
 
 
-FINDINGS = (_gap, _paper, _capacity, _collapse, _frozen, _activation, _groups, _prefetch, _users)
+def _speculation(held: dict[str, Table]) -> str:
+    table = held["speculation"]
+    names, shown, sentences = (GPT_OSS, DEEPSEEK, MIXTRAL), [], []
+    for trace in names:
+        for fraction, cell in table[table["trace"] == trace].groupby("cache_fraction"):
+            for row in cell.sort_values("draft").to_dict("records"):
+                speeds = [f"{row[f'speedup_{n}0']:.2f}" for n in (5, 7, 9)]
+                figures = [f"{row['union']:.1f}", f"{row['step_bytes'] / 2**20:,.0f}", f"{row['step_ms']:.1f}"]
+                where = [trace, f"{fraction:.0%}", str(row["draft"])]
+                shown.append(f"| {' | '.join([*where, *figures, _break_even(row), *speeds])} |")
+    single = table[table["draft"] == 1]
+    for size in SPECULATED:
+        here = single[(single["cache_fraction"] - float(size[:-1]) / 100).abs() < 0.01].set_index("trace")
+        sentences.append(f"at {size} {', '.join(f'{trace} {_break_even(here.loc[trace])}' for trace in names)}")
+    requests = [f"{int(single.loc[single['trace'] == trace, 'requests'].iloc[0])} of {trace}" for trace in names]
+    return "\n".join(
+        [
+            "Where experts move, drafted tokens have to be right far more often than where they do not",
+            "",
+            f"Acceptance from which on one drafted token a step pays, with LRU and the 95% interval: "
+            f"{'; '.join(sentences)}. A step of several tokens needs the experts of all of them, and rejected ones "
+            "cost as much as others (rule 20 of [docs/contract.md](docs/contract.md) says what stands for them). "
+            "Drafting takes no time here, as of a lookup in the prompt. At 100%, which need not fit, nothing moves "
+            "after the first touches, and compute alone is left. A step whose experts exceed the cache misses at "
+            "every lookup: then more "
+            "drafted tokens can be better than few, as little more is missed.",
+            "",
+            f"Requests: {', '.join(requests)}; four are few, and their interval says little. Experts are those of a "
+            "layer in 1 + L tokens in turn. MiB and ms are of a step whose drafts are accepted half of the time. The "
+            "last three columns are speed over that without drafts at an acceptance of 0.5, 0.7 and 0.9.",
+            "",
+            "| trace | cache | L | experts | MiB | ms | break-even | 0.5 | 0.7 | 0.9 |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+            *shown,
+            "",
+            "`moe-sim speculate TRACE --policies lru --cache-sizes 25%,50%,100%` prints the same of any trace.",
+        ]
+    )
+
+
+def _break_even(row: Any) -> str:
+    """`0.62 (0.58 to 0.66)`; never: not even if all are accepted."""
+    value, low, high = ("never" if pd.isna(row[name]) else f"{row[name]:.2f}" for name in ("break_even", "low", "high"))
+    return value if low == "never" else f"{value} ({low} to {high})"
+
+
+FINDINGS = (_gap, _paper, _capacity, _collapse, _frozen, _activation, _groups, _prefetch, _users, _speculation)
 
 TAIL = """
 ## What is not here
