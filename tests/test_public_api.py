@@ -175,18 +175,6 @@ def test_errors_are_value_errors_that_name_parameters(trace, options, said):
         sim.simulate(trace, **{"policy": "lru", "cache_size": "25%", **options})
 
 
-def test_values_may_be_numbers_and_texts_as_a_command_takes_them(trace):
-    few = trace.head(1)
-    swept = sim.sweep(few, "lru,lfu", "25%,50%", untimed=True)
-    assert swept.frame["cache_experts"].tolist() == [256, 256, 512, 512]
-    assert swept.policies == ["lru", "lfu"]
-    with pytest.raises(ValueError, match="unknown column 'misses'; known: hit_rate"):
-        swept.plot("misses")
-    sizes: list[float | str] = [0.5, "50%"]
-    half, same = (sim.simulate(few, "lru", "25%", host_memory=size) for size in sizes)
-    assert half.row == same.row
-
-
 def test_an_option_that_there_is_not_is_a_type_error(trace):
     with pytest.raises(TypeError, match="unknown option cash; known: hardware"):
         sim.simulate(trace, "lru", "25%", cash=1)

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import Policy, PolicyResidency, ScorePolicy, Shape, alone, parse
-from policies.retention.s3fifo import S3FIFO, S3FIFOOptions
 from traces import DECODE, write_trace
 from traces.synthetic import synthetic
 
@@ -245,14 +244,6 @@ def test_victims_are_those_of_the_slow_reference_whatever_is_offered(name, slots
             both.start(happening, data.draw)
         elif happening == -1:
             both.cut()
-
-
-def test_queues_of_s3fifo_have_the_shares_of_the_slots_that_are_written():
-    policy = S3FIFO(Shape(1, 100), S3FIFOOptions(small=0.29, ghost=0.57))
-    for expert in range(100):
-        policy.on_insert(expert, 1, expert)
-    assert policy.victim(np.arange(100)) == 0
-    assert (len(policy._small), policy._main_slots, policy._ghost_slots) == (29, 71, 57)
 
 
 @pytest.mark.parametrize("name", ["lfu", "lfu-perfect"])

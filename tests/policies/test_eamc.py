@@ -12,7 +12,7 @@ from policies.core import Shape, alone, parse
 from policies.eamc import EamcOptions, EamcRetention, predictor_of
 from sim.engines import count
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
-from traces import DECODE, PREFILL, InputError, RequestSteps
+from traces import DECODE, PREFILL, RequestSteps
 from traces.synthetic import synthetic
 
 VALUES: dict[str, list[Any]] = {
@@ -256,23 +256,6 @@ def test_k_means_does_not_match_what_still_waits():
     assert told.sizes() == [0, 2]
     assert told.at(0, {2: 1}) == [3], "as near to either stored one: the oldest"
     told.end()
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("eamc:source=itration", "unknown source of eamc 'itration'; did you mean iteration"),
-        ("eamc:layers=future", "source=request only"),
-        ("eamc:keep=most-visited:decay=next", "no use for decay=next"),
-        ("eamc:matches=4:capacity=3", "matches of 1 to its capacity, 3"),
-        ("eamc:threshold=nan", "threshold of at least -1"),
-    ],
-)
-def test_options_that_cannot_be_are_one_line_that_helps(typed, says):
-    with pytest.raises(InputError) as caught:
-        parse(typed)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_policy_reports_the_memory_of_its_collections_and_of_what_is_matched():

@@ -1,7 +1,6 @@
 """Partitioned retention: slots of each layer's own, against simulators of one layer and brute force."""
 
 import itertools
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -17,8 +16,6 @@ from sim.engines import count
 from sim.engines.simpy_engine import simulate
 from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps import winner
-from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
 from tests.support.untimed_oracle import SHARED, oracle_misses
@@ -310,21 +307,6 @@ def test_a_profile_of_another_model_and_too_few_slots_are_refused(home):
         parse(f"lru@layer:profile={home / 'tiny'}").divide(Shape(2, 16), 8)
     with pytest.raises(InputError, match="5 slots cannot be divided among 6 layers"):
         parse("lru@layer").divide(Shape(6, 4), 5)
-
-
-def test_a_sweep_plays_what_names_no_scope_in_the_one_given_and_its_winner_is_rebuilt(home):
-    policies = ("--policies", "lru,clock+popular,fifo@global", "--scope", "layer")
-    asked = ("sweep", "tiny", *policies, "--cache-sizes", "25%", "--workers", "1", "--out", "x", "--json")
-    rows = json.loads(moe_sim(*asked, cwd=home).stdout)
-    assert [row["policy"] for row in rows] == ["lru@layer", "clock+popular@layer", "fifo@global"]
-    assert json.loads(rows[0]["options"])["scope"] == {"name": "layer", "profile": ""}
-    _, winners = winner.read(home / "x")
-    best = min(rows, key=lambda row: row["tpot_mean_ms"])
-    assert winners[0].policy == best["policy"]
-    assert parse(winners[0].policy).options() == json.loads(best["options"])
-    told = moe_sim("compare", "x:lru@layer@25%", "x:fifo@global", cwd=home).stdout
-    assert "\nfifo@global " in told
-    assert "lru@layer" in told
 
 
 @settings(max_examples=30)

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,20 +154,6 @@ def test_a_class_is_a_policy_wherever_a_name_is():
     assert PolicySpec.of("lru", MyPrefetch).text == "lru+MyPrefetch"
     assert parse(KEEPERS["lru"]) == parse("lru")
     assert make_policy("eamc", capacity=7).text == "eamc:capacity=7"
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: parse(MyPrefetch), "is a prefetcher: name what to keep as well, as in PolicySpec.of(evict='lru', "),
-        (lambda: PolicySpec.of("lru", MyPolicy), "'MyPolicy' decides what to keep, not what to fetch"),
-        (lambda: make_policy(MyPolicy, alhpa=1), "unknown option of MyPolicy 'alhpa'; did you mean alpha"),
-    ],
-)
-def test_a_class_that_cannot_be_so_is_one_line_that_helps(make, says):
-    with pytest.raises(InputError, match=re.escape(says)) as caught:
-        make()
-    assert "\n" not in str(caught.value)
 
 
 def test_a_class_that_only_this_process_knows_says_so():

@@ -184,26 +184,6 @@ def test_the_command_ends_with_the_tokens_of_the_whole_model(tmp_path: Path) -> 
     assert done.stdout.splitlines()[-1] == " ".join(map(str, told.tolist()))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--store", "a", "--profile", "b/../a"), "--store and --profile both name b/../a"),
-        (("--record", "a", "--profile", "a/requests.parquet"), "--profile a/requests.parquet is in the folder"),
-    ],
-)
-def test_a_file_that_would_take_the_place_of_another_one_is_refused(
-    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is written last, at the end of all work, is the profile: it replaced files of a trace, or a store."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    done = generate("--prompt", "a", *arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert not list((tmp_path / "a").iterdir())
-
-
 def test_each_turn_of_a_prompt_is_answered_on_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"id": "a", "prompt": ["Once", "And then"]}\n')
     asked = ("--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 4, "--print-token-ids", "--quiet", "--lanes", 1)

@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import parse
 from sim.analysis import Adaptation, Protocol, adapt
-from sim.analysis.adaptation import ACROSS, WITHIN, Shift, measured, plan, requests_needed, save, summary
+from sim.analysis.adaptation import ACROSS, WITHIN, Shift, measured, plan, requests_needed, summary
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.sweeps import Grid
@@ -223,22 +222,3 @@ def test_groups_that_allow_no_shift_are_refused(sizes, reason):
 
 
 # What is kept
-
-
-def test_an_interrupted_call_keeps_the_shifts_of_which_both_runs_were_played(routed, tmp_path):
-    made = plan(routed.whole, replace(SMALL, pairs=3))
-    grid, played = Grid((parse("lru"),), {"6": 6}), []
-
-    def interrupt(requests: int) -> None:
-        played.append(requests)
-        if len(played) > 2 * 5 + 2:  # in the third run
-            raise KeyboardInterrupt
-
-    found = adapt(routed, grid, made, advance=interrupt)
-    assert not found.complete
-    (row,), shift = found.rows, made.runs[1]
-    assert (row["group_before"], row["group_after"]) == (shift.before, shift.after)
-    (file,) = save(found, routed, tmp_path)
-    assert file == tmp_path / "interrupted" / "adaptation.parquet"
-    assert [path.name for path in tmp_path.iterdir()] == ["interrupted"]
-    assert len(pd.read_parquet(file)) == 1

@@ -200,14 +200,3 @@ def test_what_another_sweep_has_finished_is_neither_replaced_nor_thinned_out_una
     names = {"results.parquet", "requests.parquet", "winner.toml", "sweep.toml", "hit_rate.png", "tpot.png", "mine.txt"}
     names.add(MARKER)
     assert {file.name for file in (tmp_path / "o").iterdir()} == names
-
-
-def test_a_second_sweep_without_a_folder_of_its_own_goes_beside_the_first(home, tmp_path):
-    asked = ("sweep", str(home / "tiny"), "--cache-sizes", "24", "--policies")
-    assert moe_sim(*asked, "lru", cwd=tmp_path).returncode == 0
-    second = moe_sim(*asked, "lfu", cwd=tmp_path)
-    assert second.returncode == 0
-    assert "results/tiny holds a sweep; this one is written to results/tiny-2" in second.stderr
-    assert moe_sim(*asked, "lfu,fifo", "--overwrite", "-q", cwd=tmp_path).returncode == 0
-    rows = {name: len(pd.read_parquet(tmp_path / f"results/{name}/results.parquet")) for name in ("tiny", "tiny-2")}
-    assert rows == {"tiny": 2, "tiny-2": 1}

@@ -1,6 +1,5 @@
 """Host, disk, several users and experts of several sizes as a user asks for them: setups, sweeps and their results."""
 
-import json
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.loop import RunLog, joined, users
 from sim.sweeps import Grid, run_grid
-from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import SIZES
@@ -189,20 +187,6 @@ def test_layers_that_all_state_one_size_run_as_a_model_of_that_size(home: Path, 
         options: dict[str, Any] = {"host_memory": "11%", "model_profile": str(profile)}  # 5.28 experts of 48
         rows.append(row_of(Experiment(str(home / "tiny"), **options), "lru+popular@layer", "20%"))  # 9.6
     assert rows[0] == rows[1]
-
-
-def test_a_sweep_over_users_draws_them_and_has_a_folder_for_each(home: Path) -> None:
-    arguments = ["sweep", "tiny", "--policies", "lru,lru/host", "--cache-sizes", "50%", "--max-batch", "1,2,3"]
-    done = moe_sim(*arguments, "--out", "users", "--workers", "1", "--json", cwd=home)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert [row["max_batch"] for row in rows] == [1, 1, 2, 2, 3, 3]
-    assert {file.name for file in (home / "users").iterdir()} >= {"users-1", "users-3", "users.png", "results.parquet"}
-    requests = pd.read_parquet(home / "users" / "users-3" / "requests.parquet")
-    assert requests["hits"].isna().all(), "three requests share a step, and its hits are no single one's"
-    assert (requests["tpot_mean_ms"] > 0).all()
-    alone = pd.read_parquet(home / "users" / "users-1" / "requests.parquet")
-    assert alone["hits"].sum() == next(row["hits"] for row in rows) + 0
 
 
 def test_one_user_is_the_run_without_users(home: Path) -> None:

@@ -17,7 +17,6 @@ from sim.planner.verification import Checked, rows, variants
 from sim.probe import detection, limits
 from sim.probe.stream import triad
 from sim.profiles.hardware_profile import hardware
-from tests.support.command import moe_sim
 from traces.models import gguf_files, random_gguf
 from traces.models.gguf_profile import of_file
 from traces.models.profile import ModelProfile, model
@@ -168,31 +167,6 @@ def test_contributed_rows_are_whole_measured_and_named_once() -> None:
         assert row.machine.host_threads, row.where
         assert row.machine.host_stream_gb_per_s, row.where
         assert "--verify" in row.source, row.where
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--calibrate",), "--calibrate is of one model: name it (--model)"),
-        (("--model", "olmoe-1b-7b", "--host-memory", "8GiB", "--calibrate"), "--calibrate measures this machine"),
-        (("--verify", "cut.gguf", "--threads", "1"), "cut.gguf cannot be read as GGUF, it is damaged or cut off"),
-        (("--verify", "dense.gguf"), "expert_count is not stated"),
-        (("--hardware", "a5000"), "moe-sim probe has not written it"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(options, message, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf", reason="the extra `llama`")
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0\x01")
-    writer = gguf.GGUFWriter(tmp_path / "dense.gguf", "llama")
-    writer.add_block_count(1)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    done = moe_sim("plan", *options, cwd=tmp_path)
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_probes_profile_is_a_machine_of_sweeps_and_plans(tmp_path: Path, monkeypatch) -> None:

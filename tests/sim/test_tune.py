@@ -1,9 +1,7 @@
 """`moe-sim tune` on policies whose best option is known, and what a search that is cut off comes to."""
 
-import json
 import re
 from dataclasses import replace
-from functools import partial
 
 import pandas as pd
 import pytest
@@ -11,13 +9,11 @@ import pytest
 from policies.core import Shape, parse
 from sim.experiment import Experiment
 from sim.loaded import load
-from sim.sweeps import config
 from sim.sweeps.grid import run_cells
 from sim.tuning import NAME, Halves, Journal, Search, save, space_of
 from sim.tuning.tune import tune
-from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces import MARKER, InputError, read_toml, write_trace
+from traces import InputError, write_trace
 from traces.synthetic import synthetic
 
 pytest.importorskip("optuna")
@@ -250,47 +246,3 @@ def test_an_unasked_space_is_what_the_policy_declares_and_accepts():
 def test_a_space_that_the_policy_does_not_have_is_refused(policy, search, complaint):
     with pytest.raises(InputError, match=re.escape(complaint)):
         space_of(parse(policy), SHAPE, search)
-
-
-@pytest.fixture
-def command(home, tmp_path):
-    """Runs `moe-sim tune` on the trace in a folder of its own: status, standard output, standard error."""
-    return partial(moe_sim, "tune", home / "tiny", cwd=tmp_path)
-
-
-ASKED = ("--policy", "eamc", "--search", "capacity=2..40:matches=1|2", "--trials", "6", "--workers", "2")
-
-
-def test_the_command_tells_writes_and_goes_on(command, tmp_path):
-    status, out, err = command(*ASKED)
-    assert status == 0, err
-    assert "searching capacity=2..40:matches=1|2; of 4 requests the first half tunes" in err
-    assert "Trial" not in err, "optuna's own words"
-    assert "6 trials; tuned on 2 requests of tiny, judged on the 2 after them" in out
-    folder = tmp_path / "results" / "tiny" / "tune"
-    assert {file.name for file in folder.iterdir()} == {"trials.log", "trials.parquet", "best.toml", MARKER}
-    frame = pd.read_parquet(folder / "trials.parquet")
-    assert list(frame.columns) == ["trial", "capacity", "matches", "policy", "state", "value", "refusal"]
-    assert len(frame) == 6
-    asked = config.Sweep.of(read_toml(folder / "best.toml"))
-    assert len(asked.policies) == 1
-    assert asked.specs
-    before = frame["policy"].tolist()
-    status, _, err = command(*ASKED)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "holds 6 trials: use --resume to continue, or another folder with --out" in err
-    for flag, value in (("--search", "capacity=2..41"), ("--seed", "3"), ("--cache-size", "30%"), ("--policy", "lrfu")):
-        other = ["decay=0.1..0.2"] * (flag == "--policy")
-        status, _, err = command(
-            *ASKED, "--resume", flag, value, *[text for each in other for text in ("--search", each)]
-        )
-        assert (status, err.count("\n")) == (2, 1)
-        assert f"holds a search with another {flag}" in err
-    status, _, err = command(*ASKED, "--resume", "--cold")
-    assert "holds a search with another setup, file or version" in err
-    assert pd.read_parquet(folder / "trials.parquet")["policy"].tolist() == before
-    more = [each for each in ASKED if each not in ("--workers",)][:-1]
-    more[more.index("6")] = "8"
-    status, out, err = command(*more, "--resume", "--json", "--quiet")
-    assert (status, err.count("warning")) == (0, err.count("\n"))
-    assert [trial["policy"] for trial in json.loads(out)["trials"]][:6] == before

@@ -152,27 +152,6 @@ class TestLayers:
     def test_one_that_is_not_called_exactly_once_is_named(self, times: int) -> None:
         assert f"layers.1 was called {times} times in one forward pass" in refused(Odd([1, times, 1]))
 
-    @pytest.mark.parametrize(("later", "name", "times"), [([1, 0], "layers.1", 0), ([2, 1], "layers.0", 2)])
-    def test_a_later_pass_that_calls_one_not_exactly_once_is_an_error(
-        self, later: list[int], name: str, times: int
-    ) -> None:
-        model = Odd([1, 1])
-        with probed(model):
-            model.calls = later
-            with pytest.raises(InputError, match=rf"{name} was called {times} times"):
-                model(IDS)
-
-    def test_different_numbers_of_experts_are_refused(self) -> None:
-        model = Odd([1, 1])
-        second: Any = model.layers[1]
-        second.num_experts = 5
-        assert "layers.1 has 5 routed experts, the layers before it 4" in refused(model)
-
-    def test_experts_that_are_called_in_another_way_are_refused(self) -> None:
-        model = Odd([1])
-        model.index = [[0.5, 1.0]]
-        assert "layers.0 (FewExperts) is not called as experts(hidden, index, weights)" in refused(model)
-
     def test_a_model_without_any_is_refused(self) -> None:
         assert "LlamaForCausalLM has no routed experts" in refused(LlamaForCausalLM(LlamaConfig(**COMMON)))
 

@@ -226,16 +226,3 @@ def sglang_with(**fields: Any) -> list[Any]:
 )
 def test_a_damaged_answer_is_refused(tmp_path: Path, answers: list[Any]) -> None:
     refused(write_lines(tmp_path / "a.jsonl", answers), SHAPE if "meta_info" in answers[0] else E8)
-
-
-def test_files_of_other_kinds_are_told_apart(tmp_path: Path) -> None:
-    for name, content in (
-        ("a.jsonl", "{}\n"),
-        ("a.json", "[]"),
-        ("a.txt", ""),
-        ("a.bin", "MZ"),
-        ("a.csv", "a,b\n1,2\n"),
-    ):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(InputError, match=r"experts|dump|columns"):
-            import_dump(tmp_path / name)
