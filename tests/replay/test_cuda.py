@@ -171,24 +171,6 @@ def test_pinning_refused_half_way_gives_everything_back(refused: int, monkeypatc
         assert gpu.registered == []
 
 
-@pytest.mark.parametrize("fails_at", [0, 1])
-def test_out_of_gpu_memory_is_told_with_what_was_asked_for(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is taken where the driver knows, and in the middle where it did not."""
-    gpu = FakeGpu(0)
-
-    def ones(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError
-
-    with open_stage(DeviceChoice("cuda"), PROFILE, 1, 8, gpu=gpu) as stage:
-        if fails_at:
-            monkeypatch.setattr(torch, "ones", ones)
-        slots = 4 if fails_at else 10**6
-        told = rf"out of memory: {slots} slots.*smaller --cache-size"
-        with pytest.raises(InputError, match=told), stage.device(slots, [1]):
-            pass
-    assert gpu.registered == []
-
-
 def test_output_that_is_not_finite_is_refused() -> None:
     with (
         open_stage(DeviceChoice("cuda"), PROFILE, 1, 8, gpu=FakeGpu(0)) as stage,

@@ -133,11 +133,3 @@ def test_bad_input_is_one_line_and_nothing_is_written(moe_sim_run, home, tmp_pat
     assert err.startswith("moe-sim: error: ")
     assert err.count("\n") == 1
     assert not any(tmp_path.iterdir())
-
-
-def test_a_run_that_is_interrupted_leaves_no_timeline(moe_sim_run, home, tmp_path):
-    with patch("sim.timeline.simulated.play", side_effect=KeyboardInterrupt):
-        status, out, err = moe_sim_run(str(home / "tiny"), *SHOW, "--quiet")
-    assert (status, out) == (130, "")
-    assert "interrupted" in err
-    assert not any(tmp_path.iterdir())

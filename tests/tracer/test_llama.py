@@ -1,6 +1,5 @@
 """What llama.cpp shows of a GGUF file is what transformers routes with the same weights, to the last id."""
 
-import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: the extra `llama`")
 
-import xllamacpp
 
 from tests.support.architectures import tiny
 from tests.support.command import Run
@@ -19,8 +17,7 @@ from tests.support.gguf_models import ARCHITECTURES, CHANGES, write_model
 from tests.support.same import assert_same
 from tracer import Columns, GgufModel, LoadedModel, Loading, Options, Prompt, demo, load_model, read_prompts
 from tracer.record import record
-from traces import EXTRA, InputError, Trace
-from traces.llama_library import BEYOND, CONTEXT, Batch, library, require_layout
+from traces import EXTRA, Trace
 
 TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice. " * 15)  # the last one takes three passes
 PROMPTS = [Prompt(f"p{i}", "set", "task", (text,), ("so it is",)) for i, text in enumerate(TEXTS)]
@@ -113,26 +110,6 @@ def test_a_quantized_file_routes_nearly_as_its_original(tmp_path: Path) -> None:
     assert theirs.meta.expert_bytes == 3 * 64 * 32 * 34 // 32
     alike = (np.sort(ours.experts) == np.sort(theirs.experts)).all(-1).mean()
     assert 0.9 < alike < 1
-
-
-def test_layers_that_compute_some_tokens_only_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_the_last_alone(n_tokens: int, token: int, logits: int) -> Batch:
-        return Batch(n_tokens=n_tokens, token=token)
-
-    monkeypatch.setattr("traces.llama_library.Batch", of_the_last_alone)
-    with pytest.raises(InputError, match=r"olmoe shows \(1, 2\) experts in blk\.2 for 16 tokens"):
-        recorded(opened(tmp_path, made("olmoe")), tmp_path / "t")
-    assert not (tmp_path / "t").exists()
-
-
-def test_a_library_of_another_layout_is_refused() -> None:
-    require_layout(library().llama_context_default_params(), CONTEXT, {})
-    before = [field for field in CONTEXT if field[0] != "moe_cache_size"]  # as it was some builds ago
-    params = type("Before", (ctypes.Structure,), {"_fields_": [*((name, kind) for name, kind, _ in before), BEYOND]})
-    defaults = ctypes.CDLL(xllamacpp.xllamacpp.__file__).llama_context_default_params
-    defaults.restype = params
-    with pytest.raises(InputError, match=r"another layout of its parameters .*: offload_kqv is False by default"):
-        require_layout(defaults(), before, {"xllamacpp": "1"})
 
 
 def test_the_command_needs_no_torch_and_refuses_what_llama_cpp_cannot_show(tmp_path: Path, moe_trace: Run) -> None:

@@ -105,20 +105,6 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "t").iterdir()} == {REQUESTS, ROUTING}
 
 
-def test_who_begins_to_write_a_file_while_another_command_does_is_refused_at_once(tmp_path: Path) -> None:
-    file = tmp_path / "x.txt"
-    with replacing(file) as part:
-        part.write_text("first")
-        for second in (lambda: check_file(file, overwrite=True), lambda: replacing(file).__enter__()):
-            with pytest.raises(InputError, match=r"another command is writing .*x\.txt: wait for it"):
-                second()
-    assert file.read_text() == "first"
-    assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
-    with replacing(file) as part:
-        part.write_text("second")
-    assert file.read_text() == "second"
-
-
 def test_a_file_that_another_command_wrote_meanwhile_is_not_replaced_unasked(tmp_path: Path) -> None:
     file = tmp_path / "x.txt"
     writer = replacing(file, overwrite=False)
