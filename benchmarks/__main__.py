@@ -16,6 +16,7 @@ ALL = (
     "sweep",
     "host",
     "live",
+    "speculation",
 )
 
 for name in [name for name in sys.argv[1:] if not name.startswith("-")] or ALL:
