@@ -58,6 +58,7 @@ class Factors(Struct, forbid_unknown_fields=True):
     host_experts_of_stream: float
     host_attention_flop_per_head: float
     host_attention_flop_per_value: float
+    host_attention_flop_per_latent_value: float
     host_and_link_of_host: float
     server_gb_per_s: float
     cpu_us_per_layer: float

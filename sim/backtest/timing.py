@@ -3,8 +3,8 @@
 On a CPU, threads read and multiply in turn, so neither hides the other whole: times add up as the sides of a right
 angle. From the slopes of three formats on an A10's host (Q8_0 87% of STREAM, Q4_K 74%, MXFP4 68%) both follow, reads at
 96% of STREAM and 20 GFLOP/s a thread, within 3%. Attention over a context goes head by head and token by token there,
-over rows of the KV cache that lie apart: its time follows heads and cached values, not multiplications. Latent values
-are read twice, as keys and as values.
+over rows of the KV cache that lie apart: its time follows heads and cached values, not multiplications. A latent value
+is key and value of all heads, and costs more.
 """
 
 import math
@@ -31,9 +31,10 @@ class Runtime(Roofline):
     def _attention_flop(self, pairs: float, kept: float) -> float:
         if not self.cpu:
             return super()._attention_flop(pairs, kept)
-        reads = 2 if self.model.kv_latent_size else 1
-        heads = FACTORS.host_attention_flop_per_head * self.model.heads * pairs
-        return heads + FACTORS.host_attention_flop_per_value * reads * kept
+        value = FACTORS.host_attention_flop_per_value
+        if self.model.kv_latent_size:
+            value = FACTORS.host_attention_flop_per_latent_value
+        return FACTORS.host_attention_flop_per_head * self.model.heads * pairs + value * kept
 
     def _slower(self, read_bytes: float, flop: float) -> float:
         if not self.cpu:
