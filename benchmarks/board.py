@@ -12,9 +12,9 @@ from itertools import pairwise
 from policies import Event, ScorePolicy, Shape, make_policy
 from policies.core.policy import Requests
 from sim import sweep
-from traces.board import Card, board
+from sim.analysis.board import SIZES, cards_of
+from traces.board import Card
 
-SIZES = ["5%", "10%", "25%", "50%"]
 POLICIES = ["lrfu", "lfu-aged", "arc", "s3fifo", "eamc", "eamc-blend"]
 TOKENS = (1, 2, 4, 8)
 KNOWN = 1e12
@@ -79,7 +79,7 @@ def rows(card: Card) -> list[tuple[str, list[float | None]]]:
 
 def main() -> None:
     """A table for each trace."""
-    for card in (card for card in board().cards if card.sha256 and card.requests == 1):
+    for card in (card for card in cards_of() if card.requests == 1):
         print(f"| {card.name} | {' | '.join(SIZES)} |\n| --- |{' ---: |' * len(SIZES)}")
         for name, values in rows(card):
             shown = ("-" if value is None or value != value else f"{100 * value:.1f}" for value in values)

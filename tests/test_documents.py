@@ -1,8 +1,9 @@
 """Every command and code block of README.md and docs runs, or says why not.
 
-A block runs in a folder of its own with those before it on the page. A page marks a block that does not run with the
-line `<!-- not run by tests: REASON -->` before it, and one that runs only where the published routing is with
-`<!-- run by slow tests: REASON -->`. The package pages have tests of their own, but for blocks with that line.
+A block runs in a folder of its own with those before it on the page, where one that begins with `# NAME.py` is that
+file. A page marks a block that does not run with the line `<!-- not run by tests: REASON -->` before it, and one that
+runs only where the published routing is with `<!-- run by slow tests: REASON -->`. The package pages have tests of
+their own, but for blocks with that line.
 """
 
 import json
@@ -105,6 +106,8 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in runnable(page):
         if block.kind == "python":
+            if file := re.match(r"# (\w+\.py)\n", block.text):
+                (tmp_path / file[1]).write_text(block.text)
             exec(block.text, names)
             continue
         for words in commands(block.text):

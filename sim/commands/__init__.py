@@ -26,6 +26,7 @@ app = program.group(
         "analyze": "sim.commands.analysis:analyze",
         "sensitivity": "sim.commands.sensitivity:sensitivity",
         "speculate": "sim.commands.speculate:speculate",
+        "board": "sim.commands.board:board",
         "tune": "sim.commands.tune:tune",
         "adapt": "sim.commands.adapt:adapt",
         "train-stride": "sim.commands.train:train_stride",
