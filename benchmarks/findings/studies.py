@@ -122,7 +122,7 @@ def without_lists(rows: pd.DataFrame) -> pd.DataFrame:
 
 def mixtral(folder: Path) -> Trace:
     """Return the small trace of Mixtral, whose source says nothing but the routing."""
-    with np.load(folder / f"{MIXTRAL}.npz") as held:
+    with np.load(folder / f"{MIXTRAL}.npz", allow_pickle=False) as held:
         requests = np.split(held["experts"].astype(np.int64), held["offsets"][1:-1])
     return Trace.from_arrays(requests, 8, model=MIXTRAL)
 

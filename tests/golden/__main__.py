@@ -1,6 +1,7 @@
 """Run the commands of commands.txt and write what each printed and wrote: `python -m tests.golden` renews the folder.
 
-What depends on the version (commit, keys of cells) is replaced by its name. A table of results stands here as rows, a
+What depends on the version (commit, keys of cells) is replaced by its name, and fractions are rounded to twelve digits,
+as the last ones depend on the machine. A table of results stands here as rows, a
 larger file as the SHA-256 of its content.
 """
 
@@ -20,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from sim.results import commit
@@ -104,6 +106,11 @@ def content(path: Path) -> str:
     """Return what a file holds as text, of a large one the digest of that; of pictures and unfinished runs nothing."""
     if path.suffix in (".png", ".lock", ".log") or "cells" in path.parts:
         return "(not compared)"
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as held:
+            arrays = {name: held[name] for name in held.files}
+        facts = {name: (array.dtype.str, array.shape, _size(array)) for name, array in arrays.items()}
+        return "\n".join(f"{name} {fact}" for name, fact in facts.items())
     if path.suffix == ".parquet":
         table = pq.read_table(path)
         rows = [{name: value for name, value in row.items() if name not in UNSTABLE} for row in table.to_pylist()]
@@ -119,8 +126,13 @@ def content(path: Path) -> str:
     return text if len(text) <= HELD_WHOLE else f"sha256 {hashlib.sha256(stable(text).encode()).hexdigest()}"
 
 
+def _size(array: np.ndarray) -> str:
+    return f"{np.abs(array.astype(float)).sum():.6g}" if array.dtype.kind in "iuf" else ""
+
+
 def stable(text: str) -> str:
     """Return the text without commit, keys of cells, and the note that the engine is compiled for the first time."""
+    text = re.sub(r"\d+\.\d{12,}(e-?\d+)?", lambda number: f"{float(number[0]):.12g}", text)
     text = text.replace(commit(), "COMMIT").replace(commit()[:12], "COMMIT")
     text = re.sub(r"\n?compiling the engine, .*", "", text)
     return re.sub(r"\b[0-9a-f]{16}\b|(?<=-)[0-9a-f]{8}(?=\.csv)", "CELL", text)

@@ -179,6 +179,7 @@ def test_in_a_browser_it_opens_without_errors_sorts_and_draws(swept, tmp_path):
     </script>"""
     (tmp_path / "probed.html").write_text(text.replace("</body>", f"{probe}</body>"), "utf-8")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'browser'}", "--disable-background-networking", "--no-first-run"]
     command.append((tmp_path / "probed.html").as_uri())
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert 'data-ready="yes"' in shown.stdout
