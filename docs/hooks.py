@@ -67,11 +67,15 @@ def commands() -> str:
 def reference() -> str:
     """Return the page of docstrings: the public names of each package."""
     from importlib import import_module
+    from inspect import ismodule
 
     parts = ["# Docstrings", "The public names; semantic versioning is promised for these."]
     for package in ("traces", "policies", "sim", "replay"):
         module = import_module(package)
         for name in module.__all__:
             public = getattr(module, name)
-            parts.append(f"::: {public.__module__}.{public.__name__}")
+            if ismodule(public):
+                parts.append(f"::: {public.__name__}")
+            elif callable(public):  # numbers have no docstrings of their own
+                parts.append(f"::: {public.__module__}.{public.__name__}")
     return "\n\n".join(parts)
