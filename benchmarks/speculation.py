@@ -2,14 +2,22 @@
 
 The routing of none of these models is at hand: Kimi-Linear-48B (256 experts, top-8), whose trace is shipped, stands for
 GLM-5.2 (256, top-8) and Qwen3.8-Flash-Next (512, top-10). The time of drafting is not stated, and counts as nothing.
+
+Then how many experts rejected tokens, which rule 20 routes as tokens half a request away, need over those of the next
+tokens, whose own routing would be a perfect prefetch.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from sim import simulate
-from traces.location import demo_trace
+from sim.analysis.speculation import union
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
+from traces.board import FOLDER
+from traces.drafts import Drafts
 
-TRACE = demo_trace().parent / "board" / "kimi-linear-48b"
+TRACE = FOLDER / "kimi-linear-48b"
 PROFILE = "kimi-linear-48b-a3b"
 
 
@@ -50,7 +58,20 @@ def acceptance(kept: float, length: int) -> float:
     return low
 
 
+def unions(trace: str, profile: str, lengths: tuple[int, ...] = (1, 3, 7)) -> str:
+    """Return by how much the experts of a step grow where what is drafted lies half a request away."""
+    loaded = TimedRun.of(Experiment(str(FOLDER / trace), model_profile=profile))
+
+    def mean(length: int, acceptance: float) -> float:
+        steps = loaded.whole.in_steps(None, Drafts(length, acceptance))
+        return float(union(replace(loaded, trace=steps), length).mean())
+
+    more = ", ".join(f"{mean(length, 0.0) / mean(length, 1.0) - 1:+.1%}" for length in lengths)
+    return f"{trace}: {more} for {', '.join(str(1 + length) for length in lengths)} tokens"
+
+
 def main() -> None:
+    """Print the table of docs/results.md, and the figures of rule 20."""
     print("| published | what | L | acceptance | gain | predicted | off by | hits, predicted |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |")
     for pair in PAIRS:
@@ -63,3 +84,5 @@ def main() -> None:
         published, predicted = 100 * (pair.published - 1), 100 * (ms[0] / ms[1] - 1)
         figures = f"{likely:.2f}", f"{published:+.0f}%", f"{predicted:+.0f}%", f"{predicted - published:+.0f}"
         print(f"| {' | '.join([pair.source, pair.what, str(pair.draft), *figures, ' to '.join(hits)])} |", flush=True)
+    for trace, profile in (("gpt-oss-20b", "gpt-oss-20b"), ("qwen3-30b-a3b", "qwen3-30b-a3b"), (TRACE.name, PROFILE)):
+        print(unions(trace, profile))

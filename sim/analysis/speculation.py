@@ -148,7 +148,7 @@ def speculate(
         raise InputError(f"{loaded.trace.name} decodes no token: use `as_decode` to run prompts token by token")
     whole, chunk, seed = loaded.whole, loaded.experiment.prefill_chunk, loaded.experiment.seed
     unions = {
-        length: _union(replace(loaded, trace=whole.in_steps(chunk, Drafts(length, 1.0))), length) for length in lengths
+        length: union(replace(loaded, trace=whole.in_steps(chunk, Drafts(length, 1.0))), length) for length in lengths
     }
     slots, found = list(grid.sizes.values()), []
     for policy in grid.policies:
@@ -180,8 +180,8 @@ def runs(grid: Grid, lengths: Sequence[int]) -> int:
     return len(grid.policies) * (1 + len(RUN) * len(lengths))
 
 
-def _union(loaded: TimedRun, length: int) -> Float:
-    """Return the mean number of experts by layer of whole steps."""
+def union(loaded: TimedRun, length: int) -> Float:
+    """Return the mean number of experts by layer of the steps of a run with drafts that have 1 + `length` tokens."""
     layers, total, count = loaded.trace.layers, np.zeros(loaded.trace.layers), 0
     for steps in loaded.requests:
         whole = (steps.phase == DECODE) & (steps.tokens == 1 + length)
