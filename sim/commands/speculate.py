@@ -65,10 +65,10 @@ def speculate(
 def _shares(text: str) -> list[float]:
     try:
         shares = [float(each) for each in split_list(text)]
-    except ValueError as error:
-        raise InputError(f"--at {text}: acceptances are shares, as in {AT}") from error
-    if not all(0 <= share <= 1 for share in shares):
-        raise InputError(f"--at {text}: acceptances are shares from 0 to 1")
+    except ValueError:
+        shares = []
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise InputError(f"--at {text}: acceptances are shares from 0 to 1, as in {AT}")
     return shares
 
 
