@@ -82,6 +82,10 @@ def overheads_text(us: Mapping[str, float]) -> str:
     return ",".join(f"{policy}={each:.12g}" for policy, each in us.items())
 
 
+RECORDED = "recorded"
+"""In results the acceptance of drafts as the trace states them."""
+
+
 def _acceptance(name: str, value: Any) -> Any:
     """Return a probability or, of a sequence or its text, `2,0,1`."""
     if isinstance(value, list | tuple):
@@ -92,7 +96,7 @@ def _acceptance(name: str, value: Any) -> Any:
     return float(value) if isinstance(value, int) else value
 
 
-def accepted(acceptance: float | str) -> float | tuple[int, ...]:
+def accepted(acceptance: float | str | None) -> float | tuple[int, ...] | None:
     """Return a probability, or the tokens that each step accepts. Raise InputError for another text."""
     if not isinstance(acceptance, str):
         return acceptance
@@ -165,13 +169,12 @@ class Experiment:
         Annotated[float, Meta(gt=0, le=1e15)] | None,
         Option("Requests a second that arrive at random (Poisson), at the same times in each run."),
     ] = None
-    draft: Annotated[Natural, Option("Tokens drafted for each decode step, with --acceptance. Default: 0.")] = (
-        0  # rule 20
-    )
+    draft: Annotated[Natural, Option("Tokens drafted for each decode step. Default: 0.")] = 0  # rule 20
     acceptance: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | Text | None,
         Option(
-            "Share of drafted tokens that is accepted (0.7), or how many each step of a request accepts (2,0,1).",
+            "Share of drafted tokens that is accepted (0.7), or how many each step of a request accepts (2,0,1). "
+            "Default: as the trace was recorded, if with drafts.",
             read=_acceptance,
         ),
     ] = None
@@ -211,7 +214,6 @@ class Experiment:
                 self.as_decode and self.decode_only,
                 "`as_decode` runs prompts and `decode_only` leaves them out: leave one out",
             ),
-            (self.draft and self.acceptance is None, "`draft` needs `acceptance`, as in 0.7"),
             (
                 self.draft_us is not None and self.draft_model is not None,
                 "`draft_us` and `draft_model` both say what drafting takes: leave one out",
@@ -233,9 +235,14 @@ class Experiment:
     @property
     def drafts(self) -> Drafts | None:
         """What is drafted for each decode step; None: nothing. Raise InputError for a text that is no acceptance."""
-        if not self.draft or self.acceptance is None:
-            return None
-        return Drafts(self.draft, accepted(self.acceptance), self.seed)
+        return Drafts(self.draft, accepted(self.acceptance), self.seed) if self.draft else None
+
+    @property
+    def acceptance_text(self) -> str | None:
+        """What is accepted of drafted tokens, as results state it."""
+        if self.draft and self.acceptance is None:
+            return RECORDED
+        return None if self.acceptance is None else str(self.acceptance)
 
     def overhead_us(self, policy: str) -> float | None:
         """Return the policy overhead that `predictor_us` states of a policy, or of all; None: it states none."""

@@ -32,7 +32,7 @@ from traces.errors import InputError, located, refuse
 from traces.models import profile as model_profile
 from traces.models.expert_sizes import expert_bytes_by_layer
 from traces.models.profile import ModelProfile
-from traces.reader import HEARD, open_folder
+from traces.reader import RUN, open_folder
 from traces.shards import Shards
 from traces.trace import Trace
 
@@ -53,7 +53,7 @@ class Loaded(ABC):
         """The trace in memory, to take requests from in any order."""
         if isinstance(self.trace, Trace):
             return self.trace
-        trace = _cut(self.experiment, Trace.read(self.experiment.trace, HEARD))
+        trace = _cut(self.experiment, Trace.read(self.experiment.trace, RUN))
         assert isinstance(trace, Trace)
         return trace
 
@@ -193,7 +193,7 @@ class Loaded(ABC):
             layers=self.trace.layers,
             host_memory=experiment.host_memory,
             draft=experiment.draft or None,
-            acceptance=None if experiment.acceptance is None else str(experiment.acceptance),
+            acceptance=experiment.acceptance_text,
             prefill_chunk=experiment.prefill_chunk,
             max_batch=experiment.max_batch,
             arrivals=experiment.arrivals if experiment.max_batch else None,
@@ -387,7 +387,10 @@ def _cut(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
     trace = trace if experiment.requests is None else trace.head(experiment.requests)
     trace = trace.without_prompts() if experiment.decode_only else trace
     trace = trace.as_decode() if experiment.as_decode else trace
-    return trace.in_steps(experiment.prefill_chunk, experiment.drafts)
+    drafts = experiment.drafts
+    if drafts and drafts.acceptance is None and not trace.has_drafts:
+        raise InputError(f"`draft` needs `acceptance`, as in 0.7: {experiment.trace} was recorded without drafts")
+    return trace.in_steps(experiment.prefill_chunk, drafts)
 
 
 def _requests(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:

@@ -13,22 +13,24 @@ class Drafts:
 
     acceptance: the probability that a drafted token is accepted, if those before it are; drawn for each token of a
     request by `seed`, alike for every probability. Or the accepted tokens of step after step of each request, from the
-    first one again when they are used up; a step accepts no more than it drafts.
+    first one again when they are used up; a step accepts no more than it drafts. None: as the trace states of its own
+    recording; what drafted more than `length` there is several steps.
     """
 
     length: int
-    acceptance: float | tuple[int, ...]
+    acceptance: float | tuple[int, ...] | None
     seed: int = 0
 
-    def of(self, steps: RequestSteps, layers: int, experts: int) -> RequestSteps:
+    def of(self, steps: RequestSteps, layers: int, experts: int, recorded: Int | None = None) -> RequestSteps:
         """Return the request with its decoded tokens in steps of 1 + `length`; the last may have fewer.
 
         The steps are those of single tokens, of a model with so many MoE layers and experts in each. What was drafted
-        and rejected is routed as the tokens half of the decoded tokens away, counted in a circle.
+        and rejected is routed as the tokens half of the decoded tokens away, counted in a circle. recorded: [decoded]
+        what the trace states (`drafted` in `traces.schema.OPTIONAL`).
         """
         first = int(np.argmax(steps.phase == DECODE)) if (steps.phase == DECODE).any() else len(steps.phase)
         decoded = len(steps.phase) - first
-        begins, kept, tokens = self._places(steps.request, decoded)
+        begins, kept, tokens = self._places(steps.request, decoded, recorded)
         step = np.repeat(np.arange(len(begins)), tokens)
         place = np.arange(len(step)) - np.repeat(np.cumsum(tokens) - tokens, tokens)  # in its step
         row = begins[step] + place
@@ -56,8 +58,11 @@ class Drafts:
             rejected=np.concatenate([np.zeros(first, np.int64), tokens - kept]),
         )
 
-    def _places(self, request: int, decoded: int) -> tuple[Int, Int, Int]:
+    def _places(self, request: int, decoded: int, recorded: Int | None) -> tuple[Int, Int, Int]:
         """Return of each decode step the token that it begins with, tokens that stay, and all of its tokens."""
+        if self.acceptance is None:
+            assert recorded is not None, "a trace that states no drafts needs an acceptance"
+            return self._recorded(recorded)
         likely = np.zeros(0, np.int64)
         if isinstance(self.acceptance, float):
             draws = np.random.default_rng([self.seed, request]).random((decoded, self.length))
@@ -74,6 +79,15 @@ class Drafts:
             at += 1 + accepted
         begins, kept, tokens = np.array(found, np.int64).reshape(-1, 3).T
         return begins, kept, tokens
+
+    def _recorded(self, drafted: Int) -> tuple[Int, Int, Int]:
+        """Return the same of steps as they were recorded, those of too many tokens cut."""
+        places, decoded = np.arange(len(drafted)), len(drafted)
+        passes = np.maximum.accumulate(np.where((drafted >= 0) | (places == 0), places, 0))  # where each began
+        begins = np.flatnonzero((places - passes) % (1 + self.length) == 0)
+        kept = np.diff(begins, append=decoded)
+        behind = drafted[passes[begins]] - (begins - passes[begins])  # of what was drafted
+        return begins, kept, 1 + np.clip(behind, kept - 1, np.minimum(self.length, decoded - 1 - begins))
 
 
 def _together(flat: Flat, rows: Int, step: Int, steps: int, L: int, E: int) -> Flat:

@@ -35,8 +35,8 @@ from traces.schema import (
 EXTRA = (*OPTIONAL, "token_id", "embedding")
 """What is read only when it is requested."""
 
-HEARD = ("token_id", "lookahead")
-"""Of these, what policies hear of a run, as far as a trace has it."""
+RUN = ("token_id", "lookahead", "drafted")
+"""Of these, what runs read, as far as a trace has it."""
 
 CORE = ("request", "position", "step", "phase", "experts")
 

@@ -95,8 +95,13 @@ OPTIONAL: dict[str, Callable[[TraceMeta], pa.DataType]] = {
     "weights": lambda meta: pa.list_(pa.float16(), meta.layers * meta.top_k),
     "lookahead": lambda meta: pa.list_(pa.from_numpy_dtype(meta.id_type), meta.layers * meta.top_k),
     "gate_probs": lambda meta: pa.list_(pa.float16(), meta.layers * meta.experts),
+    "drafted": lambda meta: pa.int16(),
 }
-"""Columns that a trace's routing files may hold, and their types."""
+"""Columns that a trace's routing files may hold, and their types.
+
+drafted: of a recording that speculated, the tokens that were drafted behind this one in its forward pass (rule 20); -1:
+it was drafted itself, and accepted. `step` numbers such tokens as if they had been decoded one by one.
+"""
 
 
 def routing_schema(meta: TraceMeta, optional: Iterable[str] = ()) -> pa.Schema:

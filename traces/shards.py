@@ -17,7 +17,7 @@ from traces.check import check_ids, check_lookahead
 from traces.drafts import Drafts
 from traces.errors import InputError
 from traces.index import Index
-from traces.reader import open_folder
+from traces.reader import RUN, open_folder
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import PREFILL, Int
 from traces.trace import AnyTrace
@@ -39,6 +39,7 @@ class Shards(AnyTrace):
     offsets: Int  # counted by request
     prompts: Int
     has_lookahead: bool  # whether the requests' steps hold what gates pick ahead of time
+    has_drafts: bool
     _span: Int  # [2, R] first and last row in the files
     _skipped: Int  # [R] first rows that are left out
     _checked: NDArray[np.bool_]  # [R] whether the request's routing was checked
@@ -57,8 +58,8 @@ class Shards(AnyTrace):
         if folder.meta.mode == AGGREGATE:
             for n in range(len(eams)):
                 eams[n]
-        has_lookahead = lookahead and "lookahead" in folder.optional
-        columns = ["request", "position", "phase", "token_id", "experts", *(["lookahead"] if has_lookahead else [])]
+        run = [name for name in RUN if name != "lookahead" or lookahead]
+        columns = [name for name in folder.row_columns(run) if name != "step"]
         return Shards(
             name=folder.location.name,
             path=folder.path,
@@ -67,7 +68,8 @@ class Shards(AnyTrace):
             requests=requests,
             offsets=index.offsets,
             prompts=index.counts[PREFILL],
-            has_lookahead=has_lookahead,
+            has_lookahead="lookahead" in columns,
+            has_drafts="drafted" in columns,
             _span=np.stack([index.first, index.last]),
             _skipped=np.zeros(len(requests), np.int64),
             _checked=np.zeros(len(requests), bool),

@@ -21,7 +21,7 @@ from traces.check import check_finite, check_ids, check_lookahead, check_steps, 
 from traces.drafts import Drafts
 from traces.errors import InputError, refuse
 from traces.index import Index
-from traces.reader import HEARD, Folder, Listed, numpy, open_folder, require_known
+from traces.reader import RUN, Folder, Listed, numpy, open_folder, require_known
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL, RequestSteps, steps_of_rows
 
@@ -43,6 +43,7 @@ class AnyTrace(ABC):
     prompts: NDArray[np.int64]  # [R] tokens of each request that are run as one prefill
     prefill_chunk: int | None  # tokens of a prefill that are run as one step; None: all
     drafts: Drafts | None  # what is drafted for its decode steps (rule 20)
+    has_drafts: bool  # whether it states what was drafted and accepted when it was recorded
 
     @property
     def layers(self) -> int:
@@ -96,13 +97,13 @@ class AnyTrace(ABC):
 
         `in_steps` changes that.
         """
-        rows = self._rows_of(i)
-        shape, held = (
-            (int(self.prompts[i]), self.num_experts, self.sentinel),
-            (rows.get("lookahead"), rows.get("token_id")),
-        )
+        rows, prompt = self._rows_of(i), int(self.prompts[i])
+        shape, held = (prompt, self.num_experts, self.sentinel), (rows.get("lookahead"), rows.get("token_id"))
         steps = steps_of_rows(i, rows["experts"], rows["position"], *shape, *held, self.prefill_chunk)
-        return self.drafts.of(steps, self.layers, self.num_experts) if self.drafts else steps
+        if not self.drafts:
+            return steps
+        recorded = rows["drafted"][prompt:].astype(np.int64) if self.has_drafts else None
+        return self.drafts.of(steps, self.layers, self.num_experts, recorded)
 
     @abstractmethod
     def _first(self, n: int) -> Self: ...
@@ -115,7 +116,7 @@ class AnyTrace(ABC):
 
     @abstractmethod
     def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
-        """Return the rows of request `i` by column: experts, position, and lookahead and token_id where there."""
+        """Return the rows of request `i` by column: experts, position, and what there is of `traces.reader.RUN`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -134,6 +135,7 @@ class Trace(AnyTrace):
     token_id: NDArray[np.int32] | None = None  # [T] -1 where withheld; None: not read
     lookahead: NDArray[Any] | None = None  # as experts: what layer l's router picks for the MoE layer before's input
     gate_probs: NDArray[np.float16] | None = None  # [T, L, E] the router's distribution over all experts
+    drafted: NDArray[np.int16] | None = None  # [T] tokens drafted behind this one; -1: it was drafted, and accepted
     embedding: NDArray[np.float16] | None = None  # [R, H] mean input embedding of each prompt
     aggregate: NDArray[np.uint32] | None = None  # [2, R, L * E] EAMs of a trace that holds no sequences (T is 0)
     prefill_chunk: int | None = None
@@ -248,7 +250,10 @@ class Trace(AnyTrace):
     @cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256(f"{self.name} {self.meta}".encode())
-        for array in (self.offsets, *(getattr(self, column) for column in RUN)):
+        for array in (
+            self.offsets,
+            *(getattr(self, column) for column in ("experts", "phase", "position", "step", *RUN)),
+        ):
             digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
         digest.update(pd.util.hash_pandas_object(self.requests, index=False).to_numpy().tobytes())
         return digest.hexdigest()
@@ -257,6 +262,10 @@ class Trace(AnyTrace):
     def has_lookahead(self) -> bool:
         """Whether the requests' steps tell what gates pick ahead of time."""
         return self.lookahead is not None
+
+    @property
+    def has_drafts(self) -> bool:  # type: ignore[override]
+        return self.drafted is not None
 
     @cached_property
     def prompts(self) -> NDArray[np.int64]:  # type: ignore[override]
@@ -320,7 +329,7 @@ class Trace(AnyTrace):
         return replace(self, requests=requests, offsets=offsets, **held)
 
     def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
-        rows, names = slice(int(self.offsets[i]), int(self.offsets[i + 1])), ("experts", "position", *HEARD)
+        rows, names = slice(int(self.offsets[i]), int(self.offsets[i + 1])), ("experts", "position", *RUN)
         return {name: array[rows] for name in names if (array := getattr(self, name)) is not None}
 
 
@@ -379,11 +388,8 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
     )
 
 
-PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs")
+PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs", "drafted")
 """Fields of a Trace with an entry for each row."""
-
-RUN = ("experts", "phase", "position", "step", "token_id", "lookahead")
-"""Of these the ones that decide what a run does."""
 
 FLOATS = {"weights", "gate_probs"}
 """Of these the ones that hold floating-point numbers."""

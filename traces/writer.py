@@ -254,7 +254,10 @@ def _routing_table(trace: Trace, first: int) -> pa.Table:
         _lists(trace.experts[order], trace.layers * trace.top_k),
     ]
     held = {name: array for name in OPTIONAL if (array := getattr(trace, name)) is not None}
-    columns += [_lists(array[order], math.prod(array.shape[1:])) for array in held.values()]
+    columns += [
+        _lists(array[order], math.prod(array.shape[1:])) if array.ndim > 1 else pa.array(array[order])
+        for array in held.values()
+    ]
     return pa.Table.from_arrays(columns, schema=routing_schema(trace.meta, held))
 
 

@@ -19,6 +19,7 @@ from policies.core.policy import Float, Int
 from policies.core.spec import PolicySpec
 from sim.loaded import TimedRun
 from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from sim.results import files, plot
 from sim.results.compare import CONFIDENCE
 from sim.results.metrics import COUNT, SHARE, TEXT
@@ -173,6 +174,20 @@ def speculate(
                 for length in lengths
             ]
     return found
+
+
+def recorded(loaded: TimedRun) -> float | None:
+    """Return the acceptance of a drafted token behind accepted ones when the trace was recorded; None: not stated."""
+    trace = loaded.whole
+    if trace.drafted is None:
+        return None
+    accepted = tried = 0
+    for steps in Requests(trace.in_steps(None, Drafts(int(np.max(trace.drafted, initial=0)), None))):
+        assert steps.drafted is not None
+        assert steps.rejected is not None
+        accepted += int((steps.drafted - steps.rejected).sum())
+        tried += int((steps.drafted - steps.rejected + (steps.rejected > 0)).sum())
+    return accepted / tried if tried else None
 
 
 def runs(grid: Grid, lengths: Sequence[int]) -> int:

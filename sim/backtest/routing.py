@@ -14,7 +14,7 @@ from sim.backtest.tables import DATA, table
 from traces.errors import InputError, unknown
 from traces.files import expanded
 from traces.importers import Options, import_dump
-from traces.reader import HEARD
+from traces.reader import RUN
 from traces.steps import DECODE, RequestSteps, steps_of_rows
 from traces.trace import Trace
 
@@ -99,7 +99,7 @@ def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 
     else:
         path = expanded(name)
         if path.is_dir():
-            trace = Trace.read(str(path), HEARD)
+            trace = Trace.read(str(path), RUN)
         else:
             meta = path.with_suffix(".json")
             meta_file = meta if meta.is_file() else None

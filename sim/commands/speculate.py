@@ -26,7 +26,7 @@ def speculate(
     trace: options.Trace = None,
     policies: options.Policies = defaults.POLICY,
     cache_sizes: options.CacheSizes = "25%,50%",
-    at: Annotated[str, typer.Option(help="Acceptances at which speeds are printed.")] = AT,
+    at: Annotated[str, typer.Option(help="Acceptances at which speeds are printed, beside a recorded one.")] = AT,
     longest: Annotated[int, typer.Option(help="Drafted tokens a step, at most.", min=1, max=64)] = speculation.LONGEST,
     *,
     stated: Annotated[
@@ -46,6 +46,8 @@ def speculate(
     """
     shares, lengths = _shares(at), range(1, longest + 1)
     loaded = TimedRun.of(options.experiment(stated, trace))
+    if (own := speculation.recorded(loaded)) is not None:
+        shares.append(round(own, 3))
     grid = grid_of(loaded, [parse(each) for each in split_list(policies)], split_list(cache_sizes))
     us = loaded.measured_us(grid.policies)
     loaded = loaded.charging(us)

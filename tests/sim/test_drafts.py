@@ -3,10 +3,12 @@
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from policies.core import Int, Shape, parse
@@ -23,8 +25,8 @@ from sim.profiles.timing import FixedTiming, Link
 from tests.support.logs import assert_logs_equal
 from tests.support.reference_cases import Case, play
 from tests.support.reference_drafts import draw_drafts_case, run_case
-from tests.support.runs import FETCHERS, KEEPERS
-from traces import InputError, RequestSteps, Trace, demo_trace
+from tests.support.runs import FETCHERS, KEEPERS, recorded_with
+from traces import InputError, RequestSteps, Shards, Trace, demo_trace, write_trace
 from traces.drafts import Drafts
 from traces.models.profile import model
 
@@ -172,6 +174,39 @@ def test_a_rejected_token_is_routed_as_the_one_half_a_request_away() -> None:
         assert steps.experts[steps.offsets[step * L] : steps.offsets[(step + 1) * L]].tolist() == expected.tolist()
 
 
+RECORDED = [*[0] * 3, 3, -1, -1, 2, 0, 4, -1, -1, -1]
+"""Of 3 tokens of a prompt and 9 decoded ones: passes of 1 + 3, 1 + 2, 1 and, at the end, 1 + 4."""
+
+
+def recorded_trace() -> Trace:
+    return replace(random_trace(12, prompt=3), drafted=np.array(2 * RECORDED, np.int16))
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens", "kept"),
+    [(9, [4, 3, 1, 4], [3, 1, 1, 4]), (4, [4, 3, 1, 4], [3, 1, 1, 4]), (2, [3, 3, 1, 3, 1], [3, 1, 1, 3, 1])],
+)
+def test_a_trace_states_its_own_drafts_in_memory_and_on_disk(
+    length: int, tokens: list[int], kept: list[int], tmp_path: Path
+) -> None:
+    """The last pass drafted more than the request has tokens; of steps that are shorter, a pass is several."""
+    write_trace(recorded_trace(), tmp_path / "t")
+    own = Drafts(length, None)
+    for trace in (recorded_trace(), Shards.open(tmp_path / "t"), Trace.read(tmp_path / "t", ["drafted"])):
+        steps = trace.in_steps(drafts=own).steps(1)
+        assert steps.tokens[1:].tolist() == tokens
+        assert (steps.tokens - rejected(steps))[1:].tolist() == kept
+
+
+def test_a_trace_recorded_with_drafts_runs_as_with_the_lengths_that_it_states(tmp_path: Path) -> None:
+    write_trace(recorded_with(Drafts(2, (1, 0, 2)), Trace.read(demo_trace(), ["token_id"]).head(3)), tmp_path / "t")
+    stated = simulate_trace(demo_trace(), "lru", "25%", requests=3, draft=2, acceptance=[1, 0, 2])
+    run = simulate_trace(tmp_path / "t", "lru", "25%", draft=2)
+    assert run.row["acceptance"] == "recorded"
+    pd.testing.assert_frame_equal(run.steps, stated.steps)
+    assert run.row["tpot_mean_ms"] == stated.row["tpot_mean_ms"]
+
+
 def test_a_likely_acceptance_is_met_and_grows_step_by_step_with_it() -> None:
     trace, before = random_trace(4_000), 10**9
     for likely in (0.0, 0.3, 0.7, 1.0):
@@ -238,7 +273,7 @@ def test_the_virtual_device_replays_drafts_and_others_refuse_them() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft": 2}, "`draft` needs `acceptance`"),
+        ({"draft": 2}, "`draft` needs `acceptance`, as in 0.7: .* was recorded without drafts"),
         ({"draft": 2, "acceptance": "1,x"}, "invalid `acceptance` '1,x': use 0.7, or 2,0,1"),
         ({"draft": 2, "acceptance": 1.5}, "acceptance"),
         ({"draft": 2, "acceptance": 1, "draft_us": 1, "draft_model": "olmoe"}, "leave one out"),

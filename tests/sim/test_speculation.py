@@ -9,12 +9,14 @@ import pytest
 
 from policies.core import parse
 from sim import simulate
-from sim.analysis.speculation import LONGEST, ROWS, RUN, Speculation, Tally, sentences, speculate
+from sim.analysis.speculation import LONGEST, ROWS, RUN, Speculation, Tally, recorded, sentences, speculate
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.sweeps.grid import grid_of
 from tests.support.command import moe_sim
-from traces import InputError, demo_trace
+from tests.support.runs import recorded_with
+from traces import DECODE, InputError, Trace, demo_trace, write_trace
+from traces.drafts import Drafts
 
 
 def constant(step_ns: int, length: int = 1, requests: int = 5) -> Speculation:
@@ -98,6 +100,18 @@ def test_what_is_given_as_a_draft_that_takes_time_has_to_be_right_more_often() -
         grown.append(found.break_even)
     assert grown[0] is not None
     assert grown[0] < (grown[1] or 2)
+
+
+def test_of_a_trace_recorded_with_drafts_speeds_at_its_own_acceptance_are_printed(tmp_path: Path) -> None:
+    """Of steps that accept 1, 0 and 2 of 2 tokens: 3 of 5 that were compared."""
+    trace = recorded_with(Drafts(2, (1, 0, 2)), Trace.read(demo_trace()).head(1).of_phase(DECODE).without_last(1))
+    assert len(trace.experts) % 6 == 0
+    write_trace(trace, tmp_path / "t")
+    loaded = TimedRun.of(Experiment.of({"trace": str(tmp_path / "t")}))
+    assert recorded(loaded) == pytest.approx(3 / 5)
+    assert recorded(TimedRun.of(Experiment.of({"trace": str(demo_trace())}))) is None
+    options = ["speculate", str(tmp_path / "t"), "--policies", "lru", "--cache-sizes", "20%", "--longest", "1"]
+    assert "t/s 0.6" in moe_sim(*options, cwd=tmp_path).stdout
 
 
 def test_a_trace_that_decodes_nothing_is_refused() -> None:

@@ -15,7 +15,22 @@ from policies.core.registry import built_in, is_pair
 from policies.prefetch import Predictor
 from sim.loop import Ended, Run, RunLog, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces import DECODE, PREFILL, InputError, Lookahead, RequestSteps
+from traces import DECODE, PREFILL, InputError, Lookahead, RequestSteps, Trace
+from traces.drafts import Drafts
+
+
+def recorded_with(drafts: Drafts, trace: Trace) -> Trace:
+    """The trace as if it had been recorded with these drafts."""
+    drafted = np.zeros(len(trace.experts), np.int16)
+    for request, row in enumerate(trace.offsets[1:].tolist()):
+        steps = trace.in_steps(drafts=drafts).steps(request)
+        assert steps.drafted is not None
+        assert steps.rejected is not None
+        decoded = steps.phase[::-1] == DECODE
+        for count, wrong in zip(steps.drafted[::-1][decoded], steps.rejected[::-1][decoded], strict=True):
+            end, row = row, row - int(1 + count - wrong)
+            drafted[row:end] = [count, *[-1] * (count - wrong)]
+    return replace(trace, drafted=drafted)
 
 
 def playable(cls: type[Listener]) -> bool:

@@ -34,7 +34,7 @@ def assert_same_steps(one: RequestSteps, other: RequestSteps) -> None:
 
 
 def assert_same_shards(whole: Trace, shards: Shards, order: Iterable[int] | None = None) -> None:
-    for name in ("name", "meta", "layers", "num_experts", "top_k", "phases", "has_lookahead"):
+    for name in ("name", "meta", "layers", "num_experts", "top_k", "phases", "has_lookahead", "has_drafts"):
         assert getattr(whole, name) == getattr(shards, name), name
     pd.testing.assert_frame_equal(whole.requests, shards.requests)
     np.testing.assert_array_equal(whole.offsets, shards.offsets)
