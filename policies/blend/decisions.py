@@ -61,6 +61,25 @@ TOP_K, STEPS, DECODES, NUMBERS = range(4)
 """Places in `Blend.numbers`: the most experts of a decoded token so far; steps so far; whether the one that runs
 decodes."""
 
+SCORE, TIE, CACHED = range(3)
+"""Rows of `Blend.keep`: the two that every policy has; 1 where the expert is in the cache, or on its way there."""
+
+NEAR, FURTHER, HEAD, GUESSED = range(4)
+"""Kinds of guesses: at the layer that comes next, at one behind it, and at a layer of the next step."""
+
+GUESS, LIKELY, ABSENT, MADE = range(4)
+"""Rows of `Blend.guesses`: experts of a layer, within it; the log odds of use of each; 1 where it was not in the
+cache."""
+
+SHIFT, SURE = range(2)
+"""Rows of `Blend.trust`: what a kind of guess adds to its log odds; the curvature of the log likelihood of that."""
+
+UNSHIFTED = 4.0
+"""The curvature that no shift at all counts as: that of 16 guesses at even odds."""
+
+REACH = 2.0
+"""Guesses are made and judged whose log odds are this much below what pays, or more: with a shift they may pay."""
+
 RAN, ASIDE, PREDICTED = range(3)
 """Rows of `Blend.layers`: the latest step in which each ran; whether it is set aside; the latest step in which its
 STEP_ODDS were computed."""
@@ -83,6 +102,9 @@ class Blend(NamedTuple):
     learning: Learning  # the weights
     keep: Float  # [>= 1, L*E]
     predicted: Float  # [3, L*E]
+    guesses: Float  # [GUESSED, L, MADE, E] of each kind the latest at each layer
+    made: Int  # [GUESSED, L] how many
+    trust: Float  # [2, GUESSED]
     gate: Float  # [L, E + 2] of each layer its gate's latest picks, how many of all came true, how many there were
     numbers: Int  # [NUMBERS]
     layers: Int  # [3, L]
@@ -105,6 +127,9 @@ def nothing_known(shape: Shape, distance: float, depth: int, later: float) -> Bl
         learning=learning.nothing_learned(shape),
         keep=np.zeros((3, shape.total)),
         predicted=np.zeros((3, shape.total)),
+        guesses=np.zeros((GUESSED, shape.layers, MADE, shape.experts)),
+        made=np.zeros((GUESSED, shape.layers), np.int64),
+        trust=np.array([[0.0] * GUESSED, [UNSHIFTED] * GUESSED]),
         gate=np.zeros((shape.layers, shape.experts + 2)),
         numbers=numbers,
         layers=np.zeros((3, shape.layers), np.int64),
@@ -129,6 +154,7 @@ def learned(own: Blend) -> Learned:
         **own.learning._asdict(),
         "keep": own.keep[0],
         "predicted": own.predicted,
+        "trust": own.trust,
         "gate": own.gate,
         "numbers": own.numbers[TOP_K:DECODES],
         "layers": own.layers,
@@ -281,6 +307,18 @@ def _score(own: Blend, batch_slot: int, r: int, layer: int) -> None:
             keep[e] = max(keep[e], -times[e] * near_chance(-odds[e]) - distant)
 
 
+@compiled
+def note_insert(keep: Float, expert: int, serial: int, start: int) -> None:
+    """A transfer of the expert starts."""
+    keep[CACHED, expert] = 1.0
+
+
+@compiled
+def note_eviction(keep: Float, expert: int) -> None:
+    """The expert leaves the cache."""
+    keep[CACHED, expert] = 0.0
+
+
 # The prefetches: what is likely enough in the layers that come next
 
 
@@ -293,6 +331,8 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
         return 0
     known, layer = own.known, event.layer
     L, E = known.after.shape[1], known.after.shape[3]
+    if layer >= 0:
+        _judge_guesses(own, event)
     if layer > 0:
         for batch_slot in event.batch_slots:
             learn_ahead(known, own.parameters, batch_slot, layer)
@@ -311,13 +351,14 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
                 continue
             if len(event.batch_slots) > 1:
                 weigh(known, own.parameters, batch_slot, layer + ahead, own.numbers[TOP_K], True)
-            upcoming, picked = layer + ahead, picked_odds if ahead == 1 else NEVER
-            odds = own.predicted[STEP_ODDS, upcoming * E : (upcoming + 1) * E]
+            upcoming, kind = layer + ahead, NEAR if ahead == 1 else FURTHER
             is_predicted = ahead > 1 and own.layers[PREDICTED, upcoming] == own.numbers[STEPS]
             if not is_predicted or len(event.batch_slots) > 1:
+                odds = own.predicted[STEP_ODDS, upcoming * E : (upcoming + 1) * E]
                 _predict_step(own, batch_slot, layer, upcoming, sighted, r == 0, odds)
                 own.layers[PREDICTED, upcoming] = own.numbers[STEPS]
-            n = _add(own, upcoming, ahead, 0, odds, own.least, picked, ids, priorities, first, n)
+                _guess(own, kind, upcoming, odds, own.least, picked_odds if ahead == 1 else NEVER)
+            n = _add(own, kind, upcoming, ahead, 0, own.least, ids, priorities, first, n)
     return n
 
 
@@ -389,34 +430,69 @@ def _for_the_next_step(own: Blend, ids: Int, priorities: Float) -> int:
     for layer in range(min(own.depth, own.known.after.shape[1])):
         if not own.layers[ASIDE, layer]:
             odds = own.predicted[ODDS, layer * E : (layer + 1) * E]
-            n = _add(own, layer, layer + 1, 1, odds, own.least_at_head, NEVER, ids, priorities, len(ids), n)
+            _guess(own, HEAD, layer, odds, own.least_at_head, NEVER)
+            n = _add(own, HEAD, layer, layer + 1, 1, own.least_at_head, ids, priorities, len(ids), n)
     return n
+
+
+@compiled
+def _guess(own: Blend, kind: int, layer: int, odds: Float, least: float, picked_odds: float) -> None:
+    """Guess that the layer will use the experts whose log odds come near `least`.
+
+    Those that the gate picks have `picked_odds` at least.
+    """
+    guesses, picks, n = own.guesses[kind, layer], own.gate[layer], 0
+    cached, from_ = own.keep[CACHED, layer * len(odds) : (layer + 1) * len(odds)], least - REACH
+    for e in range(len(odds)):
+        likely = odds[e]
+        if picked_odds > likely and picks[e] > 0.0:
+            likely = picked_odds
+        if likely >= from_:
+            guesses[GUESS, n], guesses[LIKELY, n], guesses[ABSENT, n] = e, likely, 1.0 - cached[e]
+            n += 1
+    own.made[kind, layer] = n
 
 
 @compiled
 def _add(
     own: Blend,
+    kind: int,
     layer: int,
     ahead: int,
     steps: int,
-    odds: Float,
     least: float,
-    picked_odds: float,
     ids: Int,
     priorities: Float,
     first: int,
     n: int,
 ) -> int:
-    """Add the experts of `layer`, `ahead` layers and `steps` steps away, whose log odds are at least `least`.
+    """Add the guesses at `layer`, `ahead` layers and `steps` steps away, whose log odds are at least `least`.
 
-    Those that the gate picks have `picked_odds` at least. Returns how many are proposed then.
+    Returns how many are proposed then.
     """
-    E, distant = len(odds), possible(own, layer, steps) + own.later * (ahead - 1)
-    for e in range(E):
-        likely, expert = odds[e], layer * E + e
-        if picked_odds > likely and own.gate[layer, e] > 0.0:
-            likely = picked_odds
+    E, distant = own.known.after.shape[3], possible(own, layer, steps) + own.later * (ahead - 1)
+    guesses, shift = own.guesses[kind, layer], own.trust[SHIFT, kind]
+    for guess in range(own.made[kind, layer]):
+        likely = guesses[LIKELY, guess] + shift
         if likely >= least:
+            expert = layer * E + int(guesses[GUESS, guess])
             worth = -own.predicted[TIMES, expert] * near_chance(-likely) - distant
             n = add(ids, priorities, first, n, expert, worth)
     return n
+
+
+@compiled
+def _judge_guesses(own: Blend, event: Event) -> None:
+    """Learn from what the layer has used how likely the guesses were that would have been fetched for it."""
+    E, layer = own.known.after.shape[3], event.layer
+    for kind in range(GUESSED):
+        guesses, trust, missing = own.guesses[kind, layer], own.trust[:, kind], 0.0
+        for guess in range(own.made[kind, layer]):
+            if guesses[ABSENT, guess] > 0.0:
+                chance = near_chance(guesses[LIKELY, guess] + trust[SHIFT])
+                missing -= chance
+                for expert in event.experts:
+                    missing += expert == layer * E + int(guesses[GUESS, guess])
+                trust[SURE] += chance * (1.0 - chance)
+        trust[SHIFT] += missing / trust[SURE]
+        own.made[kind, layer] = 0

@@ -12,9 +12,12 @@ when a step starts and after each layer but the last from the ids of tokens, in 
 layer before has used (without ids, from that alone, and in the first layer by q), and after the last layer, while the
 head computes, the first layers of the next step, whose token is not known yet, by q. One that the next layer's gate
 picks ahead of time, if the trace has lookahead, has at least the chance with which its picks of that layer have come
-true. Where the link carries r experts while a layer computes, a right guess saves so much of a transfer, and a wrong
-one delays the next miss and costs a slot, `wrong` transfers in all: it pays from a chance of wrong / (wrong + r). The
-head counts as `head` layers. Priorities are on the scale of the keep scores, so that a prefetch never takes the place
+true. What is not in the cache was thought unlikely, and what seems likely of it is more often wrong: for each kind of
+guess (the next layer, one behind it, the next step) a shift of the log odds is fitted, while the run lasts, to what
+came of the guesses at absent experts, as weights are in `policies.blend.learning`. Where the link carries r experts
+while a layer computes, a right guess saves so much of a transfer, and a wrong one delays the next miss and costs a
+slot, `wrong` transfers in all: it pays from a chance of wrong / (wrong + r). The head counts as `head` layers.
+Priorities are on the scale of the keep scores, so that a prefetch never takes the place
 of what is worth as much (rule 6); each layer further away takes `later` from them.
 
 Of a step of several requests each one's choice is a pass of its own; what is worth most to any of them counts.
@@ -36,6 +39,8 @@ from policies.blend.decisions import (
     NONE,
     Blend,
     learned,
+    note_eviction,
+    note_insert,
     nothing_known,
     observe,
     propose,
@@ -59,7 +64,7 @@ class BlendOptions(Options, policy="eamc-blend"):
     """
 
     distance: float = bounded(0.75, least=0, most=100)
-    wrong: float = bounded(1.0, least=0)
+    wrong: float = bounded(0.6, least=0)
     depth: int = bounded(3, least=1)
     later: float = bounded(0.3, least=0, most=100)
     head: float = bounded(4.0, above=0)
@@ -79,6 +84,7 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
 def begin_request(own: Blend, batch_slot: int) -> None:
     """The request before it in this batch slot is over, and the new one has counts of its own."""
     evidence.begin_request(own.known, batch_slot)
+    own.made[:] = 0  # guesses at the next step of the one before
     own.steps[batch_slot] = NONE
 
 
@@ -109,7 +115,9 @@ class _StartsFromAProfile(Listener):
 class BlendRetention(_StartsFromAProfile, ScorePolicy):
     """Ours: recency, the request's frequencies, what follows what and ids of tokens; fetches what is likely enough."""
 
-    compiled = Compiled(begin, score, begin_request=begin_request)
+    compiled = Compiled(
+        begin, score, begin_request=begin_request, on_insert=note_insert, on_evict=note_eviction, more_rows=1
+    )
 
     def __init__(self, shape: Shape, options: BlendOptions) -> None:
         super().__init__(shape, options)

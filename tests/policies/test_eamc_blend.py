@@ -28,6 +28,7 @@ from policies.blend import (
     tokens,
     weigh_ahead,
 )
+from policies.blend.decisions import CACHED, SHIFT, SURE
 from policies.blend.eamc_blend import BlendOptions, BlendPrefetcher, BlendRetention
 from policies.blend.evidence import AGAIN_PASSES, POPULAR
 from policies.blend.evidence import LAYER as FOLLOWS_AHEAD
@@ -199,6 +200,7 @@ def test_what_pays_in_the_next_layers_is_proposed_at_its_worth(seed: int, wrong:
     steps[-1] = steps[-1][:1]  # the other layers have not routed yet
     policy = BlendRetention(Shape(L, E), BlendOptions(wrong=wrong, depth=2))
     policy.state.learning.fits[:, 1:] *= 1e30  # the weights stay
+    policy.state.trust[SURE] *= 1e30  # nor is what they say of absent experts corrected
     fetcher = BlendPrefetcher.beside(policy)
     fetcher.window(0.3)
     policy.begin_request(0, 0)
@@ -303,6 +305,26 @@ def test_counts_of_ids_are_halved_before_they_overflow_and_histories_are_bounded
         assert abs(chosen - [passes, passes / 2, passes / 2, 0, 0]).max() <= 2
     assert known.passes.sum() == known.passes[:, 7].sum()
     assert known.request[0, tokens.MATCHED] == tokens.LONGEST
+
+
+@pytest.mark.parametrize("cached", [0.0, 1.0])
+def test_guesses_at_absent_experts_that_do_not_come_true_are_no_longer_made(cached: float) -> None:
+    steps = random_steps(8, 200)
+    policy = BlendRetention(Shape(L, E), BlendOptions(wrong=0.5, head=1.0))
+    policy.state.learning.fits[:, 1:] *= 1e30
+    policy.state.learning.fits[:, WEIGHT, CONSTANT] += 4.0  # everything seems sure
+    policy.keep[CACHED] = cached
+    fetcher = BlendPrefetcher.beside(policy)
+    policy.begin_request(0, 0)
+    proposed = []
+    for event in events(steps):
+        policy.observe(event)
+        proposed.append(len(fetcher.propose(event)[0]))
+    assert proposed[0] == E
+    if cached:
+        assert not policy.state.trust[SHIFT].any()
+    else:
+        assert np.mean(proposed[-50 * L :]) < E / 5
 
 
 def test_on_its_own_it_proposes_the_same() -> None:
