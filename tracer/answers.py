@@ -2,12 +2,14 @@
 
 The first forward pass of a stack is its prefill; pass f after it feeds each row the f-th token that it generated.
 A request with n new tokens therefore has prompt + n - 1 routed tokens: the last one is never fed back, and what a
-finished row is fed while others continue is not its own. Forced answers run as one prefill of prompt and answer, which
-routes each token as decoding it would. An encoder's tokens come first; its decoder's prompt is the start token.
+finished row is fed while others continue is not its own. With drafts a request runs alone, and a pass also feeds tokens
+that are guessed; those that the model then chose are the request's, the others are dropped. Forced answers run as one
+prefill of prompt and answer, which routes each token as decoding it would. An encoder's tokens come first; its
+decoder's prompt is the start token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from inspect import signature
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from tracer.hook import ExpertsHook
+from tracer.lookup import drafting
 from tracer.models import LoadedModel, blaming
 from tracer.observed import Answer, Pass, Sampling, Tokens
 from traces.errors import InputError
@@ -36,12 +39,19 @@ class Runner:
         hook: ExpertsHook,
         on_step: Callable[[int], None],
         on_tokens: Callable[[Tokens], None] = lambda tokens: None,
+        draft: int = 0,
     ):
-        """`on_step` hears how many tokens a forward pass gave, `on_tokens` which: one a row."""
+        """`on_step` hears how many tokens a forward pass gave, `on_tokens` which: one a row, for each that it gave.
+
+        draft: tokens that are looked up for each pass that decodes, at most (`tracer.lookup`).
+        """
         self.loaded = loaded
         self.hook = hook
         self._on_step = on_step
         self._on_tokens = on_tokens
+        self._draft = draft
+        self._width = 0  # tokens of each row so far
+        self._gave: list[int] = []  # tokens of each row, by pass
 
     @property
     def alone(self) -> bool:
@@ -104,15 +114,16 @@ class Runner:
             disable_compile=True,
             eos_token_id=self.loaded.stop_ids or None,
             pad_token_id=self.loaded.pad_id,
+            prompt_lookup_num_tokens=self._draft or None,
             **sampling.settings,
             **self.loaded.starts,
         )
-        model = self.loaded.model
-        with self._running(ids), _without_own_config(model):
+        model, start = self.loaded.model, 1 if self.hook.stacks == 2 else ids.shape[1]
+        self._width, self._gave = start, []
+        with self._running(ids), _without_own_config(model), drafting(model) if self._draft else nullcontext():
             everything = model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=config, stopping_criteria=[self._stepped]
             )
-        start = 1 if self.hook.stacks == 2 else ids.shape[1]
         firsts, news = everything[:, :start].tolist(), everything[:, start:].tolist()
         answers = []
         for row, (prompt, first, new) in enumerate(zip(prompts, firsts, news, strict=True)):
@@ -120,13 +131,22 @@ class Runner:
             if (n := next(ends, 0)) == 0:
                 raise InputError(f"{self.loaded.name} stopped early: neither at an end nor after {limit} tokens")
             own = slice((row + 1) * ids.shape[1] - len(prompt), (row + 1) * ids.shape[1])
-            routed = [(part, slice(row, row + 1)) for part in self._passes(ids.shape, n)]
+            self._require_one_by_one(ids.shape, n)
+            gave = zip(self._decoder_passes, self._gave, strict=True)
+            routed = [(part, slice(row, row + kept)) for part, kept in gave][:n]
+            drafted = [count for of, kept in self.drafts for count in (of, *[-1] * kept)] if self._draft else None
             if self.hook.stacks == 2:
                 encoded = [(part, own) for part in self.hook.passes if part.stack == 0]
-                answers.append(Answer(prompt + first, new[:n], encoded + routed))
+                answers.append(Answer(prompt + first, new[:n], encoded + routed, drafted))
             else:
-                answers.append(Answer(prompt, new[:n], [(routed[0][0], own), *routed[1:]]))
+                answers.append(Answer(prompt, new[:n], [(routed[0][0], own), *routed[1:]], drafted))
         return answers
+
+    @property
+    def drafts(self) -> list[tuple[int, int]]:
+        """Return of each pass that decoded how many tokens were drafted for it, and how many of these it accepted."""
+        later = zip(self._decoder_passes[1:], self._gave[1:], strict=True)
+        return [(len(part.ids) - 1, gave - 1) for part, gave in later]
 
     def force(self, prompts: Sequence[Tokens], responses: Sequence[Tokens]) -> list[Answer]:
         """Feed prompt and response in one forward pass. Padding is on the right, where causal models do not look."""
@@ -173,22 +193,31 @@ class Runner:
 
     def _stepped(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """A stopping criterion that stops nothing: it tells of the step."""
-        self._on_step(len(input_ids))
-        self._on_tokens(input_ids[:, -1].tolist())
+        new = input_ids[:, self._width :]
+        self._width = input_ids.shape[1]
+        self._gave.append(new.shape[1])
+        self._on_step(new.numel())
+        for column in new.T.tolist():
+            self._on_tokens(column)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    def _passes(self, shape: torch.Size, n: int) -> list[Pass]:
-        """The first n passes of the stack that decodes; InputError if they are no prefill and then one token a row."""
+    @property
+    def _decoder_passes(self) -> list[Pass]:
+        return [part for part in self.hook.passes if part.stack == self.hook.stacks - 1]
+
+    def _require_one_by_one(self, shape: torch.Size, n: int) -> None:
+        """Raise InputError if the stack that decodes did not run a prefill, and then a token a row or what it kept."""
         rows, width = shape
-        last = self.hook.stacks - 1
-        passes = [part for part in self.hook.passes if part.stack == last]
-        first = rows if last else rows * width
-        if [len(part.ids) for part in passes] != [first, *[rows] * (len(passes) - 1)] or len(passes) < n:
+        first = rows if self.hook.stacks == 2 else rows * width
+        fed, gave = [len(part.ids) for part in self._decoder_passes], self._gave
+        fits = len(fed) == len(gave) and fed[0] == first and sum(gave) >= n
+        if not fits or any(
+            each < kept if self._draft else each != rows for each, kept in zip(fed[1:], gave[1:], strict=True)
+        ):
             raise InputError(
                 f"{self.loaded.name} does not run a prefill and then one token at a time, "
                 "so its tokens cannot be attributed"
             )
-        return passes[:n]
 
 
 def _config(**settings: Any) -> Any:

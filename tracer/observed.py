@@ -62,6 +62,7 @@ class Answer:
     prompt: Tokens  # with an encoder: the encoder's tokens, then the decoder's first
     output: Tokens  # the last one was not fed back
     routed: list[tuple[Pass, slice]]  # prompt + output - 1 rows, in order
+    drafted: list[int] | None = None  # of the rows behind the prompt, as a trace states it; None: nothing is drafted
 
 
 class ObservedModel(Protocol):

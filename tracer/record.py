@@ -206,6 +206,7 @@ class Recording:
         columns["step"] = (first_step + np.maximum(after, 0)).astype(np.uint32)
         embedding = [self._loaded.embed(answer.prompt) for answer in answers] if options.embedding else None
         tokens = [token for answer in answers for token in (*answer.prompt, *answer.output[:-1])]
+        drafted = [[*[0] * len(answer.prompt), *answer.drafted] for answer in answers if answer.drafted is not None]
         return Trace(
             name="recorded",
             meta=meta,
@@ -223,6 +224,7 @@ class Recording:
             lookahead=_encoded(_rows(answers, "lookahead"), meta) if options.lookahead else None,
             gate_probs=_rows(answers, "gate_probs") if options.gate_probs else None,
             embedding=np.stack(embedding) if embedding else None,
+            drafted=np.concatenate(drafted).astype(np.int16) if drafted else None,
             **columns,
         )
 

@@ -48,6 +48,8 @@ def generate(
     """Let a model generate with its experts on disk, or in host memory beside a GPU, and a cache of them.
 
     The answers are those of the whole model, bit for bit. They go to standard output, the report to standard error.
+    With --draft a pass takes in several tokens, whose logits may differ in the last bits from those of one at a time;
+    greedy answers are the same wherever the two likeliest tokens differ by more, sampled ones are as likely.
 
     [b]moe-replay generate --prompt "Once upon a time"[/b]
 
@@ -93,7 +95,10 @@ def generate(
             console.say(" ".join(map(str, last)))
         if not quiet:
             measured = outcome(live, answered)
-            for part in (shown.verdict(measured), shown.title(measured), shown.table(measured)):
+            console.say_on_stderr(shown.verdict(measured))
+            if opened.draft:
+                console.say_on_stderr(shown.drafts(answered.log))
+            for part in (shown.title(measured), shown.table(measured)):
                 console.say_on_stderr(part)
             console.say_on_stderr(
                 live.memory.sentence(int(answered.trace.position.max()) + 2, live.device.peak_bytes())

@@ -26,13 +26,21 @@ class LiveOptions:
     policy: Annotated[str, typer.Option(help="Policy, as in lru or lru+eamc (eviction policy + prefetcher).")] = POLICY
     cache_size: Annotated[str, typer.Option(help=f"Cache size: {SIZES}.")] = CACHE_SIZE
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
+    draft: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=1_000,
+            help="Tokens drafted for each decode step: what followed its last tokens before. Default: 0.",
+        ),
+    ] = 0
     profile: Annotated[
         Path | None, typer.Option(help="File for what the policy learns: it starts from it the next time.")
     ] = None
 
     def live(self, model: str | None, on: options.Stated, policy: str | PolicySpec, progress: Progress) -> LiveModel:
         """Open the model; None: the shipped one."""
-        return open_live(
+        live = open_live(
             model,
             DeviceChoice.of(on),
             policy=policy,
@@ -42,6 +50,8 @@ class LiveOptions:
             progress=progress,
             on_note=console.warn,
         )
+        live.draft = self.draft
+        return live
 
     def require_apart(self, store: Path | None, record: Path | None = None) -> None:
         """Raise InputError where one of the files would take another one's place. record: folder of a trace."""

@@ -3,10 +3,12 @@
 import shlex
 import sys
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
 from replay.run import Outcome
+from sim.loop.log import RunLog
 from sim.quantities import show_bytes
 from sim.results.metrics import Row, cell_text
 
@@ -79,6 +81,22 @@ def table(outcome: Outcome) -> Table:
         if any(value is not None for value in values):
             shown.add_row(heading, *(_show(value, form) for value in values))
     return shown
+
+
+def drafts(log: RunLog) -> str:
+    """Return how many tokens were drafted, and how many of them were accepted."""
+    rows = log.by_request
+    tokens, rejected = (each[rows.prefills == 0] for each in (rows.tokens, rows.rejected))
+    drafted, accepted = tokens - 1, tokens - 1 - rejected
+    if not drafted.any():
+        return f"Drafted nothing in {len(tokens):,} decode steps: no end of the text had occurred before."
+    steps = np.bincount(accepted[drafted > 0])
+    lengths = ", ".join(f"{length} in {count:,}" for length, count in enumerate(steps.tolist()) if count)
+    return (
+        f"Drafted {drafted.sum():,} tokens in {(drafted > 0).sum():,} of {len(tokens):,} decode steps and accepted "
+        f"{accepted.sum():,} ({accepted.sum() / drafted.sum():.0%}): {(1 + accepted).mean():.2f} tokens a step. "
+        f"Accepted, by step that drafted: {lengths}."
+    )
 
 
 def typed_again(*more: str) -> str:

@@ -10,12 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from replay.live.model import LiveModel
 from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from tracer.answers import Runner
 from tracer.models import LoadedModel
 from tracer.prompts import Columns, Prompt, read_prompts
 from tracer.record import Options, Recording
+from traces.drafts import Drafts
 from traces.errors import InputError, refuse
 from traces.trace import Trace, concatenate
 from traces.writer import TraceWriter
@@ -78,19 +82,25 @@ def answer(
 
     with live.hook as hook:
         recording = Recording(
-            Runner(loaded, hook, lambda rows: None, lambda tokens: on_token(tokens[0])),
+            Runner(loaded, hook, lambda rows: None, lambda tokens: on_token(tokens[0]), live.draft),
             *(prompts, options),
             on_note=on_note,
             on_turn=ended,
         )
         recording.meta = live.as_stored(recording.meta)
+        if live.draft:
+            recording.meta = replace(recording.meta, settings={**recording.meta.settings, "draft": live.draft})
         with TraceWriter(record, recording.meta, overwrite) if record else nullcontext() as writer:
             for _, trace in recording.traces():
                 traces.append(trace)
                 if writer:
                     writer.add(trace)
-    log = RunLog.of_rows(live.rows[first:], live.run.gpu.link.expert_bytes, ())
-    return Answered(concatenate(traces), log)
+    trace, log = concatenate(traces), RunLog.of_rows(live.rows[first:], live.run.gpu.link.expert_bytes, ())
+    if live.draft:
+        trace = trace.in_steps(drafts=Drafts(live.draft, None))
+        rejected = np.concatenate([steps.rejected for steps in Requests(trace)])  # known only behind each step
+        log = replace(log, by_request=replace(log.by_request, rejected=rejected))
+    return Answered(trace, log)
 
 
 class TokenIds:

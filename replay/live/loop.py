@@ -19,7 +19,7 @@ from sim.loop.run import Run
 from sim.loop.schedule import LiveStep, Place, Step
 from sim.loop.session import decider_of
 from traces.errors import InputError
-from traces.steps import DECODE, PREFILL
+from traces.steps import PREFILL
 
 AT_NO_LAYER = -1
 
@@ -55,10 +55,13 @@ class LiveLoop:
 
     # The model's thread
 
-    def begin(self, rows: int, columns: int, context: int, is_new: bool, token_ids: Int, request: int) -> None:
+    def begin(
+        self, phase: int, rows: int, columns: int, context: int, is_new: bool, token_ids: Int, request: int
+    ) -> None:
         """A forward pass begins, of so many tokens of each of so many requests, `request` being the first one's number.
 
-        context: tokens in each KV cache when it ends; is_new: so do requests; token_ids: [rows * columns], or none.
+        phase: PREFILL or DECODE; context: tokens in each KV cache when it ends; is_new: so do requests; token_ids:
+        [rows * columns], or none.
         Raise InputError where a copy of an earlier pass never ends.
         """
         if self._failure or self._step or rows > self._run.shape.batch_slots:
@@ -71,11 +74,11 @@ class LiveLoop:
             self._ordinal, self._number = self._ordinal + self._requests, -1
         self._requests = rows
         self._number += 1
-        phase = PREFILL if columns > 1 or context == columns else DECODE
         routing = LiveStep(phase, self._number, self._events, token_ids, rows)
         self._events += self._run.shape.layers
         first, number = self._ordinal, self._number
-        places = tuple(Place(first + row, row, request + row, columns, number) for row in range(rows))
+        own = columns, number, 0, phase == PREFILL
+        places = tuple(Place(first + row, row, request + row, *own) for row in range(rows))
         begins = () if self._number else places
         callbacks = routing.chosen, routing.event, routing.start
         step = Step(phase, rows * columns, rows * context, places, begins, (), True, False, *callbacks)

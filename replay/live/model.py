@@ -52,6 +52,7 @@ from tracer.models import LoadedModel
 from traces.errors import InputError, refuse
 from traces.output import check_file, replacing
 from traces.schema import TraceMeta
+from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
 HOOK = "moe_expert_cache"
@@ -86,6 +87,8 @@ class LiveModel:
         self.loaded, self.model, self.hook = loaded, loaded.model, hook
         self.device, self.memory, self.lanes = device, memory, lanes
         self.rows: list[StepRow] = []
+        self.draft = 0
+        """Tokens that are drafted for each decode step, at most: a pass of several then decodes (rule 20)."""
         self._width, self._is_packed = layers[0].width, any(layer.packing for layer in layers)
         self._like = torch.empty(0, dtype=self.model.dtype, device=loaded.device)
         views = {layer.stored: SlotViews(layer.stored, device.slots) for layer in layers}
@@ -305,7 +308,9 @@ class LiveModel:
         is_own = np.broadcast_to(own_tokens(kwargs.get("attention_mask"), before, columns), (rows, columns))
         request = self._recorder.begin(ids, is_own, before, continues)
         known = NO_INTS if ids is None else ids.reshape(-1)
-        self._loop.begin(rows, columns, before + columns, not continues, known, request)
+        is_prompt = before == 0 or (columns > 1 and not self.draft)
+        phase = PREFILL if is_prompt else DECODE
+        self._loop.begin(phase, rows, columns, before + columns, not continues, known, request)
         was, self._tokens, self._context, self._requests = self._tokens, rows * columns, before + columns, rows
         took = self.parts.lap()
         if continues:

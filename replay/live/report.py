@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from replay.devices.stage import facts
 from replay.run import copy_gb_per_s
+from sim.experiment import RECORDED
 from sim.loop.log import PREDICTOR, RunLog
 from sim.results.metrics import Cell, Row, summarise
 from traces.trace import Trace
@@ -34,8 +35,8 @@ def measured(live: "LiveModel", trace: Trace, log: RunLog) -> tuple[Row, pa.Tabl
         all_experts=run.shape.total,
         layers=run.shape.layers,
         host_memory=None,
-        draft=None,
-        acceptance=None,
+        draft=live.draft or None,
+        acceptance=RECORDED if live.draft else None,
         prefill_chunk=None,
         max_batch=most if most > 1 else None,
         arrivals="closed" if most > 1 else None,

@@ -51,6 +51,7 @@ class Job:
     outcome: str = "length"  # or stop, left, error
     answered: int = 0  # tokens so far, the end of sequence too
     first_s: float | None = None  # from the request to its first token
+    drafts: Sequence[tuple[int, int]] = ()  # of each pass that decoded: tokens drafted, and of them accepted
     _text: str = ""
     _sent: int = 0  # of the text
 
@@ -147,7 +148,11 @@ class Worker:
             torch.seed()  # or answers would depend on the seed that a client before this one has sent
         else:
             torch.manual_seed(job.seed)
-        Runner(self._loaded, self._live.hook, lambda rows: None, take).generate([job.tokens], job.limit, job.sampling)
+        runner = Runner(self._loaded, self._live.hook, lambda rows: None, take, self._live.draft)
+        try:
+            runner.generate([job.tokens], job.limit, job.sampling)
+        finally:
+            job.drafts = runner.drafts
         job.end(stream.end())
 
 
@@ -161,6 +166,7 @@ class Metrics:
         self._tokens = Counter("moe_tokens", "Tokens taken in and given out.", ["kind"], registry=own)
         self._first = Histogram("moe_ttft_seconds", "From a request to its first token.", registry=own, buckets=SECONDS)
         self._each = Histogram("moe_tpot_seconds", "Of a decoded token.", registry=own, buckets=SECONDS)
+        self._drafted = Counter("moe_drafted", "Tokens drafted for decode steps.", ["outcome"], registry=own)
         self._lookups = Counter("moe_lookups", "Experts that were looked up.", ["found"], registry=own)
         self._bytes = Counter("moe_read_bytes", "Bytes of experts brought into slots.", ["why"], registry=own)
         self._stalls = Counter("moe_stall_seconds", "Time that compute has waited.", ["cause"], registry=own)
@@ -174,10 +180,15 @@ class Metrics:
         self._tokens.labels("answer").inc(job.answered)
         if job.first_s is not None:
             self._first.observe(job.first_s)
-        for row in rows:
-            step = dict(zip(COLUMNS, row.numbers, strict=True))
-            if step["phase"] == DECODE:
-                self._each.observe(step["step_ns"] / 1e9)
+        for drafted, accepted in job.drafts:
+            self._drafted.labels("accepted").inc(accepted)
+            self._drafted.labels("rejected").inc(drafted - accepted)
+        steps = [dict(zip(COLUMNS, row.numbers, strict=True)) for row in rows]
+        decoded = [step["step_ns"] for step in steps if step["phase"] == DECODE]
+        for step_ns, (_, accepted) in zip(decoded, job.drafts, strict=True):  # which come at once, in equal parts
+            for _ in range(1 + accepted):
+                self._each.observe(step_ns / (1 + accepted) / 1e9)
+        for step in steps:
             for found in ("hits", "late", "misses"):
                 self._lookups.labels(found).inc(step[found])
             for why in ("demand", "prefetch"):
