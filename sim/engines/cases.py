@@ -6,7 +6,7 @@ The keys of a case and of a result are those of the conformance format (docs/cas
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -20,9 +20,11 @@ from sim.engines import compiled_engine, simpy_engine
 from sim.loop.log import RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
+from traces.drafts import Drafts
 from traces.errors import InputError, located, unknown
 from traces.facts import parse_json
 from traces.steps import DECODE, PREFILL, RequestSteps
+from traces.trace import Trace
 from traces.typed import typed
 
 COMPILED = "compiled"
@@ -33,6 +35,9 @@ Time = Annotated[int, Meta(ge=0, le=MOST)]
 Count = Annotated[int, Meta(ge=1, le=MOST)]
 Steps = tuple[tuple[tuple[tuple[Time, Count], ...], ...], ...]
 """Of one request: steps x layers x [expert, tokens]."""
+
+Tokens = tuple[tuple[tuple[Time, ...], ...], ...]
+"""Of one request: tokens x layers x experts."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Case:
     prefetch: str
     popular_n: Time
     cold: bool
-    requests: tuple[Steps, ...]
+    requests: tuple[Steps, ...] | None = None
     slots: Count | None = None
     expected: Any = None  # the result that an engine is compared with
     # what rules 13, 17, 18 and 19 add
@@ -75,6 +80,15 @@ class Case:
     layer_bytes: tuple[Count, ...] | None = None
     capacity_bytes: Count | None = None
     host_capacity_bytes: Count | None = None
+    # what rule 20 adds
+    tokens: tuple[Tokens, ...] | None = None
+    prompt: tuple[Time, ...] | None = None
+    draft: Time | None = None
+    accepted: Annotated[tuple[Time, ...], Meta(min_length=1)] | None = None
+    acceptance: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Time | None = None
+    draft_ns: Time | None = None
+    prefill_chunk: Count | None = None
 
     def __post_init__(self) -> None:
         for text in self._wrong():
@@ -82,7 +96,9 @@ class Case:
 
     def _wrong(self) -> Iterator[str]:
         """Yield what no engine can run."""
-        lengths = {"layer_bytes": self.L, "arrival_ns": len(self.requests), "prefill": len(self.requests)}
+        if (self.requests is None) == (self.tokens is None):
+            yield "a case has requests, or tokens"
+        lengths = {"layer_bytes": self.L, **dict.fromkeys(("arrival_ns", "prefill", "prompt"), self.count)}
         for key, wanted in lengths.items():
             if (stated := getattr(self, key)) is not None and len(stated) != wanted:
                 yield f"{key} has {len(stated)} items, not {wanted}"
@@ -94,13 +110,22 @@ class Case:
                 yield f"{sized} {size} does not hold every expert"
         if self.slots is None and self.capacity_bytes is None:
             yield "slots are missing"
-        for step in (step for steps in self.requests for step in steps):
+        if self.tokens and any(len(token) != self.L for tokens in self.tokens for token in tokens):
+            yield f"a token has not {self.L} layers"
+        if self.draft and (self.accepted is None) == (self.acceptance is None):
+            yield "draft needs accepted, or acceptance"
+        for step in (step for steps in self.requests or () for step in steps):
             if len(step) != self.L:
                 yield f"a step has {len(step)} events, but there are {self.L} layers"
             for event in step:
                 ids = [-1, *(expert for expert, _ in event), self.E]
                 if any(before >= expert for before, expert in pairwise(ids)):
                     yield f"experts of an event must be ascending ids below {self.E}: {event}"
+
+    @property
+    def count(self) -> int:
+        """Of requests."""
+        return len(self.tokens or self.requests or ())
 
     @property
     def gpu_capacity(self) -> int:
@@ -118,7 +143,11 @@ class Case:
         """Yield each key that does nothing in this case, and what it would need."""
         needed = {
             "placement layers": (self.placement == "layers", ("host_layers",)),
-            "max_batch": (self.max_batch is not None, ("arrival_ns", "prefill")),
+            "max_batch": (self.max_batch is not None, ("arrival_ns",)),
+            "max_batch and requests": (self.max_batch is not None and self.requests is not None, ("prefill",)),
+            "tokens": (self.tokens is not None, ("prompt", "draft", "prefill_chunk")),
+            "draft": (self.tokens is not None and self.draft is not None, ("accepted", "acceptance", "draft_ns")),
+            "acceptance": (self.acceptance is not None, ("seed",)),
             "host_slots or host_capacity_bytes": (
                 self.host_capacity is not None,
                 ("disk_latency_ns", "disk_ns_per_byte_num", "disk_ns_per_byte_den"),
@@ -171,9 +200,8 @@ def run_case(values: dict[str, Any], engine: str = COMPILED) -> dict[str, Any]:
 def run(case: Case, engine: str = COMPILED) -> dict[str, Any]:
     prefetch = f"popular:n={case.popular_n}" if case.prefetch == "popular" else case.prefetch
     placement = f"layers:n={case.host_layers}" if case.placement == "layers" else case.placement or "fetch"
-    prefills = case.prefill if case.max_batch and case.prefill else (False,) * len(case.requests)
     run = gpu_run(
-        [case_request(i, steps, case.E, prefills[i]) for i, steps in enumerate(case.requests)],
+        case_requests(case),
         Shape(case.L, case.E),
         slots=case.gpu_capacity,
         policy=parse(f"{case.evict}+{prefetch}/{placement}"),
@@ -202,6 +230,24 @@ def _link(case: Case, name: str, chunk_bytes: int | None = None) -> Link:
     return Link(latency or 0, num or 0, den or 1, size, chunk_bytes, case.layer_bytes)
 
 
+def case_requests(case: Case) -> list[RequestSteps]:
+    """Return a case's requests as an engine runs them: steps that are stated, or those of their tokens (rule 20)."""
+    if case.tokens is None:
+        prefills = case.prefill if case.max_batch and case.prefill else (False,) * case.count
+        return [case_request(i, steps, case.E, prefills[i]) for i, steps in enumerate(case.requests or ())]
+    k = max((len(event) for tokens in case.tokens for token in tokens for event in token), default=0) or 1
+    wide = [
+        np.array([[[*event, *[-1] * (k - len(event))] for event in token] for token in tokens], np.int64)
+        for tokens in case.tokens
+    ]
+    trace = Trace.from_arrays([each.reshape(-1, case.L, k) for each in wide], case.E, case.prompt or 0)
+    accepted = case.accepted if case.acceptance is None else case.acceptance
+    drafts = Drafts(case.draft, accepted, case.seed or 0) if case.draft else None
+    requests = map(trace.in_steps(case.prefill_chunk, drafts).steps, range(case.count))
+    ns = case.draft_ns or 0
+    return [replace(each, draft_ns=None if each.drafted is None else ns * each.drafted) for each in requests]
+
+
 def case_request(
     ordinal: int, steps: Sequence[Sequence[Sequence[Sequence[int]]]], experts: int, prefill: bool = False
 ) -> RequestSteps:
@@ -222,12 +268,11 @@ def case_request(
 
 
 def case_result(log: RunLog, case: Case) -> dict[str, Any]:
-    tokens_ns, wait_ns = log.step_ns.tolist(), None
+    tokens_ns, wait_ns, rows = log.step_ns.tolist(), None, log.by_request
+    order = np.argsort(rows.request, kind="stable")
     if case.max_batch is not None:
-        rows = log.by_request
-        order = np.argsort(rows.request, kind="stable")
         tokens_ns = rows.latency_ns[order].tolist()
-        wait_ns = np.bincount(rows.request, rows.waited_ns, len(case.requests)).astype(np.int64).tolist()
+        wait_ns = np.bincount(rows.request, rows.waited_ns, case.count).astype(np.int64).tolist()
     return {
         "token_ns": tokens_ns,
         "hits": int(log.hits.sum()),
@@ -244,4 +289,5 @@ def case_result(log: RunLog, case: Case) -> dict[str, Any]:
         "reads_prefetch": int(log.reads_prefetch.sum()),
         "host_evictions": log.host_evictions.tolist(),
         "end_ns": log.ended_ns,
+        **({} if case.tokens is None else {"kept": (rows.tokens - rows.rejected)[order].tolist()}),
     }

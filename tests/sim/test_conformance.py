@@ -62,6 +62,20 @@ def test_what_is_no_case_is_refused_with_its_number(wrong, tmp_path):
 
 def test_a_key_that_no_case_has_is_warned_of_once(tmp_path):
     path, told = tmp_path / "cases.jsonl", list[str]()
-    path.write_text((json.dumps(CASE | {"placment": "host", "expected": {}}) + "\n") * 2)
+    path.write_text((json.dumps(CASE | {"placements": "host", "expected": {}}) + "\n") * 2)
     assert run_file(path, io.StringIO(), warn=told.append) == 2
-    assert told == [f"{path}, case 1: unknown key 'placment'; did you mean placement? (ignored)"]
+    assert told == [f"{path}, case 1: unknown key 'placements'; did you mean placement? (ignored)"]
+
+
+def test_a_case_of_tokens_is_run_with_what_is_drafted_and_what_contradicts_is_refused():
+    tokens = {key: value for key, value in CASE.items() if key != "requests"}
+    token = [[0]] * CASE["L"]
+    tokens |= {"tokens": [[token] * 5], "prompt": [1], "draft": 2, "accepted": [1]}
+    assert run_case(tokens)["kept"] == [1, 2, 2]
+    for wrong, message in (
+        ({"requests": []}, "a case has requests, or tokens"),
+        ({"accepted": None}, "draft needs accepted, or acceptance"),
+        ({"prompt": [1, 1]}, "prompt has 2 items, not 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run_case(tokens | wrong)

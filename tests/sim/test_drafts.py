@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -23,7 +22,7 @@ from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.logs import assert_logs_equal
-from tests.support.reference_cases import Case, play
+from tests.support.reference_cases import play
 from tests.support.reference_drafts import draw_drafts_case, run_case
 from tests.support.runs import FETCHERS, KEEPERS, recorded_with
 from traces import InputError, RequestSteps, Shards, Trace, demo_trace, write_trace
@@ -38,43 +37,13 @@ LINK = Link(latency_ns=100, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=4
 L, E, K = 3, 8, 2
 
 
-def trace_of_case(case: Case) -> Trace:
-    wide = [np.full((len(tokens), case["L"], case["k"]), -1) for tokens in case["tokens"]]
-    for array, tokens in zip(wide, case["tokens"], strict=True):
-        for row, layer in np.ndindex(array.shape[:2]):
-            chosen = tokens[row][layer]
-            array[row, layer, : len(chosen)] = chosen
-    trace = Trace.from_arrays(wide, case["E"], case["prompt"])
-    drafts = Drafts(case["draft"], tuple(case["accepted"][0])) if case["draft"] else None
-    return trace.in_steps(case["prefill_chunk"], drafts)
-
-
-def played(case: Case, engine: str) -> Case:
-    """An engine's result of a case, with the tokens that stay, of each request by step."""
-    requests, case_result = Requests(trace_of_case(case), lambda context: case["draft_ns"]), cases.case_result
-
-    def with_kept(log: RunLog, asked: cases.Case) -> Case:
-        rows = log.by_request
-        kept: list[list[int]] = [[] for _ in requests]
-        for request, tokens in zip(rows.request.tolist(), (rows.tokens - rows.rejected).tolist(), strict=True):
-            kept[request].append(tokens)
-        return {**case_result(log, asked), "kept": kept}
-
-    known = {key: value for key, value in case.items() if key != "requests"} | {"requests": [[] for _ in requests]}
-    with (
-        patch.object(cases, "case_result", with_kept),
-        patch.object(cases, "case_request", lambda ordinal, *rest: requests[ordinal]),
-    ):
-        return play(known, engine)
-
-
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_both_engines_equal_the_oracle_on_seeded_random_cases(batch: int) -> None:
     for seed in range(batch, CASES, BATCHES):
         case = draw_drafts_case(random.Random(seed).randint)
         expected = run_case(case)
         for engine in cases.ENGINES:
-            assert played(case, engine) == expected, f"{engine}: draw_drafts_case(random.Random({seed}).randint)"
+            assert play(case, engine) == expected, f"{engine}: draw_drafts_case(random.Random({seed}).randint)"
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
