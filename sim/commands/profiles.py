@@ -7,8 +7,7 @@ from sim.profiles.hardware_profile import MACHINES
 from sim.profiles.hardware_profile import hardware as read_hardware
 from sim.quantities import show_bytes
 from traces.commands import console
-from traces.models.profile import MODELS
-from traces.models.profile import model as read_model
+from traces.models.profile import shipped
 
 
 def hardware(as_json: Json = False) -> None:
@@ -32,7 +31,7 @@ def hardware(as_json: Json = False) -> None:
 
 def models(as_json: Json = False) -> None:
     """List the model profiles."""
-    known = [read_model(name) for name in MODELS.names()]
+    known = shipped()
     if as_json:
         sizes = ("expert_bytes", "token_bytes")
         console.say_json([{**asdict(each), **{of: getattr(each, of) for of in sizes}} for each in known])

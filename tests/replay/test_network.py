@@ -51,7 +51,7 @@ def through(network: Network, tokens: int, context: int, ids: torch.Tensor | Non
 
 def shipped() -> list[ModelProfile]:
     """All profiles, those of fewer bytes in bfloat16: so matrices are computed in."""
-    known = map(model_profile.model, model_profile.MODELS.names())
+    known = model_profile.shipped()
     return [
         profile.at(max(2.0, profile.expert_bytes_per_parameter), max(2.0, profile.dense_bytes_per_parameter))
         for profile in known

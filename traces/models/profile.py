@@ -7,7 +7,7 @@ profiles are what `moe-trace profile` writes of the configurations that the mode
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -324,10 +324,16 @@ def _of_config(file: Path, _: int) -> ModelProfile:
             ) from error
 
 
+@cache
+def shipped() -> tuple[ModelProfile, ...]:
+    """Return the profiles that come with the package, by name."""
+    return tuple(map(model, MODELS.names()))
+
+
 def known(name: str) -> ModelProfile | None:
     """Return the shipped profile of a model as a trace names it: organisation, case and variant do not matter."""
     wanted = _family(name)
-    return next((shipped for shipped in map(model, MODELS.names()) if wanted in _families(shipped)), None)
+    return next((each for each in shipped() if wanted in _families(each)), None)
 
 
 @lru_cache(256)
@@ -436,5 +442,5 @@ def _short(text: str) -> ModelProfile | None:
     if text.lower() in USUAL:
         return model(USUAL[text.lower()])
     wanted = re.compile(re.escape(_family(text)) + r"([\dx.]+b)*(a[\d.]+b)?")
-    begun = [each for each in map(model, MODELS.names()) if any(map(wanted.fullmatch, _families(each)))]
+    begun = [each for each in shipped() if any(map(wanted.fullmatch, _families(each)))]
     return begun[0] if len(begun) == 1 else None
