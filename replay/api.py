@@ -12,12 +12,11 @@ from replay.device_choice import DeviceChoice
 from replay.run import replay as run_on_device
 from sim import defaults
 from sim.api import RunResult, TraceLike, load, result_of, with_options
-from sim.loaded import TimedRun
+from sim.loaded import timed
 from sim.quantities import CacheSize, cache_text
 from sim.results import plot
 from sim.results.metrics import Row
 from sim.sweeps.config import seeded
-from traces.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,11 +54,8 @@ def replay(
 
     Raises InputError for whatever cannot be run on this machine, and for an unknown option.
     """
-    if options.get("untimed"):
-        raise InputError("`untimed` is for simulation: a device measures times")
     of_device = {each.name: options.pop(each.name) for each in fields(DeviceChoice) if each.name in options}
-    target, loaded = DeviceChoice.of({"device": device, **of_device}), load(trace, options)
-    assert isinstance(loaded, TimedRun)  # not untimed
+    target, loaded = DeviceChoice.of({"device": device, **of_device}), timed(load(trace, options))
     spec, slots = loaded.chosen(seeded(policy, loaded.experiment.seed), cache_text(cache_size))
     if loaded.experiment.requests is None:
         loaded = first_part(loaded, target.device)

@@ -23,7 +23,7 @@ from policies.core.spec import PolicyLike, text_of
 from sim import defaults
 from sim.engines import compiling
 from sim.experiment import OPTIONS, Experiment
-from sim.loaded import CountedRun, Loaded, TimedRun
+from sim.loaded import CountedRun, Loaded, TimedRun, timed
 from sim.loaded import load as read_files
 from sim.loop.log import RunLog
 from sim.quantities import CacheSize, cache_text
@@ -292,7 +292,7 @@ def predict_systems(
     default what the dense part and its KV cache leave. Columns are those of `sim.systems.predict.Prediction`, in ms;
     `reason` says why a system cannot run this. Raises InputError and TypeError as `simulate` does.
     """
-    loaded = TimedRun.of(load(trace, options).experiment)
+    loaded = timed(load(trace, options))
     setting = Setting(loaded, cache_size)
     rows = [vars(setting.predicted(system)) for system in chosen(systems)]
     return pd.DataFrame([{**row, "system": row["system"].name} for row in rows])

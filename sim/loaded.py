@@ -224,10 +224,7 @@ class TimedRun(Loaded):
     @classmethod
     def of(cls, experiment: Experiment, trace: Trace | None = None) -> "TimedRun":
         """Return `load` of an experiment that is timed. Raise InputError for one that is not."""
-        loaded = load(experiment, trace)
-        if not isinstance(loaded, TimedRun):
-            raise InputError("`untimed` is for simulation that counts: this needs times")
-        return loaded
+        return timed(load(experiment, trace))
 
     @property
     def machine(self) -> dict[str, Any]:
@@ -354,6 +351,13 @@ class TimedRun(Loaded):
         predictor_us = self.timing(policy).predictor_ns / 1_000
         cell = super().cell(policy, slots)
         return replace(cell, hardware=machine, predictor_us=predictor_us, fits=self.fits(slots))
+
+
+def timed(loaded: CountedRun | TimedRun) -> TimedRun:
+    """Return a run on a machine as it is. Raise InputError for one that counts."""
+    if not isinstance(loaded, TimedRun):
+        raise InputError("`untimed` is for simulation that counts: this needs times")
+    return loaded
 
 
 def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | TimedRun:

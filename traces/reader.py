@@ -44,6 +44,11 @@ AT_ONCE = 16
 """Footers that are fetched over a network at a time."""
 
 
+def changed(what: object) -> InputError:
+    """Return what to raise where files are not those any more that were opened."""
+    return InputError(f"{what} was changed while it was read: run it again")
+
+
 @dataclass(frozen=True)
 class Files:
     """The files of a trace folder that together are one table, and what each holds by its footer."""
@@ -91,8 +96,7 @@ class Files:
 
     @property
     def changed(self) -> InputError:
-        """What to raise where the files are not those any more that were opened."""
-        return InputError(f"{self.where} was changed while it was read: run it again")
+        return changed(self.where)
 
     @property
     def _texts(self) -> list[str]:

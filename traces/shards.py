@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from traces.blocks import Arrays, Blocks
 from traces.check import check_ids, check_lookahead
 from traces.drafts import Drafts
-from traces.errors import InputError
 from traces.index import Index
-from traces.reader import RUN, open_folder
+from traces.reader import RUN, changed, open_folder
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import PREFILL, Int
 from traces.trace import AnyTrace
@@ -110,9 +109,7 @@ class Shards(AnyTrace):
         rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts[1:] else parts[0]
         skipped = int(self._skipped[i])
         if len(rows["request"]) - skipped != self.offsets[i + 1] - self.offsets[i]:
-            raise InputError(
-                f"{self.path} was changed while it was read, request {i} has another number of tokens now: run it again"
-            )
+            raise changed(self.path)
         for name in {"experts", "lookahead"} & rows.keys():
             rows[name] = rows[name].reshape(-1, self.layers, self.top_k)
         if not self._checked[i]:

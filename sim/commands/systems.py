@@ -18,7 +18,7 @@ from sim.systems import table1 as paper
 from sim.systems.predict import HOST_MEMORY, Prediction, Setting
 from sim.systems.system import chosen
 from sim.systems.table1 import Figure, Row
-from traces.errors import InputError
+from traces.errors import refuse
 
 
 def systems(
@@ -64,20 +64,15 @@ def systems(
     if table1:
         paper.require(loaded)
         for option, value in (("--systems", systems), ("--precision", precision)):
-            if value:
-                raise InputError(f"--table1 says which systems and which precision: leave out {option}")
-    names = list(paper.printed()) if table1 else split_list(systems)
-    if systems is not None and not names:
-        raise InputError("--systems names none: leave it out for all")
-    systems_to_run = chosen(names)
+            refuse((value, f"--table1 says which systems and which precision: leave out {option}"))
+    systems_to_run = chosen(paper.printed() if table1 else split_list(systems))
     uses_profile = any("{profile}" in each.policy for each in systems_to_run)
     for option, value, is_used in (
         ("--profile", profile, uses_profile),
         ("--predictor", predictor, any("{predictor}" in each.policy for each in systems_to_run)),
         ("--host-memory", host_memory, any(each.mmap for each in systems_to_run)),
     ):
-        if value and not is_used:
-            raise InputError(f"{option} is used by none of the systems that are to run: leave it out")
+        refuse((value and not is_used, f"{option} is used by none of the systems that are to run: leave it out"))
     setting = Setting(loaded, cache_size, profile or "", predictor, host_memory or HOST_MEMORY, precision)
     defaults = {
         f"the shipped trace {loaded.experiment.trace}": not trace,

@@ -21,7 +21,7 @@ from sim.tuning.search_space import space_of
 from sim.tuning.tune import BEST, MAKER, OVERHEAD, TRIALS, Halves, Result, Search, save
 from sim.tuning.tune import tune as run
 from traces.commands import console
-from traces.errors import InputError
+from traces.errors import refuse
 from traces.output import claimed
 
 LEADERS = 5
@@ -115,14 +115,18 @@ def _charging(
 def _refuse_another(journal: Journal, search: Search, resume: bool) -> None:
     """Raise InputError if the folder holds another search, or this one and --resume is not given."""
     held, wanted = journal.searched, search.searched()
-    if not journal.trials:
+    if not (trials := len(journal.trials)):
         return
-    if not resume:
-        raise InputError(
-            f"{journal.path} holds {len(journal.trials)} trials: use --resume to continue, or another folder with --out"
-        )
-    if other := [words for words in wanted if held.get(words) != wanted[words]]:
-        raise InputError(f"{journal.path} holds a search with another {other[0]}: name another folder with --out")
+    refuse(
+        (not resume, f"{journal.path} holds {trials} trials: use --resume to continue, or another folder with --out"),
+        *(
+            (
+                held.get(words) != value,
+                f"{journal.path} holds a search with another {words}: name another folder with --out",
+            )
+            for words, value in wanted.items()
+        ),
+    )
 
 
 def _title(search: Search, found: Result) -> str:

@@ -28,6 +28,7 @@ from sim.loaded import Loaded, load
 from sim.results.provenance import sources
 from traces.errors import InputError, located
 from traces.location import absolute
+from traces.reader import changed
 
 Advance = Callable[[int], None]
 
@@ -194,7 +195,7 @@ def _loaded(experiment: Experiment, fingerprint: str) -> Loaded:
     """Return it with its trace open, which stays so for the next cell. Raise InputError for another trace's content."""
     loaded = load(experiment)
     if loaded.fingerprint != fingerprint:
-        raise InputError(f"{experiment.trace} was changed while it was read: run it again")
+        raise changed(experiment.trace)
     return loaded
 
 

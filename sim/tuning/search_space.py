@@ -60,7 +60,7 @@ def space_of(policy: PolicySpec, shape: Shape, search: str | None) -> Space:
     known = {option.name: option for option in policy.declared()}
     if not known:
         raise InputError(f"{policy.text} has no options to search")
-    if search is None:
+    if not search:
         return _declared(policy, shape)
     space: dict[str, Dimension] = {}
     for name, values in read_options(search):
@@ -71,8 +71,6 @@ def space_of(policy: PolicySpec, shape: Shape, search: str | None) -> Space:
         except (ValueError, KeyError) as error:
             example = f"{name}=LOW..HIGH or {name}=A|B|C"
             raise InputError(f"--search {name}={values or ''}: {error}; write {example}") from None
-    if not space:
-        raise InputError("--search names no option: write capacity=10..1000:cosine=flat|rows")
     return tuple(space.values())
 
 

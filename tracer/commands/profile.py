@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tracer.commands.shared import Overwrite
-from traces import InputError, replacing
+from traces import check_file, replacing
 from traces.commands import console
 from traces.files import expanded
 from traces.models import written
@@ -37,8 +37,7 @@ def profile(
         console.say(text.rstrip())
         return
     target = expanded(out)
-    if target.exists() and not overwrite:
-        raise InputError(f"{target} is there already: overwrite it with --overwrite")
+    check_file(target, overwrite)
     with replacing(target) as file:
         file.write_text(text, "utf-8")
     console.say(f"{target}: {counted.name}, {counted.moe_layers} MoE layers x {counted.experts} experts")
