@@ -376,13 +376,13 @@ class LiveModel:
 def own_tokens(mask: Any, before: int, columns: int) -> NDArray[np.bool_]:
     """Return which tokens of a pass are no padding, bool[rows or 1, columns], by any mask that a model takes.
 
-    before: tokens in the KV cache. In a mask [rows, 1, queries, keys], made for static caches, all that the last query
-    sees.
+    before: tokens in the KV cache. In a mask [rows, 1, queries, keys], made for static caches, all that see themselves.
+    With a sliding window the keys are the latest ones alone.
     """
     if isinstance(mask, dict):
         mask = mask.get("full_attention")
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        seen = mask[:, 0, -1, before : before + columns]
+        seen = mask[:, 0].diagonal(min(before, mask.shape[3] - columns), 1, 2)
         mask = seen if seen.dtype == torch.bool else seen == 0
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return np.ones((1, columns), np.bool_)

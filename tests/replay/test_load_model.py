@@ -228,6 +228,19 @@ def test_what_an_assistant_guessed_wrong_is_not_in_the_trace(model: Any, whole: 
         np.testing.assert_array_equal(np.sort(other.experts[:rows]), np.sort(traces[0].experts))
 
 
+def test_a_trace_has_all_tokens_of_a_static_cache_with_a_window(tmp_path: Path) -> None:
+    folder, traces = saved(tmp_path, "mixtral", "bfloat16", sliding_window=6), []
+    with load_model(folder, cache_size="25%", lanes=1) as model:
+        for implementation in ("dynamic", "static"):
+            generated(model, **BATCH, cache_implementation=implementation)
+            traces.append(model.expert_cache.trace)
+            model.expert_cache.clear()
+    for trace in traces:
+        assert trace.requests.prompt_tokens.tolist() == [9, 5]
+        np.testing.assert_array_equal(trace.token_id, traces[0].token_id)
+        np.testing.assert_array_equal(np.sort(trace.experts), np.sort(traces[0].experts))
+
+
 def test_two_models_and_threads_at_once_give_what_each_gives_alone(folder: Path, whole: Any, model: Any) -> None:
     prompts = [prompt(5 + seed, seed=seed) for seed in range(4)]
     wanted = [logits(whole, ids, 4) for ids in prompts]
