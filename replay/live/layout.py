@@ -33,6 +33,7 @@ from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, ExpertSource
 from replay.live.shards import ALIGNMENT, ShardTensor, lead_of
 from traces.errors import InputError
+from traces.models.sites import find_sites
 
 if TYPE_CHECKING:
     from replay.live.packing import Packing
@@ -93,6 +94,7 @@ def end_of(rows: Sequence[Row]) -> int:
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """Return the modules of a model that have the experts interface of transformers. Raise InputError for none."""
+    find_sites(model)  # raises for models that are refused by name
     decorated = ("is_transposed", "has_bias", "num_experts")  # of a class, by `use_experts_implementation`
     layers = [
         _layer(name, module)
@@ -252,19 +254,27 @@ def sources(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
     wanted_sources: dict[str, Source] = {}
+    by_target: dict[str, Source] = {}  # of each converter's first pattern
     others: dict[str, ShardTensor] = {}
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
-        if target not in wanted:
+        converter = by_pattern[pattern] if pattern else WeightRenaming(name, target)
+        made = wanted.intersection(_targets(target, converter))
+        if not made:
             others[name] = tensors[name]
             continue
-        if target not in wanted_sources:
-            converter = by_pattern[pattern] if pattern else WeightRenaming(name, target)
-            wanted_sources[target] = Source(target, converter)
-        wanted_sources[target].tensors.setdefault(pattern or name, []).append(tensors[name])
+        source = by_target.setdefault(target, Source(target, converter))
+        source.tensors.setdefault(pattern or name, []).append(tensors[name])
+        wanted_sources |= dict.fromkeys(made, source)
     return wanted_sources, others
+
+
+def _targets(first: str, converter: WeightConverter | WeightRenaming) -> list[str]:
+    """Return all parameters that a converter makes together; first: that of its first pattern."""
+    named, *patterns = converter.target_patterns
+    return [first, *(first.replace(named, pattern, 1) for pattern in patterns)]
 
 
 class Piece(NamedTuple):

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -281,7 +282,14 @@ def rehearse(model: Opened) -> tuple[list[ExpertLayer], ExpertsHook]:
     for name, module in zip(hook.names, hook.modules, strict=True):
         if module not in by_module:
             raise without_interface(f"{name} ({type(module).__name__}) of {model.loaded.name}")
+    for layer in model.layers:
+        if layer.module not in hook.modules:
+            setattr(layer.module, HOOK, partial(_not_cached, layer.name))
     return [by_module[module] for module in hook.modules], hook
+
+
+def _not_cached(name: str, *_: Tensor) -> Tensor:
+    raise InputError(f"text does not run through {name}, and a cache has the experts of text alone")
 
 
 def _warm_up(run: Run, top_k: int) -> None:

@@ -36,8 +36,8 @@ from traces import InputError, Trace
 
 ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "gpt_oss")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-OTHERS = ("aria", "inkling2", "nemotron_h", "jamba")
-"""Experts that are transposed, added up in float32, without a gate, or beside other layers."""
+OTHERS = ("aria", "inkling2", "nemotron_h", "jamba", "ernie4_5_vl_moe")
+"""Experts that are transposed, added up in float32, without a gate, beside other layers, or beside those of images."""
 
 
 @pytest.fixture(autouse=True)

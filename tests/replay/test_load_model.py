@@ -241,6 +241,17 @@ def test_a_trace_has_all_tokens_of_a_static_cache_with_a_window(tmp_path: Path) 
         np.testing.assert_array_equal(np.sort(trace.experts), np.sort(traces[0].experts))
 
 
+def test_experts_that_no_text_runs_through_are_refused_and_so_are_models_of_no_passes(tmp_path: Path) -> None:
+    with load_model(
+        saved(tmp_path / "images", "ernie4_5_vl_moe"), cache_size="25%", lanes=1, store=tmp_path / "s"
+    ) as model:
+        of_images = model.get_submodule("model.language_model.layers.1.mlp.vision_moe.experts")
+        with pytest.raises(InputError, match=r"text does not run through .*vision_moe\.experts"):
+            of_images(torch.zeros(1, 32), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
+    with pytest.raises(InputError, match="it denoises blocks of tokens"):
+        load_model(saved(tmp_path / "blocks", "diffusion_gemma"))
+
+
 def test_two_models_and_threads_at_once_give_what_each_gives_alone(folder: Path, whole: Any, model: Any) -> None:
     prompts = [prompt(5 + seed, seed=seed) for seed in range(4)]
     wanted = [logits(whole, ids, 4) for ids in prompts]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from replay.live.memory import kv_name_in
 from tests.support.architectures import tiny_model
+from tracer.models import find_model
 
 NEW_TOKENS = 24
 
@@ -54,7 +54,8 @@ def _is_fp8(name: str, weight: Tensor) -> bool:
 
 def whole_model(folder: Path | str, dtype: str = "auto") -> Any:
     """Return the unmodified model, which computes its experts one by one."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+    auto = find_model(str(folder), needs_tokenizer=False).auto
+    return auto.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
 
 
 def prompt(tokens: int, vocabulary: int = 250, seed: int = 3) -> Tensor:

@@ -324,7 +324,7 @@ ADAPTERS: dict[str, type[Site] | None] = {
 REFUSED = {
     "DiffusionGemmaTextExperts": "it denoises blocks of tokens again and again, so no pass has tokens of its own"
 }
-"""What is not recorded although its experts can be hooked, by the class of the experts, and why."""
+"""What is neither recorded nor cached although its experts can be hooked, by the class of the experts, and why."""
 
 TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
 
@@ -341,7 +341,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     for name, module in model.named_modules():
         kind, (parent, _, leaf) = type(module).__name__, name.rpartition(".")
         if kind in REFUSED:
-            raise InputError(f"{name} ({kind}) cannot be recorded: {REFUSED[kind]}")
+            raise InputError(f"{name} ({kind}) is not supported: {REFUSED[kind]}")
         adapter = ADAPTERS.get(kind)
         if kind not in ADAPTERS and kind.endswith("Experts") and leaf != "shared_experts":
             adapter = Interface
