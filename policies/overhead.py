@@ -1,10 +1,13 @@
 """What a policy takes for an event, where no table says it: its own calls over the first tokens of a run, timed.
+And what memory it holds.
 
 A first pass has the guard on, so that a faulty policy ends with file and line; the passes that count do without, since
 the guard is no work of the policy. Each step counts with the shortest time that a pass took for it, as what disturbs
 a measurement only makes it longer, less that of a policy that hears of nothing.
 """
 
+import gc
+import tracemalloc
 from collections.abc import Sequence
 from time import perf_counter_ns
 
@@ -14,6 +17,7 @@ from policies.core.events import Events
 from policies.core.policy import Int, Requests, Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import PolicySpec, parse
+from policies.expert_cache import ExpertCache
 from traces.steps import DECODE, RequestSteps
 
 EVENTS = 1_000
@@ -38,6 +42,50 @@ def measured_us(policy: PolicySpec, shape: Shape, requests: Requests) -> float:
     counted = decoded if decoded.any() else ~decoded
     us = float((own - idle)[counted].mean()) / shape.layers / 1_000
     return float(f"{max(0.0, us):.3g}")
+
+
+def measured_bytes(policy: PolicySpec, shape: Shape, requests: Requests) -> int:
+    """Return the bytes that a policy holds beyond what LRU does, with a quarter of the experts cached; 0 of an oracle.
+
+    Compiled policies allocate when they are made whatever they will fill; of others it is what EVENTS events have left.
+    """
+    if policy.oracle:
+        return 0
+    first = _first(requests, shape.layers)
+    lru, own = (_held_bytes(each, shape, first) for each in (parse("lru"), policy))
+    return max(0, own - lru)
+
+
+def _held_bytes(policy: PolicySpec, shape: Shape, requests: Requests) -> int:
+    _cache(policy, shape, requests)  # what is imported or compiled for it stays in memory too
+    gc.collect()
+    tracemalloc.start()
+    try:
+        cache = _cache(policy, shape, requests)
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+        del cache
+    finally:
+        tracemalloc.stop()
+    return held
+
+
+def _cache(policy: PolicySpec, shape: Shape, requests: Requests) -> ExpertCache:
+    """Return a cache under the policy; of one that is not compiled after EVENTS events, or all, in a request."""
+    cache = ExpertCache(policy, shape.layers, shape.experts, max(shape.layers, shape.total // 4))
+    left = 0 if policy.compiled else EVENTS
+    for ordinal, request in enumerate(requests):
+        events = Events.of(request, shape.layers)
+        if ordinal:
+            cache.end_request()
+        cache.begin_request()
+        for step in range(min(len(request.phase), -(-left // shape.layers))):
+            cache.begin_step()
+            for layer in range(shape.layers):
+                event = events.event(step, layer)
+                cache.route(layer, event.experts - layer * shape.experts, event.counts)
+        left -= shape.layers * len(request.phase)
+    return cache
 
 
 def _first(requests: Requests, layers: int) -> Requests:
