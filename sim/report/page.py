@@ -18,8 +18,6 @@ TEMPLATE = "page.html"
 
 def written(results: Sequence[Results], command: str) -> tuple[str, list[str]]:
     """Return the page, and what is missing, as sentences. command: the one that makes it again."""
-    from jinja2 import Environment, FileSystemLoader
-
     sweeps = [each for each in results if not each.replayed]
     replays = [each for each in results if each.replayed]
     sections: list[Section] = []
@@ -30,13 +28,21 @@ def written(results: Sequence[Results], command: str) -> tuple[str, list[str]]:
     for each in sweeps:
         sections += sweep.table(each, several=len(sweeps) > 1)
     problems = [problem for each in results for problem in each.problems]
+    return rendered(_title(results), _summary(sweeps), sections, "moe-sim report", problems), problems
+
+
+def rendered(
+    title: str, summary: Sequence[str], sections: Sequence[Section], maker: str, problems: Sequence[str] = ()
+) -> str:
+    """Return the page. summary: sentences, the answer first; problems: what is missing; maker: the command."""
+    from jinja2 import Environment, FileSystemLoader
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    page = environment.get_template(TEMPLATE).render(
-        title=_title(results), summary=_summary(sweeps), problems=problems, sections=sections, commit=commit()
+    return environment.get_template(TEMPLATE).render(
+        title=title, summary=summary, problems=problems, sections=sections, maker=maker, commit=commit()
     )
-    return page, problems
 
 
 def _title(results: Sequence[Results]) -> str:

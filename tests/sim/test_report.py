@@ -1,10 +1,8 @@
 """The report: it opens in a browser and sorts, escapes what data hold, and says what is missing instead of failing."""
 
 import html
-import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,11 @@ from sim.loaded import TimedRun, load
 from sim.report import bounds, inputs, page
 from sim.results import summarise
 from sim.sweeps import verdict
+from tests.support.browser import CHROMIUM, opened
 from tests.support.command import moe_sim
 from traces import Trace, demo_trace
 from traces.synthetic import synthetic
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIZES = "25%,50%"
 
 
@@ -161,7 +159,6 @@ def test_what_the_host_computes_takes_no_slot_in_the_floor():
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_in_a_browser_it_opens_without_errors_sorts_and_draws(swept, tmp_path):
-    assert CHROMIUM
     ended = moe_sim("report", swept, "--out", "report.html", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     text = (tmp_path / "report.html").read_text("utf-8")
@@ -178,15 +175,7 @@ def test_in_a_browser_it_opens_without_errors_sorts_and_draws(swept, tmp_path):
     document.title = JSON.stringify(found);
     </script>"""
     (tmp_path / "probed.html").write_text(text.replace("</body>", f"{probe}</body>"), "utf-8")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'browser'}", "--disable-background-networking", "--no-first-run"]
-    command.append((tmp_path / "probed.html").as_uri())
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert 'data-ready="yes"' in shown.stdout
-    assert not re.search("CONSOLE.*(rror|Refused)", shown.stderr)
-    title = re.search("<title>(.*?)</title>", shown.stdout, re.DOTALL)
-    assert title
-    found = json.loads(html.unescape(title[1]))
+    found = opened(tmp_path / "probed.html")
     before, up, down = ([float(each.rstrip("%")) for each in found[name]] for name in ("before", "up", "down"))
     assert up == sorted(before)
     assert down == up[::-1]
