@@ -12,7 +12,7 @@ from itertools import pairwise
 from policies import Event, ScorePolicy, Shape, make_policy
 from policies.core.policy import Requests
 from sim import sweep
-from sim.analysis.board import SIZES, cards_of
+from sim.board.cases import SIZES, cards_of
 from traces.board import Card
 
 POLICIES = ["lrfu", "lfu-aged", "arc", "s3fifo", "eamc", "eamc-blend"]

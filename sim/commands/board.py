@@ -1,5 +1,7 @@
 """The command `moe-sim board`: policies over the shipped traces of several models, with one score."""
 
+import shlex
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,21 +10,33 @@ import typer
 from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
-from sim.analysis import board as boards
+from sim.board import result as results
+from sim.board.cases import HITS, MACHINES, cards_of
+from sim.board.entrants import POLICIES, every
+from sim.board.result import Entry, Result
+from sim.board.running import Board
 from sim.commands import options, printed
 from sim.engines import compiling
+from sim.report import board as pages
 from sim.sweeps import report
 from traces.commands import console
-from traces.output import check_file
+from traces.output import check_file, replacing
 
-LEGEND = f"percent of the gap from LRU to Belady in hits; TPOT: in TPOT on {boards.MACHINE}"
+LEGEND = (
+    "score: percent of the gap from LRU to Belady closed in hits, the mean of all",
+    "traces; worst: the least; below by trace",
+    *(f"{machine.wall}: the same in time, on {machine.title}" for machine in MACHINES),
+    "slower: percent of time more than LRU takes, at most",
+    "us: charged an event; MiB: held beyond what LRU holds",
+)
 
 
 def board(
     policies: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Policies, as in eamc or FILE.py:CLASS. Default: {' '.join(boards.POLICIES)}."),
+        typer.Argument(help=f"Policies, as in eamc or FILE.py:CLASS. Default: {' '.join(POLICIES)}."),
     ] = None,
+    all_policies: Annotated[bool, typer.Option("--all", help="Also run every policy that ships.")] = False,
     traces: Annotated[
         str | None, typer.Option(help="Traces of the set, by name, with commas. Default: all that are shipped.")
     ] = None,
@@ -31,6 +45,7 @@ def board(
     ] = None,
     workers: options.Workers = None,
     out: Annotated[Path | None, typer.Option(help="File for the result (TOML).")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for a page of all results.")] = None,
     overwrite: options.Overwrite = False,
     *,
     output: options.OutputOptions,
@@ -38,41 +53,68 @@ def board(
     """Run policies over the shipped traces of several models, and rank them by one score.
 
     The score is the mean share of the gap from LRU to Belady that a policy closes in hits, over traces and caches of 5,
-    10, 25 and 50% of the experts. Where the model's sizes are known, TPOT is simulated as well. With --check the exit
-    status is 1 if any figure differs from the file's.
+    10, 25 and 50% of the experts, from a cold and from a warm cache. Where the model's sizes are known, TPOT is
+    simulated as well, on three machines: the link, computing or the disk is the wall. With --check the exit status is 1
+    if any figure differs from the file's.
 
     [b]moe-sim board lrfu my_file.py:MyPolicy --out mine.toml[/b]
 
     [b]moe-sim board --check mine.toml[/b]
+
+    [b]moe-sim board --all --html board.html[/b]
     """
-    stored = boards.read(check) if check else None
-    if out:
-        check_file(out, overwrite, read=check)
-    cards = boards.cards_of(stored.traces if stored else split_list(traces))
-    named = tuple(stored.policies) if stored else split_list(",".join(policies or boards.POLICIES))
-    tables = boards.tables(cards, named, stored.overhead_us if stored else {})
-    output.note(*report.overhead_notes({} if stored else boards.measured(tables)))
-    versions = (each for table in tables for each in table.loaded.versions(p for p, _ in table.grid.cells()))
+    stored = results.read(check) if check else None
+    for file in filter(None, (out, html)):
+        check_file(file, overwrite, read=check)
+    named = split_list(",".join(policies or ([] if all_policies else POLICIES)))
+    runs = Board.of(
+        cards_of(stored.traces if stored else split_list(traces)),
+        tuple(stored.policies) if stored else (*named, *(each for each in every() if all_policies)),
+        stored,
+    )
+    output.note(*report.overhead_notes({} if stored else runs.own))
+    versions = (each for table in runs.tables for each in table.loaded.versions(p for p, _ in table.grid.cells()))
     output.note(*compiling.notes(list(versions)))
-    with printed.progress(boards.requests(tables), output.quiet) as advance:
-        found = boards.run(cards, tables, options.processes(workers), advance)
+    with printed.progress(runs.requests, output.quiet) as advance:
+        found = runs.run(options.processes(workers), advance)
     if out:
-        boards.write(found, out, overwrite)
-    differs = boards.difference(stored, found) if stored else None
+        results.write(found, out, overwrite)
+    if html:
+        command = shlex.join(["moe-sim", "board", *named, *(["--all"] if all_policies else []), "--html", str(html)])
+        with replacing(html, overwrite=overwrite) as part:
+            part.write_text(pages.page(found, command), "utf-8")
+    differs = results.difference(stored, found) if stored else None
     ending = [f"all figures are equal to those of {check}"] if stored and not differs else []
-    ending += [f"wrote {out}"] if out else []
-    output.show(lambda: asdict(found), lambda: (boards.sentence(found), _table(found), LEGEND, *ending))
+    ending += [f"wrote {file}" for file in (out, html) if file]
+    output.show(lambda: asdict(found), lambda: (*results.sentences(found), *_tables(found), *ending))
     if differs:
         console.fail("moe-sim", f"{check}: {differs}", 1)
 
 
-def _table(found: boards.Result) -> Table:
-    """Return a row for each policy: its score, worst case, and mean share of each trace."""
-    headings = [trace.replace("-", "-\n", 1) for trace in found.traces]
-    shown = printed.table("policy", "score", "worst", "TPOT", "worst", *headings, fold=True)
-    leader = next(text for text, entry in found.ranking if not entry.oracle)
+def _tables(found: Result) -> Iterator[Table | str]:
+    """Yield a row for each policy: its score with the parts, and its mean share in each trace."""
+    walls = found.measures[1:]
+    scores = printed.table("policy", "score", "worst", *walls, "slower", "us", "MiB", fold=True)
+    headings = (start.replace("-", "-\n", 1).replace(" ", "\n") for start in found.requests)
+    starts = printed.table("policy", *headings, fold=True)
     for text, entry in found.ranking:
-        shares = entry.worst, entry.tpot_score, entry.tpot_worst, *map(entry.of_trace, found.traces)
-        cells = f"{100 * entry.score:.1f}", *("-" if share != share else f"{100 * share:.0f}" for share in shares)
-        shown.add_row(policy_title(text, entry.oracle), *cells, style="bold green" if text == leader else None)
-    return shown
+        style = "bold green" if text == found.leader else None
+        title = policy_title(text, entry.oracle)
+        scores.add_row(title, *_cells(entry, walls), style=style)
+        shares = found.shares(text).values()
+        means = (results.mean([share for share in values if share == share]) for values in shares)
+        starts.add_row(title, *(_percent(mean) for mean in means), style=style)
+    yield scores
+    yield from LEGEND
+    yield starts
+
+
+def _cells(entry: Entry, walls: list[str]) -> list[str]:
+    costs = ("-" if each != each else f"{each:.3g}" for each in (entry.overhead_us, entry.memory_mib))
+    slower = "-" if entry.slower != entry.slower else f"{entry.slower:.1f}"
+    shares = (_percent(each) for each in (entry.worst, *(entry.score[wall] for wall in walls)))
+    return [_percent(entry.score[HITS], 1), *shares, slower, *costs]
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return "-" if share != share else f"{100 * share:.{digits}f}"

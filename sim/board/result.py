@@ -1,0 +1,225 @@
+"""What was found: figures of each policy, the score made of them, intervals, costs, and the file that holds all of it.
+
+A share is how much of the gap from LRU to Belady a policy closes in hits, in one case at one size. The score is the
+mean of the shares: of a trace over starts and sizes, then over traces. In time, where some gaps are close to nothing,
+it is what a policy saves of LRU's time over what Belady saves, each the same mean.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from sim.board.cases import HITS, MEASURES, QUARTER, SIZES
+from sim.results.compare import CONFIDENCE, FEWEST
+from traces.board import board
+from traces.errors import InputError
+from traces.files import read_toml
+from traces.output import replacing
+from traces.typed import typed
+
+LRU, BELADY = "lru", "belady"
+UNKNOWN = float("nan")
+DIGITS = 6
+"""Of milliseconds and shares; hit rates have two more."""
+
+Figures = dict[str, dict[str, tuple[float, ...]]]
+"""By measure and start, at each size: hit rates, and milliseconds of mean TPOT on the machine with that wall."""
+
+Gain = tuple[float, float, float]
+"""What a policy gains over LRU, paired over requests, with its interval: points of hits, or percent of TPOT."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A policy on the board."""
+
+    digest: str  # SHA-256 of a user's own file; empty: built in
+    oracle: bool
+    overhead_us: float  # charged an event, on the model where it takes most; NaN: nothing is timed
+    memory_mib: float  # that it holds beyond LRU, on the model with the most experts
+    score: dict[str, float]  # by measure
+    worst: float  # the least share
+    slower: float  # percent of TPOT more than LRU takes, at most, anywhere; NaN: nothing is timed
+    slowest: str  # where
+    figures: Figures
+    gains: dict[str, dict[str, tuple[Gain, ...]]]  # of starts with requests enough
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that a file of results holds, LRU and Belady among the policies."""
+
+    version: int  # of the set of traces
+    traces: dict[str, str]  # SHA-256 of each
+    requests: dict[str, dict[str, int]]  # by start and measure
+    policies: dict[str, Entry]  # as named
+
+    @property
+    def ranking(self) -> list[tuple[str, Entry]]:
+        """Return policies with their entries, the best score first."""
+        return sorted(self.policies.items(), key=lambda each: -each[1].score[HITS])
+
+    @property
+    def leader(self) -> str:
+        return next(text for text, entry in self.ranking if not entry.oracle)
+
+    @cached_property
+    def measures(self) -> list[str]:
+        """Return `hits` and the walls of the machines on which something was timed."""
+        return [name for name in MEASURES if name in self.policies[LRU].figures]
+
+    def counts(self, start: str) -> str:
+        """Return how many requests are counted, and how many timed."""
+        hits, *times = dict.fromkeys(self.requests[start].values())
+        return f"{hits} requests{''.join(f', timed over {each}' for each in times)}"
+
+    def shares(self, policy: str) -> dict[str, tuple[float, ...]]:
+        """Return by start the share of the gap in hits that is closed at each size: NaN where there is none."""
+        return shares(*(self.policies[name].figures for name in (policy, LRU, BELADY)))
+
+
+def entry(
+    measured: Mapping[str, Figures], policy: str, gains: dict[str, dict[str, tuple[Gain, ...]]], **about: Any
+) -> Entry:
+    """Return a policy's entry, with what follows of the figures of all."""
+    figures, lru, belady = (measured[name] for name in (policy, LRU, BELADY))
+    found = shares(figures, lru, belady)
+    slower = {
+        f"{start} {measure} {size}": round(100 * (ms / base - 1), 2)
+        for measure, starts in figures.items()
+        if measure != HITS
+        for start, values in starts.items()
+        for size, ms, base in zip(SIZES, values, lru[measure][start], strict=True)
+    }
+    slowest = max(slower, key=lambda name: slower[name], default="")
+    return Entry(
+        score={HITS: round(_mean_of_traces(found), DIGITS), **dict(_saved(figures, lru, belady))},
+        worst=min(_known(found), default=UNKNOWN),
+        slower=slower.get(slowest, UNKNOWN),
+        slowest=slowest,
+        figures=figures,
+        gains=gains,
+        **about,
+    )
+
+
+def shares(figures: Figures, lru: Figures, belady: Figures) -> dict[str, tuple[float, ...]]:
+    """Return by start the share of the gap in hits that is closed at each size: NaN where there is none."""
+    return {
+        start: tuple(
+            round((value - base) / (best - base), DIGITS) + 0.0 if best > base else UNKNOWN
+            for value, base, best in zip(values, lru[HITS][start], belady[HITS][start], strict=True)
+        )
+        for start, values in figures[HITS].items()
+    }
+
+
+def _saved(figures: Figures, lru: Figures, belady: Figures) -> Iterator[tuple[str, float]]:
+    """Yield by wall what is saved of LRU's time, over what Belady saves."""
+    for wall in (measure for measure in figures if measure != HITS):
+        mine, best = (
+            _mean_of_traces(
+                {
+                    start: tuple(1 - ms / base for ms, base in zip(values, lru[wall][start], strict=True))
+                    for start, values in each[wall].items()
+                }
+            )
+            for each in (figures, belady)
+        )
+        yield wall, round(mine / best, DIGITS) if best > 0 else UNKNOWN
+
+
+def _known(held: Mapping[str, tuple[float, ...]]) -> list[float]:
+    return [share for values in held.values() for share in values if share == share]
+
+
+def _mean_of_traces(held: Mapping[str, tuple[float, ...]]) -> float:
+    traces: dict[str, dict[str, tuple[float, ...]]] = {}
+    for start, values in held.items():
+        traces.setdefault(start.rpartition(" ")[0], {})[start] = values
+    means = [mean(_known(starts)) for starts in traces.values()]
+    return mean([each for each in means if each == each])
+
+
+def mean(values: list[float]) -> float:
+    """Return the mean of shares; NaN where there are none."""
+    return fmean(values) if values else UNKNOWN
+
+
+def sentences(found: Result) -> list[str]:
+    """Return which policy leads, by how much, and how far the ceiling is; whether it costs time; how sure that is."""
+    able = [(text, entry) for text, entry in found.ranking if not entry.oracle]
+    (leader, best), *others = able
+    score = best.score[HITS]
+    before = f", {100 * (score - others[0][1].score[HITS]):.1f} points more than {others[0][0]}" if others else ""
+    timed = ", ".join(f"{best.score[wall]:.1%} ({wall})" for wall in found.measures[1:])
+    saved = f"; of the time that Belady saves it saves, by the wall, {timed}" if timed else ""
+    first = (
+        f"{leader} leads: it closes {score:.1%} of the gap from LRU to Belady in hits{before}, and "
+        f"{100 * (1 - score):.1f} points are left to Belady{saved}."
+    )
+    return [first] if leader == LRU else [first, *_slowness(leader, best), *_certainty(best, found)]
+
+
+def _slowness(policy: str, entry: Entry) -> Iterator[str]:
+    if entry.slower <= 0:
+        yield f"{policy} is nowhere slower than LRU."
+    elif entry.slower == entry.slower:
+        yield f"At worst {policy} is {entry.slower:.1f}% slower than LRU: {entry.slowest}."
+
+
+def _certainty(entry: Entry, found: Result) -> Iterator[str]:
+    """Yield what is gained over LRU at a quarter, with intervals, and which traces have none."""
+    for start in entry.gains.get(HITS, ()):
+        gain, count = gain_text(entry.gains[HITS][start][SIZES.index(QUARTER)]), found.requests[start][HITS]
+        of = f"{count} requests of {start} ({CONFIDENCE:.0%})"
+        yield f"Over LRU at {QUARTER} it gains {gain} points of hits on {of}."
+    few = [start for start, counts in found.requests.items() if counts[HITS] < FEWEST]
+    if few:
+        yield f"Too few requests for intervals: {', '.join(few)}."
+
+
+def gain_text(gain: Gain) -> str:
+    """Return `9.1 (8.0 to 10.2)`."""
+    middle, low, high = gain
+    return f"{middle:.1f} ({low:.1f} to {high:.1f})"
+
+
+def write(found: Result, path: Path, overwrite: bool = False) -> None:
+    """Write a file that `read` reads, whole or not at all."""
+    import tomli_w  # which a machine with a GPU need not have
+
+    with replacing(path, overwrite=overwrite) as part:
+        sizes = ", ".join(SIZES)
+        heading = f"# Figures at {sizes} of the experts. `moe-sim board --check THIS` runs the same again.\n"
+        part.write_text(heading + tomli_w.dumps(asdict(found)), encoding="utf-8")
+
+
+def read(path: Path) -> Result:
+    """Return the result of a file. Raise InputError for one that holds none."""
+    found = typed(Result, read_toml(path), str(path))
+    if found.version != board().version:
+        raise InputError(f"{path} is of version {found.version} of the traces, and version {board().version} is here")
+    return found
+
+
+def difference(stored: Result, found: Result) -> str | None:
+    """Return the first figure that differs, with both values; None: all are equal."""
+    one, other = (dict(_figures(asdict(each))) for each in (stored, found))
+    for name in {**one, **other}:
+        if repr(one.get(name)) != repr(other.get(name)):
+            return f"{name} is {one.get(name)} in the file, and {other.get(name)} now"
+    return None
+
+
+def _figures(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, tuple):
+        value = {str(place): each for place, each in enumerate(value)}
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, each in value.items():
+        yield from _figures(each, f"{name} {key}".strip())

@@ -1,0 +1,166 @@
+"""The page of the board: the ranking, how sure it is, hit rates and times by model and size."""
+
+from collections.abc import Iterator
+
+from policies.core.grammar import policy_title
+from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, cards_of
+from sim.board.entrants import also
+from sim.board.result import BELADY, LRU, Result, gain_text, mean, sentences
+from sim.quantities import show_ms
+from sim.report.elements import Item, Section, Shown, figure_item
+from sim.report.page import rendered
+from sim.results import plot
+from sim.results.compare import CONFIDENCE
+
+DRAWN = 3
+"""Policies in the figure beside LRU and Belady: the best ones."""
+
+RANKING = (
+    "Percent of the gap from LRU (0) to Belady (100), which knows the future, that a policy closes: in hits, on traces "
+    "from an empty cache (cold) and from one that earlier requests filled (warm), in the worst case; and how much of "
+    "the time that Belady saves a policy saves, where the link, computing or the disk is the wall. Slower: percent of "
+    "time more than LRU takes, at most, on any model, machine and size. us: charged an event. MiB: held beyond LRU's. "
+    "As in: systems whose policy that is."
+)
+LEFT_OUT = (
+    "Left out: what needs a profile, a trained predictor, a trace with the next layer's gate or slots of each layer, "
+    "and systems that compute misses on the CPU or move whole layers, which moe-sim systems has. Rows move experts as "
+    "this project does, whatever else the system does."
+)
+ENTER = "The first command puts a policy in a file of your own on the board, the second runs a result again."
+COMMANDS = "moe-sim board my_file.py:MyPolicy --out mine.toml\nmoe-sim board --check mine.toml"
+
+
+def page(found: Result, command: str) -> str:
+    """Return the page as HTML. command: the one that makes it again."""
+    sections = [_ranking(found), _figure(found), *_certainty(found)]
+    for start in found.requests:
+        sections += [_hits(found, start), *_times(found, start)]
+    sections += [_what_was_run(found), _how_to_enter(command)]
+    return rendered("The board of expert-cache policies", sentences(found), sections, "moe-sim board")
+
+
+def _ranking(found: Result) -> Section:
+    walls = found.measures[1:]
+    head = "policy", "score", "cold", "warm", "worst", *walls, "slower, %", "us", "MiB", "as in"
+    rows = [
+        (
+            _title(found, text),
+            _percent(entry.score[HITS]),
+            *(_percent(_mean_of(found, text, kind)) for kind in ("cold", "warm")),
+            _percent(entry.worst),
+            *(_percent(entry.score[wall]) for wall in walls),
+            *map(_number, (entry.slower, entry.overhead_us, entry.memory_mib)),
+            (", ".join(also(text)), None),
+        )
+        for text, entry in found.ranking
+    ]
+    return Section("Ranking", (Item("text", RANKING), Item("table", head=head, rows=tuple(rows))))
+
+
+def _mean_of(found: Result, policy: str, kind: str) -> float:
+    starts = found.shares(policy).items()
+    return mean([share for start, values in starts if start.endswith(kind) for share in values if share == share])
+
+
+def _figure(found: Result) -> Section:
+    best = [text for text, entry in found.ranking if not entry.oracle and text != LRU][:DRAWN]
+    sizes = [float(size.rstrip("%")) for size in SIZES]
+    panels = {
+        start: {
+            policy: (sizes, [100 * rate for rate in found.policies[policy].figures[HITS][start]])
+            for policy in (BELADY, *best, LRU)
+        }
+        for start in found.requests
+    }
+    figure = plot.line_panels(panels, "cache (% of the experts)", "hit rate (%)")
+    caption = "Hit rates of LRU and of the best policies. Dashed: Belady, the ceiling."
+    return Section("How far the ceiling is", (figure_item(figure, caption),))
+
+
+def _certainty(found: Result) -> Iterator[Section]:
+    """Yield what each policy gains over LRU, with intervals, where any trace has requests enough."""
+    gained = {text: entry.gains for text, entry in found.ranking if entry.gains}
+    if not gained:
+        return
+    starts = list(next(iter(gained.values()))[HITS])
+    columns = [(start, measure) for start in starts for measure in found.measures]
+    place = SIZES.index(QUARTER)
+    rows = []
+    for text, gains in gained.items():
+        here = (gains[measure][start][place] for start, measure in columns)
+        rows.append((_title(found, text), *((gain_text(each), each[0]) for each in here)))
+    head = ("policy", *(f"{start}: {measure}, {'points' if measure == HITS else '%'}" for start, measure in columns))
+    requests = "; ".join(f"{found.counts(start)} of {start}" for start in starts)
+    text = (
+        f"What is gained over LRU at {QUARTER}: points of the hit rate, and percent of time on each machine, with "
+        f"intervals of {CONFIDENCE:.0%}, paired over {requests}. An interval that reaches 0 may be chance. The other "
+        "traces have too few requests for one."
+    )
+    yield Section("How sure it is", (Item("text", text), Item("table", head=head, rows=tuple(rows))))
+
+
+def _hits(found: Result, start: str) -> Section:
+    head = ("policy", *(f"hits at {size}" for size in SIZES), *(f"gap at {size}" for size in SIZES))
+    rows = [
+        (
+            _title(found, text),
+            *((f"{100 * rate:.1f}", rate) for rate in entry.figures[HITS][start]),
+            *map(_percent, found.shares(text)[start]),
+        )
+        for text, entry in found.ranking
+    ]
+    table = Item("table", head=head, rows=tuple(rows))
+    return Section(f"{start}: hits", (Item("text", _at_a_quarter(found, start)), table))
+
+
+def _at_a_quarter(found: Result, start: str) -> str:
+    place = SIZES.index(QUARTER)
+    rates = {text: entry.figures[HITS][start][place] for text, entry in found.policies.items()}
+    best = max((text for text in rates if not found.policies[text].oracle), key=lambda text: rates[text])
+    return (
+        f"At {QUARTER} {best} hits most: {rates[best]:.1%}; LRU {rates[LRU]:.1%}, Belady {rates[BELADY]:.1%}. Below: "
+        "hit rates, and shares of the gap from LRU to Belady that are closed, in percent."
+    )
+
+
+def _times(found: Result, start: str) -> Iterator[Section]:
+    """Yield the times from a start, where it was timed."""
+    walls = [wall for wall in found.measures[1:] if start in found.policies[LRU].figures[wall]]
+    if not walls:
+        return
+    rows = [
+        (_title(found, text), *((show_ms(ms), ms) for wall in walls for ms in entry.figures[wall][start]))
+        for text, entry in found.ranking
+    ]
+    head = ("policy", *(f"{wall} {size}" for wall in walls for size in SIZES))
+    text = "Mean time per output token in ms, by the machine's wall and the size of the cache."
+    yield Section(f"{start}: time", (Item("text", text), Item("table", head=head, rows=tuple(rows))))
+
+
+def _what_was_run(found: Result) -> Section:
+    cards = [
+        f"{card.name}: {card.model}, {card.layers} x {card.experts} experts, top-{card.top_k}; {card.decoded}; "
+        f"{card.source}, {card.licence}; defects: {', '.join(card.defects) or 'none found'}"
+        for card in cards_of(found.traces)
+    ]
+    machines = [f"{each.wall} as the wall: {each.title}" for each in MACHINES if each.wall in found.measures]
+    items = Item("list", "\n".join([*cards, *machines])), Item("text", LEFT_OUT)
+    return Section(f"What was run (version {found.version} of the traces)", items)
+
+
+def _how_to_enter(command: str) -> Section:
+    again = Item("text", "This page:"), Item("code", command)
+    return Section("How to enter a policy", (Item("text", ENTER), Item("code", COMMANDS), *again))
+
+
+def _title(found: Result, policy: str) -> Shown:
+    return policy_title(policy, found.policies[policy].oracle), None
+
+
+def _percent(share: float) -> Shown:
+    return ("-", -1e9) if share != share else (f"{100 * share:.1f}", share)
+
+
+def _number(value: float) -> Shown:
+    return ("-", -1.0) if value != value else (f"{value:.3g}", value)
