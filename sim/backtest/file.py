@@ -77,7 +77,7 @@ class Model:
 
     name: str
     profile: str = ""  # a model profile; else the one of that name
-    precision: str = ""  # of the experts
+    precision: str = ""  # of the experts; beside `file_gb` only how fast it is multiplied
     dense_precision: str = ""  # of all else
     file_gb: Number = 0.0  # of the whole file, over all its parameters
     layers: Count = 0
@@ -148,7 +148,7 @@ UNUSED: dict[Any, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("without", "trace", ("prompts", "requests")),
     ),
     Model: (
-        ("beside", "file_gb", ("precision", "dense_precision")),
+        ("beside", "file_gb", ("dense_precision",)),
         ("beside", "expert_bytes", ("expert_mb",)),
     ),
     Machine: (("without", "host_threads", ("host_gflop_per_s_per_thread",)),),

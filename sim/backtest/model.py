@@ -20,7 +20,7 @@ def profile_of(facts: Model) -> ModelProfile:
     if facts.file_gb:
         each = facts.file_gb * 1e9 / base.parameters
         base = base.at(each, each)
-    if facts.precision:
+    if facts.precision and not facts.file_gb:
         whole = canonical(facts.precision).startswith(WHOLE)
         base = base.at(bytes_per_parameter(facts.precision), bytes_per_parameter(facts.precision) if whole else None)
     if facts.dense_precision:
@@ -36,7 +36,8 @@ def profile_of(facts: Model) -> ModelProfile:
     if facts.kv_bytes_per_token:
         width = base.kv_bytes_per_value * facts.kv_bytes_per_token / base.kv_cache_bytes(1)
         base = replace(base, kv_bytes_per_value=width)
-    return base.holding(facts.dense_bytes, facts.head_bytes)
+    precision = canonical(facts.precision) if facts.precision else base.precision
+    return replace(base.holding(facts.dense_bytes, facts.head_bytes), precision=precision)
 
 
 def _of_bytes(facts: Model) -> ModelProfile:

@@ -71,6 +71,7 @@ class Factors(Struct, forbid_unknown_fields=True):
     gpu: dict[str, Gpu]
     kernels: Kernels
     cpu: Cpus
+    host_multiply: dict[str, float]
     host_layouts: dict[str, float]
     links: dict[str, float]
 

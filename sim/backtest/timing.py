@@ -22,10 +22,13 @@ class Runtime(Roofline):
         super().__init__(rates.hardware(cpu, disk_link), model)
         self.cpu = cpu
         self.kv_cache = 1.0 if cpu else FACTORS.gpu_kv_cache
+        self.host_multiply = FACTORS.host_multiply.get(model.precision, 1.0)
+        self.multiply = self.host_multiply if cpu else 1.0
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
         reading = self.model.bytes_of(layer) / self.hardware.host_expert_bandwidth_gb_per_s
-        multiplying = 2 * self.model.expert_parameters * tokens / (self.hardware.host_compute_tflop_per_s * 1_000)
+        flop = 2 * self.host_multiply * self.model.expert_parameters * tokens
+        multiplying = flop / (self.hardware.host_compute_tflop_per_s * 1_000)
         return math.ceil(math.hypot(reading, multiplying))
 
     def _attention_flop(self, pairs: float, kept: float) -> float:

@@ -51,10 +51,11 @@ class Roofline:
     only the last reaches the vocabulary. An encoder takes time only in a prefill: a step
     that is as long as its context.
 
-    kv_cache: how many times as much a byte of the KV cache costs as others.
+    kv_cache: how many times as much a byte of the KV cache costs as others. multiply: the same of a weight's FLOP.
     """
 
     kv_cache = 1.0
+    multiply = 1.0
 
     def __init__(self, hardware: Hardware, model: ModelProfile, predictor_ns: int = 0):
         self.hardware, self.model = hardware, model
@@ -73,7 +74,7 @@ class Roofline:
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """Return the time of an expert whose weights are read once, from GPU memory."""
-        flop = 2 * self.model.expert_parameters * tokens
+        flop = 2 * self.multiply * self.model.expert_parameters * tokens
         framework = self.hardware.framework_us_per_expert * 1_000
         return math.ceil(self._slower(self.model.bytes_of(layer), flop) + self._launched(EXPERT_KERNELS) + framework)
 
@@ -98,7 +99,7 @@ class Roofline:
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
         """Trailing layers (their context taken as the step's tokens), then the vocabulary, a token of each request."""
-        vocabulary = self._slower(self.model.head_bytes, 2 * self.model.head_weights * requests)
+        vocabulary = self._slower(self.model.head_bytes, 2 * self.multiply * self.model.head_weights * requests)
         trailing = self._stretch_ns(self._stretches[-1], tokens, tokens)
         framework = self.hardware.framework_us_per_token * 1_000
         return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS) + framework)
@@ -122,7 +123,7 @@ class Roofline:
         kept = sum(kind.kept(context, requests) for kind in layers)
         states = sum(kind.state for kind in layers) * requests
         attended = sum(kind.attended(before) for kind in layers)
-        flop = 2 * parameters * tokens + self._attention_flop(tokens * attended, kept)
+        flop = 2 * self.multiply * parameters * tokens + self._attention_flop(tokens * attended, kept)
         framework = len(layers) * self.hardware.framework_us_per_layer * 1_000
         read = parameters * model.dense_bytes_per_parameter + self.kv_cache * kept * model.kv_bytes_per_value + states
         return self._slower(read, flop) + self._launched(sum(map(_kernels, layers))) + framework

@@ -142,6 +142,21 @@ def test_reads_and_multiplications_of_a_cpu_add_up_as_sides_of_a_right_angle(tmp
     assert Runtime(rates_of(read), read.profile, True, False).host_ns(1) == pytest.approx(5e6 / 50, rel=1e-3)
 
 
+def test_weights_of_a_type_that_is_slow_to_unpack_take_a_cpu_longer_and_no_gpu(tmp_path):
+    machine = {"gpu_gb_per_s": 500.0, "host_stream_gb_per_s": 50.0, "host_experts_of_stream": 1.0, "host_threads": 8}
+    plain, slow = (
+        case(tmp_path, model={"profile": "qwen3-30b-a3b", "file_gb": 13.0, "precision": name}, machine=machine)
+        for name in ("q4_k_m", "iq3_xxs")
+    )
+    for cpu in (False, True):
+        one, other = (Runtime(rates_of(each), each.profile, cpu, False) for each in (plain, slow))
+        read, multiplied = one.model.bytes_of(0) / 50, 2 * one.model.expert_parameters / 200
+        times = FACTORS.host_multiply["iq3_xxs"]
+        assert one.host_ns(1) == pytest.approx(math.hypot(read, multiplied), abs=1)
+        assert other.host_ns(1) == pytest.approx(math.hypot(read, times * multiplied), abs=1)
+        assert (other.dense_ns(0, 1, 1) > one.dense_ns(0, 1, 1)) == cpu
+
+
 def test_a_model_in_bytes_has_the_compute_of_its_dense_part(tmp_path):
     profile = case(tmp_path).profile
     assert profile.layers_parameters == pytest.approx(60e6 * 8 / 8.5, rel=1e-3)
