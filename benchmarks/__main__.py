@@ -17,6 +17,7 @@ ALL = (
     "host",
     "live",
     "speculation",
+    "drafted_ids",
 )
 
 for name in [name for name in sys.argv[1:] if not name.startswith("-")] or ALL:

@@ -96,7 +96,8 @@ def _play(
     L, n, m = known.after.shape[1], 0, 0
     for step in range(len(phase)):
         decode = phase[step] == DECODE
-        tokens.begin_step(known.ids, 0, token_ids[first_token[step + 1] - 1], decode)
+        last = first_token[step + 1]
+        tokens.begin_step(known.ids, 0, token_ids[last - 1 : last], decode)
         for layer in range(L):
             event = step * L + layer
             first, last = offsets[event], offsets[event + 1]

@@ -212,8 +212,12 @@ def begin_step(own: Blend, event: Event) -> bool:
         if own.steps[event.batch_slots[r]] != event.steps[r]:
             own.steps[event.batch_slots[r]] = event.steps[r]
             begins = True
-            token = NONE if len(ids) == 0 else ids[r] if decode else ids[len(ids) - 1]
-            tokens.begin_step(own.known.ids, event.batch_slots[r], token, decode)
+            first, last = (0 if decode else len(ids) - 1), len(ids)
+            if len(event.batch_slots) > 1:
+                first, last = r, r + 1
+                if len(ids) != len(event.batch_slots):  # some take in several, and whose is which is not known
+                    first, last = 0, 0
+            tokens.begin_step(own.known.ids, event.batch_slots[r], ids[max(0, first) : last], decode)
     if begins:
         if numbers[DECODES]:
             _set_aside(own)

@@ -245,19 +245,25 @@ def _of_ids(
 ) -> None:
     """Fill both [E] with what a token's id tells of the pass on it, or of the one after it, by `table`.
 
-    before: 0, or BEFORE for the token before; unseen: passes that are counted, but have not routed yet.
+    Of a pass on several drafted tokens that is the mean of what their ids tell. before: 0, or BEFORE for the token
+    before; unseen: passes that are counted, but have not routed yet.
     """
     E, ids, mine = known.after.shape[3], known.ids, known.ids.request[batch_slot]
-    row, k = mine[before + ROW], max(top_k, 1)
-    popular = known.rows[POPULAR, layer * E : (layer + 1) * E]
-    passes = max(0, ids.passes[table, row] - unseen) if row >= 0 else 0
-    prior, each = p[PRIOR_PASSES] / (passes + p[PRIOR_PASSES]), E / k / (passes + p[PRIOR_PASSES])
+    several, k = ids.step[batch_slot, 0] if table == tokens.HERE else 1, max(top_k, 1)
+    popular, share = known.rows[POPULAR, layer * E : (layer + 1) * E], 1.0 / max(1, several)
     for e in range(E):
-        out[e] = prior * popular[e]
-    if passes:
-        chosen = ids.chosen[table, row, layer]
+        out[e] = 0.0
+    for place in range(max(1, several)):
+        row = ids.step[batch_slot, 1 + place] if table == tokens.HERE and several else mine[before + ROW]
+        passes = max(0, ids.passes[table, row] - unseen) if row >= 0 else 0
+        whole = passes + p[PRIOR_PASSES]
+        prior, each = share * (p[PRIOR_PASSES] / whole), share * (E / k / whole)
         for e in range(E):
-            out[e] += each * chosen[e]
+            out[e] += prior * popular[e]
+        if passes:
+            chosen = ids.chosen[table, row, layer]
+            for e in range(E):
+                out[e] += each * chosen[e]
     counted, followed = AGAIN_PASSES[mine[before + MATCHED]], mine[before + MATCH] + (table == tokens.AFTER)
     alone = 1.0 / (counted + 1.0)
     for e in range(E):

@@ -1,9 +1,10 @@
 """What the ids of tokens tell: which experts the passes on a token of this id used, and the passes after it; and what
 this request used when its last tokens came before.
 
-A token's id is known when its step starts (rule 16). Ids share ROWS rows of counts, by their remainder: with a
-vocabulary of 200,000 most rows belong to one frequent id. Counts are bytes and are halved, all of a row at once, before
-they overflow: memory is bounded, and old uses fade. Of a request the latest HISTORY decoded tokens are kept.
+A token's id is known when its step starts (rule 16). A step of drafted tokens (rule 20) is one pass on each of its ids;
+the first one, which is decoded for certain, is the token at hand. Ids share ROWS rows of counts, by their remainder:
+with a vocabulary of 200,000 most rows belong to one frequent id. Counts are bytes and are halved, all of a row at once,
+before they overflow: memory is bounded, and old uses fade. Of a request the latest HISTORY decoded tokens are kept.
 """
 
 from typing import NamedTuple
@@ -22,6 +23,9 @@ HISTORY = 1024
 BUCKETS = 1024
 CHAIN = 32
 """Earlier places of a token that are looked at, the latest first."""
+
+TOGETHER = 64
+"""Different ids of a step that count."""
 
 LONGEST = 8
 """Tokens of a match that count."""
@@ -48,6 +52,7 @@ class Tokens(NamedTuple):
     before: Int  # [batch_slots, HISTORY] an earlier position of the same bucket, or NONE
     latest: Int  # [batch_slots, BUCKETS] the latest position of each, by the id's remainder
     routed: Int  # [batch_slots, HISTORY, L, words] experts used there, as bits
+    step: Int  # [batch_slots, 1 + TOGETHER] of the step at hand how many different rows its ids have, and these
 
 
 def no_tokens(shape: Shape) -> Tokens:
@@ -60,6 +65,7 @@ def no_tokens(shape: Shape) -> Tokens:
         before=np.full((batch_slots, HISTORY), NONE),
         latest=np.full((batch_slots, BUCKETS), NONE),
         routed=np.zeros((batch_slots, HISTORY, L, -(-E // BITS)), np.int64),
+        step=np.zeros((batch_slots, 1 + TOGETHER), np.int64),
     )
 
 
@@ -67,6 +73,7 @@ def begin_request(tokens: Tokens, batch_slot: int) -> None:
     tokens.request[batch_slot] = NONE
     tokens.request[batch_slot, [MATCHED, BEFORE + MATCHED, LENGTH]] = 0
     tokens.latest[batch_slot] = NONE
+    tokens.step[batch_slot] = 0
 
 
 @compiled
@@ -82,9 +89,13 @@ def _count(tokens: Tokens, table: int, row: int) -> None:
 
 
 @compiled
-def begin_step(tokens: Tokens, batch_slot: int, token: int, decode: bool) -> None:
-    """A step takes in `token`, or a prefill that ends with it; -1: its id is not known."""
-    mine = tokens.request[batch_slot]
+def begin_step(tokens: Tokens, batch_slot: int, taken: Int, decode: bool) -> None:
+    """A step takes in tokens of these ids, drafted ones behind the first, or is a prefill that ends with the one.
+
+    -1: an id is not known.
+    """
+    mine, token = tokens.request[batch_slot], taken[0] if len(taken) else NONE
+    _note_rows(tokens.step[batch_slot], taken)
     for place in (ROW, MATCH, MATCHED):
         mine[BEFORE + place] = mine[place]
     mine[ROW] = token % ROWS if token >= 0 else NONE
@@ -93,8 +104,8 @@ def begin_step(tokens: Tokens, batch_slot: int, token: int, decode: bool) -> Non
         return
     if mine[BEFORE + ROW] >= 0:
         _count(tokens, AFTER, mine[BEFORE + ROW])
-    if mine[ROW] >= 0:
-        _count(tokens, HERE, mine[ROW])
+    for place in range(tokens.step[batch_slot, 0]):
+        _count(tokens, HERE, tokens.step[batch_slot, 1 + place])
     at, ids, before = mine[LENGTH], tokens.ids[batch_slot], tokens.before[batch_slot]
     mine[LENGTH] += 1
     ids[at % HISTORY] = token
@@ -108,6 +119,19 @@ def begin_step(tokens: Tokens, batch_slot: int, token: int, decode: bool) -> Non
         before[at % HISTORY] = found
         tokens.latest[batch_slot, token % BUCKETS] = at
         _match(ids, before, at, found, mine)
+
+
+@compiled
+def _note_rows(step: Int, taken: Int) -> None:
+    """Fill `step` with the rows of these ids, each once."""
+    step[0] = 0
+    for token in taken:
+        row, is_new = token % ROWS, token >= 0 and step[0] < TOGETHER
+        for place in range(step[0]):
+            is_new = is_new and step[1 + place] != row
+        if is_new:
+            step[0] += 1
+            step[step[0]] = row
 
 
 @compiled
@@ -133,13 +157,19 @@ def _match(ids: Int, before: Int, at: int, found: int, mine: Int) -> None:
 
 
 @compiled
+def _add_one(counts: Counts, e: int) -> None:
+    if counts[e] < MOST:
+        counts[e] += 1
+
+
+@compiled
 def use(tokens: Tokens, batch_slot: int, layer: int, e: int) -> None:
-    """The token at hand used expert number `e` of the layer."""
-    mine = tokens.request[batch_slot]
-    for table in range(2):
-        row = mine[ROW] if table == HERE else mine[BEFORE + ROW]
-        if row >= 0 and tokens.chosen[table, row, layer, e] < MOST:
-            tokens.chosen[table, row, layer, e] += 1
+    """The step at hand used expert number `e` of the layer."""
+    mine, step = tokens.request[batch_slot], tokens.step[batch_slot]
+    for place in range(step[0]):
+        _add_one(tokens.chosen[HERE, step[1 + place], layer], e)
+    if mine[BEFORE + ROW] >= 0:
+        _add_one(tokens.chosen[AFTER, mine[BEFORE + ROW], layer], e)
     if mine[LENGTH] > 0:
         tokens.routed[batch_slot, (mine[LENGTH] - 1) % HISTORY, layer, e // BITS] |= 1 << (e % BITS)
 

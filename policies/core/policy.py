@@ -78,8 +78,8 @@ class Event(NamedTuple):
     own_counts: int64[m], tokens of that request that chose each.
     ahead_experts: int64[a], ids that the next layer's router picks for this layer's input; empty if not recorded.
     ahead_counts: int64[a], tokens of each of these.
-    token_ids: int64[T], ids of the tokens that the step takes in: all of a prefill, else one a request; -1 where
-        withheld, empty where none is known.
+    token_ids: int64[T], ids of the tokens that the step takes in, a request after another: all of a prefill or of a
+        chunk, else one, and drafted ones behind it (rule 20); -1 where withheld, empty where none is known.
     """
 
     serial: int
