@@ -1,7 +1,8 @@
 """What live generation reaches: a checkpoint of random weights gets half as much memory as its file has bytes.
 
-Beside it: the simulator's prediction, a replay of the trace that it recorded, in turns with it, and accelerate's
-offload with as much memory. On a GPU no memory is limited: experts are in the host's, those of accelerate too.
+Beside it: the simulator's prediction, a replay of the trace that it recorded, in turns with it, and with as much memory
+llama.cpp, which maps a file of the same weights and decodes the same tokens, and accelerate's offload. On a GPU no
+memory is limited: experts are in the host's, those of accelerate too, and llama.cpp is left out.
 Tokens are drawn at temperature 1, since random weights repeat the likeliest one for ever.
 Then the shipped model with all its experts cached, beside transformers alone. The file is written after each part.
 """
@@ -12,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from shutil import disk_usage
@@ -22,7 +24,15 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.checks.limits import page_cache_of
-from benchmarks.checks.peers import accelerate_offload, build, decode_ms
+from benchmarks.checks.peers import (
+    FAMILIES,
+    accelerate_offload,
+    build,
+    decode_ms,
+    llama_mmap,
+    read_ahead_of,
+    write_gguf,
+)
 from policies.core.spec import parse
 from replay.choice import Choice
 from replay.comparison.record import Record
@@ -52,10 +62,13 @@ from traces.models.profile import ModelProfile
 from traces.trace import Trace
 
 LIVE, REPLAY, ACCELERATE = "live", "replay of the recorded trace", "accelerate's offload"
+LLAMA = "llama.cpp, mmap, {} KiB read ahead"
 CACHED, ALONE = "live, all experts cached", "transformers alone"
 
 PROMPT = ",".join(str(7 * place + 3) for place in range(32))
 TURNS = 3
+READ_AHEAD_KIB = (128, 8192)
+"""A PC's, and that of many virtual disks."""
 ACCELERATE_TOKENS = 2
 SHARD_BYTES = 2_000_000_000
 DEMO_TOKENS, DEMO_CONTEXT, ROUNDS = 60, 32, 5
@@ -91,7 +104,10 @@ class LiveCheck:
         self._require(int(profile.parameters * profile.dense_bytes_per_parameter))
         below = partial(TemporaryDirectory[str], prefix="live-check-", dir=self.folder)
         with below() as checkpoint, below() as folder:
-            limit = self._in_turns(profile, Path(checkpoint), Path(folder) / "experts")
+            limit, lived = self._in_turns(profile, Path(checkpoint), Path(folder) / "experts")
+        if not self._on_gpu and FAMILIES[profile.name][0] == "olmoe" and find_spec("xllamacpp"):
+            with below() as folder:
+                self._llama(profile, Path(folder) / "model.gguf", limit, lived)
         with below() as folder:
             files, within = (None if self._on_gpu else Path(folder)), self._limited(limit, Path(folder))
             peer = accelerate_offload(profile, self._on, ACCELERATE_TOKENS, folder=files, within=within)
@@ -106,7 +122,9 @@ class LiveCheck:
     def _ratios(self) -> dict[str, float]:
         took = {cell["mode"]: cell["measured"]["tpot_mean_ms"] for cell in self.record}
         live = next(cell for cell in self.record if cell["mode"] == LIVE)
+        llama = {mode: took[mode] for mode in map(LLAMA.format, READ_AHEAD_KIB) if mode in took}
         return {
+            **{f"{mode} over live": ms / took[LIVE] for mode, ms in llama.items()},
             "accelerate over live": took[ACCELERATE] / took[LIVE],
             "live over replay": took[LIVE] / took[REPLAY],
             "predicted over measured": live["predicted"]["tpot_mean_ms"] / took[LIVE],
@@ -143,8 +161,23 @@ class LiveCheck:
         self.record.put(key_of(model=model, mode=mode, tokens=tokens), cell)
         self.say(f"{model}, {mode}: {mean_ms:,.1f} ms a token")
 
-    def _in_turns(self, profile: ModelProfile, checkpoint: Path, store: Path) -> int:
-        """Generate and replay in turns, since a shared machine drifts; return the limit of memory.
+    def _llama(self, profile: ModelProfile, path: Path, limit: int, lived: Trace) -> None:
+        """Decode the tokens of a turn in llama.cpp, at both read-aheads."""
+        with ProcessPoolExecutor(1, get_context("spawn")) as other:
+            other.submit(write_gguf, profile, path).result()
+        os.sync()
+        prompt = [int(each) for each in PROMPT.split(",")]
+        assert lived.token_id is not None
+        tokens = lived.token_id[len(prompt) :].tolist()
+        for kib in READ_AHEAD_KIB:
+            read_through(path)
+            with read_ahead_of(path.parent, kib):
+                peer = llama_mmap(path, prompt, tokens, torch.get_num_threads(), self._limited(limit, path.parent))
+            facts = {"version": peer.version, "memory_bytes": limit, "threads": torch.get_num_threads()}
+            self._put(profile.name, LLAMA.format(kib), len(peer.tpot_ms), fmean(peer.tpot_ms), **facts)
+
+    def _in_turns(self, profile: ModelProfile, checkpoint: Path, store: Path) -> tuple[int, Trace]:
+        """Generate and replay in turns, since a shared machine drifts; return the limit of memory, and a turn's trace.
 
         All turns generate the same tokens. Of each side the turn in the middle counts. Each turn begins with its files
         read once: what is below a virtual disk may have kept those of one side only.
@@ -175,7 +208,7 @@ class LiveCheck:
         for turn in range(TURNS):
             for part in (replay_once, generate_once) if turn % 2 else (generate_once, replay_once):
                 part()
-        return size // 2
+        return size // 2, lives[0].trace
 
     def _put_live(self, profile: ModelProfile, lives: list[Generated], size: int) -> None:
         """Record what generating came to so far."""

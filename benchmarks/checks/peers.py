@@ -1,13 +1,14 @@
-"""A real peer: accelerate's offload of a transformers model of the same shape, decoding on the same machine.
+"""Real peers that decode on the same machine: accelerate's offload of a transformers model, and llama.cpp's mmap.
 
-Everything stays in ordinary host memory, or in files on a disk, as users have it; before each module runs, accelerate
-copies its weights to the device, all experts of a layer at once, and drops them after. Weights are random: speed
-depends on shapes alone.
+With accelerate everything stays in ordinary host memory, or in files on a disk, as users have it; before each module
+runs, its weights are copied to the device, all experts of a layer at once, and dropped after. llama.cpp maps a file of
+the same weights, of which the system keeps what fits. Weights are random: speed depends on shapes alone.
 """
 
+import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,3 +147,80 @@ def decode_ms(model: Any, device: torch.device, tokens: int, context: int) -> tu
         if not bool(answer.logits.isfinite().all()):
             raise InputError("the model computed numbers that are not finite: its times are worth nothing")
     return tuple(took[1:])
+
+
+@contextmanager
+def read_ahead_of(folder: Path, kib: int) -> Iterator[None]:
+    """Let the system read so many KiB ahead on the disk of a folder. Raise InputError where it may not be set."""
+    number = os.stat(folder).st_dev
+    disk = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    setting = (disk if (disk / "queue").exists() else disk.parent) / "queue" / "read_ahead_kb"
+    try:
+        before = setting.read_text()
+        setting.write_text(str(kib))
+    except OSError as error:
+        raise InputError(f"cannot set the read-ahead of {folder}: {error}") from error
+    try:
+        yield
+    finally:
+        setting.write_text(before)
+
+
+def write_gguf(profile: ModelProfile, path: Path) -> None:
+    """Write the weights of `build` as a GGUF file. Raise InputError for a model that is not of OLMoE's architecture."""
+    import gguf
+
+    model = build(profile)
+    if model.config.model_type != "olmoe":
+        raise InputError(f"llama.cpp is compared with OLMoE's shapes alone, not with {profile.name}'s")
+    writer = gguf.GGUFWriter(path, "olmoe")
+    writer.add_block_count(len(profile.order))
+    writer.add_context_length(4096)
+    writer.add_embedding_length(profile.hidden_size)
+    writer.add_feed_forward_length(profile.expert_intermediate_size)
+    writer.add_head_count(profile.heads)
+    writer.add_head_count_kv(profile.kv_heads or profile.heads)
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_expert_count(profile.experts)
+    writer.add_expert_used_count(profile.top_k)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(profile.vocabulary)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.OLMOE, len(profile.order))
+    for name, weight in model.state_dict().items():
+        begin, _, end = name.rpartition(".")
+        parts = {f"{begin}.{end}": weight}
+        if end == "gate_up_proj":
+            parts = dict(zip((f"{begin}.gate_proj", f"{begin}.up_proj"), weight.chunk(2, 1), strict=True))
+        for part, values in parts.items():
+            known = names.get_name(part.removesuffix(".weight"))
+            if values.dim() == 1 or part.endswith("mlp.gate.weight") or values.dtype == torch.float32:
+                writer.add_tensor(f"{known}.weight", values.float().numpy())
+            else:
+                raw = values.contiguous().view(torch.uint8).numpy()
+                writer.add_tensor(f"{known}.weight", raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_mmap(
+    path: Path, prompt: Sequence[int], tokens: Sequence[int], threads: int, within: AbstractContextManager[None]
+) -> Decoded:
+    """Decode these tokens in llama.cpp behind a prompt, from a mapped file."""
+    from traces.llama_library import library
+
+    llama, took = library(), list[float]()
+    with within:
+        model = llama.load(path, n_gpu_layers=0, use_extra_bufts=False)
+        size = 256 * -(-(len(prompt) + len(tokens)) // 256)
+        context = llama.context(model, n_ctx=size, n_threads=threads, n_threads_batch=threads)
+        for some in (prompt, *([token] for token in tokens)):
+            began = time.perf_counter()
+            if status := llama.decode(context, some):
+                raise InputError(f"llama.cpp ran {len(some)} tokens with status {status}: {llama.errors[:1]}")
+            took.append((time.perf_counter() - began) * 1e3)
+        llama.llama_free(context)
+        llama.llama_model_free(model)
+    return Decoded(llama.tools["llama.cpp"], tuple(took[2:]), path.stat().st_size)

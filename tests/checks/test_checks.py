@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks.checks import __main__ as command
 from benchmarks.checks import bounds, cells, draw, live, runner
 from benchmarks.checks.cells import DISK, synthetic_trace
 from benchmarks.checks.limits import page_cache_of
-from benchmarks.checks.live import ACCELERATE, ALONE, CACHED, LIVE, REPLAY, TURNS, LiveCheck
+from benchmarks.checks.live import ACCELERATE, ALONE, CACHED, LIVE, LLAMA, READ_AHEAD_KIB, REPLAY, TURNS, LiveCheck
 from benchmarks.checks.runner import Check
 from replay.choice import Choice, first_tokens
 from replay.comparison import ERROR, Machine, Record
@@ -322,6 +323,7 @@ def test_each_part_of_a_live_check_is_run_and_recorded(
         yield
 
     monkeypatch.setattr(live, "page_cache_of", limited)
+    monkeypatch.setattr(live, "read_ahead_of", lambda folder, kib: nullcontext())  # takes root
     monkeypatch.setattr(live, "DEMO_TOKENS", 3)
     monkeypatch.setattr(live, "ROUNDS", 2)
     files = tmp_path / "files"
@@ -329,11 +331,12 @@ def test_each_part_of_a_live_check_is_run_and_recorded(
     record = Record(tmp_path / "check.json")
     ratios = LiveCheck(record, print, files, small, tokens=4).run()
     ran = {each["mode"]: each for each in json.loads(record.path.read_text())["cells"]}
-    assert set(ran) == {LIVE, REPLAY, ACCELERATE, CACHED, ALONE}
+    llama = [LLAMA.format(kib) for kib in READ_AHEAD_KIB] if find_spec("xllamacpp") else []
+    assert set(ran) == {LIVE, REPLAY, ACCELERATE, CACHED, ALONE, *llama}
     assert all(each["measured"]["tpot_mean_ms"] > 0 for each in ran.values())
     generated = ran[LIVE]
     assert (generated["tokens"], generated["policy"], generated["cache_fraction"]) == (3, "eamc-blend", 0.25)
-    parts = 2 * TURNS + 1
+    parts = 2 * TURNS + 1 + len(llama)
     assert limits[1:] == [generated["checkpoint_bytes"] // 2] * parts == [ran[ACCELERATE]["memory_bytes"]] * parts
     for each in (generated, ran[REPLAY]):
         assert each["measured"]["tpot_mean_ms"] == median(each["turns_ms"])
