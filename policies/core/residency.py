@@ -280,10 +280,6 @@ class PolicyResidency:
         held = self.m[core.HELD, : self.slots]
         return np.sort(held[held != NO_EXPERT])
 
-    def queued(self, expert: int) -> bool:
-        """Return whether a prefetch of `expert` is queued."""
-        return core.queued(self.m, self.proposals, expert)
-
     def priority(self, expert: int) -> float:
         """Return the priority of the latest proposal that queued `expert`."""
         return float(self.proposals[self.m[core.ONE, core.PROPOSAL] & 1, expert])
@@ -293,7 +289,7 @@ class PolicyResidency:
         one = self.m[core.ONE]
         under_way = one[[core.LANDING, core.ACTIVE, core.PAUSED]] != NO_EXPERT
         demands = int(one[core.LAST_DEMAND] - one[core.NEXT_DEMAND])
-        return demands, sum(map(self.queued, range(self._total))), int(under_way.sum())
+        return demands, core.queued_prefetches(self.m, self.proposals), int(under_way.sum())
 
     def check(self) -> None:
         """Raise what a policy that names its victims has raised."""

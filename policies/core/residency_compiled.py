@@ -235,6 +235,15 @@ def queued(m: Int, proposals: Float, expert: int) -> bool:
     return absent and proposals[one[PROPOSAL] & 1, expert] != NOT_PROPOSED and expert < one[HIGHEST]
 
 
+@compiled
+def queued_prefetches(m: Int, proposals: Float) -> int:
+    """Return how many prefetches are queued."""
+    count = 0
+    for expert in range(m[ONE, HIGHEST]):
+        count += queued(m, proposals, expert)
+    return count
+
+
 @inlined
 def rank(bits: int) -> int:
     """A whole number for the bits of a priority: these compare as priorities do, and in vectors."""
