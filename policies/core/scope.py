@@ -167,8 +167,7 @@ def read_profile(profile: str, shape: Shape) -> Trace:
 def _curves_of(profile: str, shape: Shape) -> Int:
     """Return the miss curves of the decoded tokens of a trace's requests; of the prefill where one has none."""
     trace = read_profile(profile, shape)
-    if trace.aggregate is not None:
-        raise InputError(f"the profile {profile} holds EAMs only, no sequences in which LRU could miss")
+    trace.require_sequences()
     return lru_curves(map(_decoded, map(trace.steps, range(len(trace.requests)))), shape)
 
 
