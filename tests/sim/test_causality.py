@@ -6,7 +6,7 @@ the compiled engine: it must leave the same log as SimPy, of both runs.
 
 import random
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from policies.prefetch import Predictor
 from policies.random_routing import Script, scripts
 from sim.engines import simpy_engine
 from sim.engines.compiled_engine import simulate
-from sim.loop import LoopObserver, RunLog, gpu_run, whole
+from sim.loop import LoopObserver, gpu_run, whole
 from sim.profiles.timing import FixedTiming, Link
+from tests.support.logs import assert_logs_equal
 from traces import write_trace
 from traces.synthetic import synthetic
 
@@ -64,14 +65,8 @@ def watched(script: Script, policy: str) -> Watched:
     run = gpu_run(script.requests(), SHAPE, script.slots, parse(policy), TIMING, LINK, script.cold, 1.0)
     observer = Watched()
     log = whole(partial(simpy_engine.play, observer=observer), run)
-    assert columns(simulate(run)) == columns(log)
+    assert_logs_equal(simulate(run), log)
     return observer
-
-
-def columns(log: RunLog) -> dict[str, list[int]]:
-    """Everything in a log but its shares by request."""
-    names = {field.name for field in fields(RunLog)} - {"by_request"}
-    return {name: np.asarray(getattr(log, name)).tolist() for name in names}
 
 
 def futures() -> Iterator[tuple[Script, list[tuple[int, Script]]]]:
