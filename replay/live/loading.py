@@ -119,9 +119,8 @@ def _dequantised(checkpoint: Found) -> dict[str, Any]:
     config = AutoQuantizationConfig.from_dict({**stated, "dequantize": True})
     if not getattr(config, "dequantize", False):
         method = stated.get("quant_method")
-        raise InputError(
-            f"{checkpoint.name} is quantised by {method}, and only MXFP4 and fp8 are read: take another one"
-        )
+        read = "only MXFP4, fp8 and compressed-tensors are read"
+        raise InputError(f"{checkpoint.name} is quantised by {method}, and {read}: take another one")
     return {"quantization_config": config}
 
 

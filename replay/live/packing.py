@@ -2,7 +2,8 @@
 
 What unpacks them is what transformers runs when it loads such a checkpoint dequantised: the operations of its
 converters, here on the tensors of one expert instead of all. So every format works of which it has such operations and
-of which each expert has tensors of its own, or rows of stacked ones: MXFP4, fp8 in blocks.
+of which each expert has tensors of its own, or rows of stacked ones: MXFP4, fp8 in blocks, integers of
+compressed-tensors.
 
 On a CPU those of MXFP4 take several times as long as computing the expert. There a loop looks numbers up in a table of
 all that they can make, which they made themselves.

@@ -3,7 +3,7 @@
 import copy
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from replay.live.layout import ShardStore
 from sim.loop import COLUMNS
 from tests.replay.test_live import ARCHITECTURES, GPU, OTHERS
 from tests.support.fake_gpu import FakeGpu
-from tests.support.live_models import logits, prompt, saved, saved_in_few_bits, whole_model
+from tests.support.live_models import logits, prompt, saved, saved_in_few_bits, saved_in_int4, whole_model
 from tracer.answers import Runner
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel
@@ -105,13 +105,20 @@ def test_each_architecture_answers_a_batch_as_the_whole_model_does_loaded_or_att
     assert not hasattr(held, "expert_cache")
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("architecture", "save", "sizes"),
+    [
+        ("gpt_oss", saved_in_few_bits, {"hidden_size": 64, "intermediate_size": 32}),
+        ("deepseek_v3", saved_in_few_bits, {"hidden_size": 32}),
+        ("qwen3_moe", saved_in_int4, {"hidden_size": 32, "moe_intermediate_size": 32}),
+    ],
+    ids=["MXFP4", "fp8", "int4"],
+)
 def test_experts_in_few_bits_stay_packed_and_give_what_transformers_dequantised_ones_give(
-    architecture: str, tmp_path: Path
+    architecture: str, save: Callable[..., Path], sizes: dict[str, int], tmp_path: Path
 ) -> None:
-    """MXFP4, and fp8 with a scale of each block."""
-    sizes = {"hidden_size": 64, "intermediate_size": 32} if architecture == "gpt_oss" else {"hidden_size": 32}
-    folder = saved_in_few_bits(tmp_path, architecture, **sizes)
+    """MXFP4, fp8 with a scale of each block, and 4-bit integers of compressed-tensors."""
+    folder = save(tmp_path, architecture, **sizes)
     whole = whole_model(folder)
     unpacked = {name: weight for name, weight in whole.named_parameters() if ".layers.1.mlp.experts." in name}
     for policy, size in (("lru", "1"), ("eamc-blend", "30%"), ("lru", "100%")):

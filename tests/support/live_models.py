@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -43,6 +44,36 @@ def saved_in_few_bits(folder: Path, architecture: str, **changes: Any) -> Path:
     said: dict[str, Any] = {"quant_method": "mxfp4"}
     if architecture != "gpt_oss":
         said = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    return folder
+
+
+def saved_in_int4(folder: Path, architecture: str, **changes: Any) -> Path:
+    """Save a tiny model with experts and attention in 4 bits, as compressed-tensors packs them; skip without it."""
+    packing: Any = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    saved(folder, architecture, "bfloat16", "1GB", **changes)
+    (file,), drawn = folder.glob("*.safetensors"), torch.Generator().manual_seed(7)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in load_file(file).items():
+        if not (name.endswith("_proj.weight") and (".self_attn." in name or ".experts." in name)):
+            tensors[name] = weight
+            continue
+        rows, columns = weight.shape
+        numbers = torch.randint(-8, 8, (rows, columns), generator=drawn, dtype=torch.int8)
+        tensors[f"{name}_packed"] = packing.pack_to_int32(numbers, 4)
+        tensors[f"{name}_scale"] = (torch.rand(rows, columns // 16, generator=drawn) * 0.05 + 0.01).bfloat16()
+        tensors[f"{name}_shape"] = torch.tensor(weight.shape)
+    save_file(tensors, file, {"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*gate$"],
+        "dequantize": True,  # the whole model
+    }
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
     return folder
