@@ -37,7 +37,16 @@ def test_the_figures_that_it_names_are_there():
 
 
 def test_the_tables_hold_no_routing(held):
-    assert set(held) == {"policies", "capacities", "users", "curves", "activation", "similarity", "speculation"}
+    assert set(held) == {
+        "policies",
+        "capacities",
+        "users",
+        "curves",
+        "activation",
+        "similarity",
+        "models",
+        "speculation",
+    }
     for table in held.values():
         assert all(table[name].map(type).isin([str, int, float, bool]).all() for name in table.columns)
     assert not any(name in table.columns for table in held.values() for name in ("expert", "experts", "layer"))

@@ -21,9 +21,11 @@ from sim.analysis.curves import Accesses, belady_misses
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.sweeps.grid import grid_of
+from traces.board import board
+from traces.hot_experts import carry_over
 from traces.importers import import_dump
 from traces.importers.source import Options
-from traces.stats import statistics
+from traces.stats import WINDOWS, statistics
 from traces.steps import DECODE
 from traces.trace import Trace
 
@@ -36,6 +38,8 @@ SPECULATED = ("25%", "50%", "100%")
 CAPACITIES = (1, 10, 50, 120, 300)
 USERS = (1, 2, 4, 8)
 DRAFTED = (1, 2, 4, 8)
+WINDOW = 16
+"""Tokens whose experts are counted together."""
 GPT_OSS, DEEPSEEK, MIXTRAL = "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b"
 FILES = {GPT_OSS: "gpt-oss-20b-decode", DEEPSEEK: "deepseek-v2-lite-prefill"}
 MOST = 60
@@ -120,6 +124,37 @@ def without_lists(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.drop(columns=["union_by_layer", "speedups"]).assign(**bounds, **speeds)
 
 
+def models(traces: Sequence[tuple[str, Trace]]) -> pd.DataFrame:
+    """Return how alike neighbours are, how far popularity carries over, and what a quarter of the experts hits."""
+    rows = []
+    for name, trace in traces:
+        found = statistics(trace).get("decode") or statistics(trace)["prefill"]
+        assert found.working_sets
+        window = found.working_sets[WINDOWS.index(WINDOW)]
+        served = carry_over(trace, [-(-trace.num_experts // 4)])
+        hits = curves(trace, range(len(trace.requests))).set_index("slots")
+        quarter = hits.loc[round(len(hits) / 4)]
+        rows.append(
+            {
+                "trace": name,
+                "num_layers": trace.layers,
+                "num_experts": trace.num_experts,
+                "top_k": trace.top_k,
+                "requests": len(trace.requests),
+                "tokens": len(trace.experts),
+                "reuse": found.reuse.share,
+                "chance": found.reuse.chance,
+                "popular": served["itself"][0],
+                "carried": served["other half"][0],
+                "window": window.experts,
+                "window_hits": window.hits,
+                "lru": quarter["lru"],
+                "belady": quarter["belady"],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def mixtral(folder: Path) -> Trace:
     """Return the small trace of Mixtral, whose source says nothing but the routing."""
     with np.load(folder / f"{MIXTRAL}.npz", allow_pickle=False) as held:
@@ -156,6 +191,17 @@ def run(folder: Path, out: Path, only: Sequence[str] = ()) -> None:
         "policies": lambda: halves(policies, MOST),
         "capacities": lambda: halves(capacities),
         "users": lambda: halves(users, MOST // 2, facts=False),
+        "models": lambda: models(
+            [
+                *(
+                    (card.name, Trace.read(card.folder))
+                    for card in board().cards
+                    if card.sha256 and card.name != GPT_OSS
+                ),
+                *((name, of(name)[0].select(np.array(half)[:MOST])) for name, half in HALVES.items()),
+                (MIXTRAL, mixtral(folder)),
+            ]
+        ),
         "speculation": lambda: pd.concat(
             [
                 halves(lambda trace, rows: speculation(trace.select(np.array(rows))), MOST // 2, facts=False),

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from benchmarks.findings.studies import CAPACITIES, DEEPSEEK, GPT_OSS, MIXTRAL, MOST, SIZES, SPECULATED, USERS
+from benchmarks.findings.studies import CAPACITIES, DEEPSEEK, GPT_OSS, MIXTRAL, MOST, SIZES, SPECULATED, USERS, WINDOW
 from sim.results import plot
 from sim.results.files import write_figure
 
@@ -145,8 +145,9 @@ def fill(line: str) -> str:
 HEAD = """
 # Findings
 
-What the project's own tools say of two large traces, and in one finding of a small one. Every number is computed from
-the tables in `benchmarks/findings/results` (counts and times by request, no routing), which one command regenerates:
+What the project's own tools say of two large traces, and in the last two findings of smaller ones. Every number is
+computed from the tables in `benchmarks/findings/results` (counts and times by request, no routing), which one command
+regenerates:
 
 ```
 python -m benchmarks.findings TRACES    # the studies that have no result yet, then this text and its figures
@@ -159,7 +160,8 @@ python -m benchmarks.findings           # this text and its figures alone
   that figures leave them out; the cache has still seen them.
 - **DeepSeek-V2-Lite**: {ds} prompts, {ds_tokens:,} tokens, 26 x 64, top-6 (ngavhane/moe-beyond), from 250 on, run
   token by token: the model did not write these tokens. `eamc-blend` was fitted on the other prompts, too.
-- **Mixtral-8x7B**, of the last finding alone: 4 requests, 577 tokens, 32 x 8, top-2 (Mario928/speculative-moe).
+- **Mixtral-8x7B**, of the last two findings alone: 4 requests, 577 tokens, 32 x 8, top-2
+  (Mario928/speculative-moe). The last has the traces of [the board](docs/board.md) too.
 
 `eamc-blend` is given the ids of the tokens; what they add is in
 [policies/README.md](policies/README.md#eamc-blend-and-what-it-is-made-of).
@@ -445,7 +447,49 @@ def _break_even(row: Any) -> str:
     return value if low == "never" else f"{value} ({low} to {high})"
 
 
-FINDINGS = (_gap, _paper, _capacity, _collapse, _frozen, _activation, _groups, _prefetch, _users, _speculation)
+def _models(held: dict[str, Table]) -> str:
+    table = held["models"].sort_values("num_experts")
+    above = table["reuse"] / table["chance"]
+    kept = (table["carried"] - 0.25) / (table["popular"] - 0.25)
+    gap = 100 * (table["belady"] - table["lru"])
+    rows = [
+        f"| {row['trace']} | {row['num_layers']} x {row['num_experts']}, top-{row['top_k']} | {row['requests']}, "
+        f"{row['tokens']:,} | {row['reuse']:.0%} ({row['chance']:.0%}) | {row['popular']:.0%}, {row['carried']:.0%} "
+        f"| {row['window']:.0%}, {row['window_hits']:.0%} | {share(row['lru'])} | {share(row['belady'])} |"
+        for row in table.to_dict("records")
+    ]
+    low, high = table.loc[above.idxmin()], table.loc[above.idxmax()]
+    return "\n".join(
+        [
+            f"On {len(table)} models a token repeats its predecessor's experts {above.min():.1f} to {above.max():.1f} "
+            "times as often as chance, and a hot list carries over on some alone",
+            "",
+            f"Least on {low['trace']}, most on {high['trace']}: the finer the experts, the more a repeated one says. "
+            "Of what the hottest quarter of each layer serves beyond chance (25%), "
+            f"{kept.min():.0%} ({table.loc[kept.idxmin(), 'trace']}) to {kept.max():.0%} "
+            f"({table.loc[kept.idxmax(), 'trace']}) is left where the quarter is chosen on the other half of the "
+            "requests, or of the one request's tokens. Belady is "
+            f"{gap.min():.1f} to {gap.max():.1f} points above LRU at a quarter of the experts.",
+            "",
+            "*Repeated*: the share of a token's experts that the token before used, and chance. *Hottest quarter*: the "
+            "share of choices it serves, chosen on the same tokens and on the other half. *Window*: of all experts "
+            f"those that {WINDOW} tokens use, and what a cache of them hits. LRU and Belady: hit rates at a quarter of "
+            "the experts, hits counted without a clock, from cold.",
+            "",
+            "| trace | experts | requests, tokens | repeated (chance) | hottest quarter: same, other half "
+            "| window: experts, hits | LRU | Belady |",
+            "| --- | --- | --- | --- | --- | --- | ---: | ---: |",
+            *rows,
+            "",
+            "`moe-trace info TRACE` prints the first figures of any trace, `moe-trace export` tries its hot list.",
+        ]
+    )
+
+
+FINDINGS = (
+    *(_gap, _paper, _capacity, _collapse, _frozen, _activation, _groups, _prefetch, _users),
+    *(_speculation, _models),
+)
 
 TAIL = """
 ## What is not here
@@ -453,7 +497,7 @@ TAIL = """
 Adaptation to a task shift is in [docs/results.md](docs/results.md), with its command; predictions against measured
 hardware are in [replay/results](replay/results/README.md) and [docs/backtest.md](docs/backtest.md); what a machine
 allows is in [docs/planner.md](docs/planner.md). Two models are few: DeepSeek-V2-Lite's trace has no decoding, and
-gpt-oss-20b's is greedy. Larger models may differ.
+gpt-oss-20b's is greedy. The other traces are of few requests.
 """
 
 

@@ -68,8 +68,8 @@ def test_a_key_that_no_case_has_is_warned_of_once(tmp_path):
 
 
 def test_a_case_of_tokens_is_run_with_what_is_drafted_and_what_contradicts_is_refused():
-    tokens = {key: value for key, value in CASE.items() if key != "requests"}
-    token = [[0]] * CASE["L"]
+    tokens: dict[str, Any] = {key: value for key, value in CASE.items() if key != "requests"}
+    token = [[0]] * tokens["L"]
     tokens |= {"tokens": [[token] * 5], "prompt": [1], "draft": 2, "accepted": [1]}
     assert run_case(tokens)["kept"] == [1, 2, 2]
     for wrong, message in (
