@@ -7,7 +7,6 @@ timed the first TIMED.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from sim.experiment import Experiment
 from traces.board import Card, board
@@ -26,14 +25,14 @@ class Machine:
     """A machine with the resource that is busy longest under LRU at 25%, on each trace of a known model."""
 
     wall: str
-    hardware: str  # a name or a file
+    hardware: str
     title: str
     host_memory: str | None = None  # for experts, over the disk
 
 
 MACHINES = (
     Machine("link", "a5000", "RTX A5000, PCIe 4.0"),
-    Machine("compute", str(Path(__file__).parent / "gh200.toml"), "GH200, NVLink-C2C"),
+    Machine("compute", "gh200", "GH200, NVLink-C2C"),
     Machine("disk", "rtx4090", "RTX 4090, experts on an NVMe disk", host_memory="2%"),  # a buffer: Belady bounds
 )
 
