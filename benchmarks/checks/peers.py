@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from replay.live.memory import kv_name_in
@@ -187,21 +188,24 @@ def write_gguf(profile: ModelProfile, path: Path) -> None:
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(profile.vocabulary)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.OLMOE, len(profile.order))
+    parts = list[Any]()
     for name, weight in model.state_dict().items():
         begin, _, end = name.rpartition(".")
-        parts = {f"{begin}.{end}": weight}
-        if end == "gate_up_proj":
-            parts = dict(zip((f"{begin}.gate_proj", f"{begin}.up_proj"), weight.chunk(2, 1), strict=True))
-        for part, values in parts.items():
-            known = names.get_name(part.removesuffix(".weight"))
-            if values.dim() == 1 or part.endswith("mlp.gate.weight") or values.dtype == torch.float32:
-                writer.add_tensor(f"{known}.weight", values.float().numpy())
-            else:
-                raw = values.contiguous().view(torch.uint8).numpy()
-                writer.add_tensor(f"{known}.weight", raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        split = (
+            zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True) if end == "gate_up_proj" else [(end, weight)]
+        )
+        for part, values in split:
+            known = names.get_name(f"{begin}.{part}".removesuffix(".weight"))
+            plain = values.dim() == 1 or begin.endswith("mlp.gate") or values.dtype == torch.float32
+            stored = values.float() if plain else values
+            kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType.BF16
+            writer.add_tensor_info(f"{known}.weight", values.shape, np.dtype(np.float32), stored.nbytes, kind)
+            parts.append(stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for values in parts:  # of those that are views, one copy at a time
+        writer.write_tensor_data(values.contiguous().view(torch.uint8).numpy())
     writer.close()
 
 
