@@ -145,7 +145,7 @@ class Runner:
     @property
     def drafts(self) -> list[tuple[int, int]]:
         """Return of each pass that decoded how many tokens were drafted for it, and how many of these it accepted."""
-        later = zip(self._decoder_passes[1:], self._gave[1:], strict=True)
+        later = zip(self._decoder_passes[1:], self._gave[1:], strict=False)  # one that failed gave nothing
         return [(len(part.ids) - 1, gave - 1) for part, gave in later]
 
     def force(self, prompts: Sequence[Tokens], responses: Sequence[Tokens]) -> list[Answer]:

@@ -185,7 +185,7 @@ class Metrics:
             self._drafted.labels("rejected").inc(drafted - accepted)
         steps = [dict(zip(COLUMNS, row.numbers, strict=True)) for row in rows]
         decoded = [step["step_ns"] for step in steps if step["phase"] == DECODE]
-        for step_ns, (_, accepted) in zip(decoded, job.drafts, strict=True):  # which come at once, in equal parts
+        for step_ns, (_, accepted) in zip(decoded, job.drafts, strict=False):  # which come at once, in equal parts
             for _ in range(1 + accepted):
                 self._each.observe(step_ns / (1 + accepted) / 1e9)
         for step in steps:
