@@ -448,28 +448,29 @@ def _break_even(row: Any) -> str:
 
 
 def _models(held: dict[str, Table]) -> str:
-    table = held["models"].sort_values("num_experts")
-    above = table["reuse"] / table["chance"]
-    kept = (table["carried"] - 0.25) / (table["popular"] - 0.25)
-    gap = 100 * (table["belady"] - table["lru"])
+    table = held["models"].sort_values("num_experts").to_dict("records")
+    above = {str(row["trace"]): row["reuse"] / row["chance"] for row in table}
+    kept = {str(row["trace"]): (row["carried"] - 0.25) / (row["popular"] - 0.25) for row in table}
+    gaps = [100 * (row["belady"] - row["lru"]) for row in table]
     rows = [
         f"| {row['trace']} | {row['num_layers']} x {row['num_experts']}, top-{row['top_k']} | {row['requests']}, "
         f"{row['tokens']:,} | {row['reuse']:.0%} ({row['chance']:.0%}) | {row['popular']:.0%}, {row['carried']:.0%} "
         f"| {row['window']:.0%}, {row['window_hits']:.0%} | {share(row['lru'])} | {share(row['belady'])} |"
-        for row in table.to_dict("records")
+        for row in table
     ]
-    low, high = table.loc[above.idxmin()], table.loc[above.idxmax()]
+    (low, high), (least, most) = (
+        (min(each, key=each.__getitem__), max(each, key=each.__getitem__)) for each in (above, kept)
+    )
     return "\n".join(
         [
-            f"On {len(table)} models a token repeats its predecessor's experts {above.min():.1f} to {above.max():.1f} "
+            f"On {len(table)} models a token repeats its predecessor's experts {above[low]:.1f} to {above[high]:.1f} "
             "times as often as chance, and a hot list carries over on some alone",
             "",
-            f"Least on {low['trace']}, most on {high['trace']}: the finer the experts, the more a repeated one says. "
+            f"Least on {low}, most on {high}: the finer the experts, the more a repeated one says. "
             "Of what the hottest quarter of each layer serves beyond chance (25%), "
-            f"{kept.min():.0%} ({table.loc[kept.idxmin(), 'trace']}) to {kept.max():.0%} "
-            f"({table.loc[kept.idxmax(), 'trace']}) is left where the quarter is chosen on the other half of the "
-            "requests, or of the one request's tokens. Belady is "
-            f"{gap.min():.1f} to {gap.max():.1f} points above LRU at a quarter of the experts.",
+            f"{kept[least]:.0%} ({least}) to {kept[most]:.0%} ({most}) is left where the quarter is chosen on the "
+            "other half of the requests, or of the one request's tokens. Belady is "
+            f"{min(gaps):.1f} to {max(gaps):.1f} points above LRU at a quarter of the experts.",
             "",
             "*Repeated*: the share of a token's experts that the token before used, and chance. *Hottest quarter*: the "
             "share of choices it serves, chosen on the same tokens and on the other half. *Window*: of all experts "
