@@ -81,7 +81,7 @@ def test_a_trace_played_from_shards_is_the_trace_read_whole(trace: Trace, data: 
             listed = pq.read_table(path / REQUESTS)
             pq.write_table(listed.slice(0, integer(1, len(listed))), path / REQUESTS)
         for lookahead in (True, False):
-            whole = Trace.read(path, ["token_id", *(["lookahead"] if lookahead else [])])
+            whole = Trace.read(path, ["token_id", "drafted", *(["lookahead"] if lookahead else [])])
             shards = Shards.open(path, lookahead)
             requests = data.draw(st.permutations(range(len(whole.requests))))
             assert_same_shards(whole, shards, [*requests, *range(len(whole.requests))])
