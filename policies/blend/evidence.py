@@ -245,8 +245,9 @@ def _of_ids(
 ) -> None:
     """Fill both [E] with what a token's id tells of the pass on it, or of the one after it, by `table`.
 
-    Of a pass on several drafted tokens that is the mean of what their ids tell. before: 0, or BEFORE for the token
-    before; unseen: passes that are counted, but have not routed yet.
+    A pass on several drafted tokens gets the mean of what each id says.
+
+    before: 0 for the token itself, BEFORE for the one before it. unseen: passes that are counted and have not routed.
     """
     E, ids, mine = known.after.shape[3], known.ids, known.ids.request[batch_slot]
     several, k = ids.step[batch_slot, 0] if table == tokens.HERE else 1, max(top_k, 1)
