@@ -137,6 +137,8 @@ def test_the_blocks_over_the_published_routing_run(tmp_path):
     """In one folder, page after page; `pytest -s` shows the figures, to compare with those of the pages."""
     for file in SHARED.iterdir():
         (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "board").symlink_to(ROOT / "traces" / "board")
     pages = [*PAGES, *(ROOT / package / "README.md" for package in ("policies", "tracer"))]
     marked = [block for page in pages for block in blocks(page) if block.mark == SLOW]
     for words in [words for block in marked for words in commands(block.text)]:
