@@ -240,12 +240,20 @@ class TimedRun(Loaded):
         """Bytes of one expert; of their mean where they differ."""
         return self.profile.expert_bytes if self.sizes is None else float(self.sizes.mean())
 
+    @cached_property
+    def beside_experts(self) -> float:
+        """Bytes of GPU memory beside the cache: dense weights, KV cache of the longest requests, the draft model."""
+        requests, context = self.experiment.max_batch or 1, int(np.diff(self.trace.offsets).max())
+        models = [self.profile, *([self.drafter] if self.drafter else [])]
+        drafter = self.drafter.moe_layers * self.drafter.experts * self.drafter.expert_bytes if self.drafter else 0
+        return drafter + sum(model.dense_bytes + requests * model.kv_cache_bytes(context) for model in models)
+
     def needed(self, slots: int) -> float:
-        """Return the bytes of GPU memory that a cache of so many slots takes, with the dense weights."""
-        return self.experts_in(slots) * self.mean_expert_bytes + self.profile.dense_bytes
+        """Return the bytes of GPU memory that a run with a cache of so many slots takes."""
+        return self.experts_in(slots) * self.mean_expert_bytes + self.beside_experts
 
     def fits(self, slots: int) -> bool:
-        """Return whether GPU memory holds such a cache and the dense weights."""
+        """Return whether GPU memory holds such a run."""
         return self.needed(slots) <= self.memory
 
     @property

@@ -70,7 +70,7 @@ RESULTS = pa.schema(
         *[(name, MS) for name in ("gpu_idle_ms", "link_busy_ms", "compute_busy_ms", "host_busy_ms", "disk_busy_ms")],
         ("overlap", SHARE),
         ("tokens_per_s", pa.float64()),
-        ("fits", pa.bool_()),  # whether GPU memory holds the cache beside the dense weights; null: untimed
+        ("fits", pa.bool_()),  # whether GPU memory holds the cache beside all else; null: untimed
         ("resident_ms", MS),  # of a sweep: TPOT (TTFT) with all experts in GPU memory; null where they do not fit
         ("host_memory", TEXT),  # as stated; null: it holds all experts
         ("draft", COUNT),  # tokens drafted a decode step; null: none
@@ -129,7 +129,7 @@ class Cell:
     model: str
     hardware: str | None  # None: untimed
     predictor_us: float | None  # charged an event; None: untimed
-    fits: bool | None  # into GPU memory, beside the dense weights; None: untimed
+    fits: bool | None  # into GPU memory, beside dense weights, KV cache and draft model; None: untimed
     cache_experts: int
     cache_bytes: int | None
     all_experts: int

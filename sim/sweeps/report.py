@@ -23,23 +23,22 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
     ]
     demand = loaded.token_experts
     shared = not all(policy.scope.cls.per_layer for policy in grid.policies)  # a layer's slots are used once a token
-    sizes = [loaded.experts_in(room) for room in grid.sizes.values()]
-    for slots in sizes if shared and loaded.trace.phases != "prefill" else ():
+    for slots in map(loaded.experts_in, grid.sizes.values()) if shared and loaded.trace.phases != "prefill" else ():
         if slots < demand:
             none = slots <= demand - loaded.trace.top_k
             found.append(
                 f"a cache of {slots} experts is below the working set of one token ({demand} experts): LRU evicts "
                 f"experts before their next use{' and never hits' if none else ''}"
             )
-    return found + (_of_machine(loaded, grid, sizes) if isinstance(loaded, TimedRun) else [])
+    return found + (_of_machine(loaded, grid) if isinstance(loaded, TimedRun) else [])
 
 
-def _of_machine(loaded: TimedRun, grid: Grid, sizes: Sequence[int]) -> list[str]:
+def _of_machine(loaded: TimedRun, grid: Grid) -> list[str]:
     """Return what of a machine is too small, or not known."""
     found = [
-        f"a cache of {slots} experts and the dense weights need {show_bytes(loaded.needed(slots))}, "
-        f"{loaded.hardware.name} has {show_bytes(loaded.memory)}"
-        for slots in sizes
+        f"a cache of {loaded.experts_in(slots)} experts needs {show_bytes(loaded.needed(slots))} with dense weights "
+        f"and KV cache, {loaded.hardware.name} has {show_bytes(loaded.memory)}"
+        for slots in grid.sizes.values()
         if not loaded.fits(slots)
     ]
     experts = loaded.all_experts * loaded.mean_expert_bytes
@@ -143,7 +142,7 @@ def legend(marks: Mapping[tuple[int, str], str], runs: Sequence[compare.SweptRun
         count = int(runs[0].requests[compare.OF_A_REQUEST[judged_by]].count())
         yield f"{UNKNOWN}: too few requests to say which is the best ({count}; {compare.FEWEST} are needed)"
     if NO_ROOM in marks.values():
-        yield f"{NO_ROOM}: GPU memory does not hold this cache beside the dense weights"
+        yield f"{NO_ROOM}: GPU memory does not hold this cache beside dense weights and KV cache"
 
 
 def _too_few(cell: compare.SweptRun, judged_by: str) -> bool:

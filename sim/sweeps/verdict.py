@@ -34,7 +34,8 @@ def sentences(rows: Sequence[Row], runs: Sequence[SweptRun]) -> list[str]:
         return ["Only oracles were run, which know the future: there is nothing to choose."]
     whole, best = list(_whole(rows[0], by)), winner.best_of_sizes(rows, by)
     if not best:
-        return [f"None of these caches fits {rows[0]['hardware']} beside the dense weights: nothing to choose."]
+        card = rows[0]["hardware"]
+        return [f"None of these caches fits {card} beside dense weights and KV cache: nothing to choose."]
     chosen = best[_knee(best, by) or -1]
     misses = _misses(best, "the best policy")
     return [*whole, _fastest(best, by, bool(whole)), _gain(chosen, runs, by), *_memory(best, by), *misses]

@@ -32,6 +32,7 @@ from sim.sweeps import (
 )
 from tests.support.tiny import SIZES
 from traces import DECODE, MARKER, InputError, Trace, write_trace
+from traces.models.profile import model
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 3
@@ -76,6 +77,19 @@ def test_a_size_that_holds_as_many_experts_as_another_one_is_not_run_and_said(fo
     assert list(asked.sizes) == ["25%", "50%"]
     notes = [f"a cache of {size} holds 16 experts, as many as one of 25%, which alone is run" for size in sizes[1:3]]
     assert list(report.sizes_note(loaded, asked, sizes)) == notes
+
+
+def test_gpu_memory_holds_the_cache_dense_weights_kv_cache_of_all_users_and_the_draft_model(folder):
+    alone, olmoe = TimedRun.of(Experiment(folder)), model("olmoe-1b-7b")
+    drafting = Experiment(folder, hardware="h100", draft=1, acceptance=1.0, draft_model="olmoe-1b-7b")
+    several = TimedRun.of(replace(drafting, max_batch=3))
+    own, context = alone.profile, 6 + 12
+    assert alone.needed(5) == 5 * own.expert_bytes + own.dense_bytes + own.kv_cache_bytes(context)
+    drafter = olmoe.dense_bytes + olmoe.moe_layers * olmoe.experts * olmoe.expert_bytes
+    kept = 3 * (own.kv_cache_bytes(context) + olmoe.kv_cache_bytes(context))
+    assert several.needed(5) == 5 * own.expert_bytes + own.dense_bytes + drafter + kept
+    assert several.fits(5)
+    assert not TimedRun.of(replace(drafting, hardware="rtx4060-laptop")).fits(5)
 
 
 def test_belady_is_drawn_unasked_but_gets_no_row(folder):

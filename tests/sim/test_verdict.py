@@ -82,7 +82,7 @@ def test_a_cache_without_room_never_wins():
     small = [{**each, "fits": each["cache_experts"] < 25} for each in SWEPT]
     assert said(small)[0] == "mine is the fastest at 10%."
     (nothing,) = said([{**each, "fits": False} for each in SWEPT])
-    assert nothing == "None of these caches fits card beside the dense weights: nothing to choose."
+    assert nothing == "None of these caches fits card beside dense weights and KV cache: nothing to choose."
 
 
 def test_how_sure_it_is_and_where_no_policy_helps():
