@@ -57,7 +57,7 @@ class Layout:
     def profile(self) -> ModelProfile:
         return profile_of(self.model)
 
-    @property
+    @cached_property
     def layer_bytes(self) -> list[int]:
         """Of all experts of each layer."""
         return [self.profile.bytes_of(layer) * self.profile.experts for layer in range(self.profile.moe_layers)]
@@ -277,7 +277,7 @@ class Placement:
         )
         return seconds, outcomes[0]
 
-    @property
+    @cached_property
     def cases(self) -> list[Case]:
         model, L = self.layout.model, self.layout.profile.moe_layers
         cases = []
