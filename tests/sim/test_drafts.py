@@ -29,7 +29,7 @@ from traces import InputError, RequestSteps, Shards, Trace, demo_trace, write_tr
 from traces.drafts import Drafts
 from traces.models.profile import model
 
-CASES = int(os.environ.get("MOE_FUZZ_CASES", "1200"))
+CASES = int(os.environ.get("MOE_FUZZ_CASES", "400"))
 BATCHES = 8
 
 TIMING = FixedTiming(dense=1_000, expert=300, expert_per_token=20, combine=50, head=700)
