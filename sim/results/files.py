@@ -71,6 +71,9 @@ def write_figure(figure: "Figure", path: Path) -> None:
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+    if layout := figure.get_layout_engine():
+        layout.execute(figure)
+        figure.set_layout_engine("none")  # else it is found again, twice
     with replacing(path) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it
         figure.savefig(file, format="png", dpi=150)

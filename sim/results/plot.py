@@ -113,6 +113,17 @@ _BESIDE_A_LINE: dict[str, Any] = {
 }
 
 
+_TO_A_POINT: dict[str, Any] = {
+    "arrowstyle": "-",
+    "linewidth": 0.5,
+    "alpha": 0.6,
+    "relpos": (0, 0.5),
+    "patchA": None,  # from the text's edge on: to clip the line there takes longer than to draw the plot
+    "shrinkA": 2,
+    "shrinkB": 2,
+}
+
+
 def _label_directly(axes: "Axes") -> None:
     """Write what is drawn beside its last point, in place of a legend."""
     drawn = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
@@ -126,7 +137,7 @@ def _label_directly(axes: "Axes") -> None:
             end,
             (1.03, places[i] - max(0.0, place - 1)),
             textcoords="axes fraction",
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.5, "alpha": 0.6},
+            arrowprops={"color": line.get_color(), **_TO_A_POINT},
             color=line.get_color(),
             va="center",
             fontsize=8,
