@@ -56,7 +56,7 @@ audit: $(READY) ## known vulnerabilities in what is installed: by a tool in a fo
 	.audit/bin/pip-audit --progress-spinner off --path "$$($(BIN)/python -c 'import sysconfig as s; print(s.get_path("purelib"))')"
 
 fuzz-engines: $(READY) ## both engines against each other and the oracle on 50,000 random runs of each kind
-	MOE_FUZZ_CASES=50000 $(BIN)/pytest -n 2 tests/sim/test_kernel.py tests/sim/test_model_equals_reference.py -k seeded
+	MOE_FUZZ_CASES=50000 $(BIN)/pytest -n 2 tests/sim/test_kernel.py tests/sim/test_drafts.py tests/sim/test_model_equals_reference.py -k seeded
 
 lint: $(READY)
 	$(BIN)/ruff check .
