@@ -98,14 +98,16 @@ def live_check(
     out: Out = RESULTS,
     folder: Folder = Path(),
     model: Annotated[str, typer.Option(help="Model profile whose shapes are used.")] = "olmoe-1b-7b",
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens that are generated.")] = 32,
+    tokens: Annotated[int, typer.Option(min=3, help="Tokens that are generated.")] = 25,
+    turns: Annotated[int, typer.Option(min=1, help="How often each part is run.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: torch's.")] = None,
     device: Annotated[str, typer.Option(help="disk, or cuda.")] = "disk",
     overwrite: Overwrite = False,
 ) -> None:
-    """Compare live generation with prediction, replay, accelerate and transformers alone.
+    """Compare live generation with prediction, replay, llama.cpp, accelerate and transformers alone.
 
-    Takes as much memory as the model has bytes, twice as much disk, ten minutes, and root for the limit of
-    memory.
+    Takes as much memory as the model has bytes, two and a half times as much disk, half an hour, and root for the
+    limit of memory.
     """
     from benchmarks.checks.live import LiveCheck  # a GPU machine need not have what it generates with
 
@@ -115,7 +117,10 @@ def live_check(
         require_cuda("disk")
     path, began = _path(out, "live" if device == "disk" else "live-cuda"), time.monotonic()
     check_file(path, overwrite)
-    for what, ratio in LiveCheck(Record(path), console.note, _existing(folder), model, tokens, device).run().items():
+    if threads:
+        torch.set_num_threads(threads)
+    check = LiveCheck(Record(path), _timed(), _existing(folder), model, tokens, device, turns)
+    for what, ratio in check.run().items():
         console.say(f"{what}: {ratio:.2f}")
     console.say(f"wrote {path} in {time.monotonic() - began:.0f} s")
 

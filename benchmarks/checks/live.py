@@ -1,14 +1,16 @@
 """What live generation reaches: a checkpoint of random weights gets half as much memory as its file has bytes.
 
-Beside it: the simulator's prediction, a replay of the trace that it recorded, in turns with it, and with as much memory
-llama.cpp, which maps a file of the same weights and decodes the same tokens, and accelerate's offload. On a GPU no
-memory is limited: experts are in the host's, those of accelerate too, and llama.cpp is left out.
-Tokens are drawn at temperature 1, since random weights repeat the likeliest one for ever.
-Then the shipped model with all its experts cached, beside transformers alone. The file is written after each part.
+In turns with it, since a shared machine drifts: LRU instead of the default policy, a replay of the trace that it
+recorded, and llama.cpp, which maps a file of the same weights and decodes the same tokens. All have as much memory and
+as many threads, the caches are as large as fit, and each turn begins with files of which nothing is in memory. Tokens
+are drawn at temperature 1, since random weights repeat the likeliest one for ever; how much of the model they use
+stands beside the result. Then accelerate's offload with as much memory, and the shipped model with all its experts
+cached, beside transformers alone. On a GPU no memory is limited: experts are in the host's, those of accelerate too,
+and llama.cpp is left out. The file is written after each part.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,11 +44,11 @@ from replay.devices.stage import driver, machine_name
 from replay.devices.store import Stamps, available_memory_bytes
 from replay.keys import key_of
 from replay.live.answering import answer, prompts_of, reading_ids
-from replay.live.opening import open_live
+from replay.live.opening import MOST, open_live
 from replay.live.prediction import outcome
 from replay.run import replay
 from replay.warmup import undisturbed
-from sim.defaults import POLICY
+from sim.defaults import CACHE_SIZE, POLICY
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
@@ -59,14 +61,14 @@ from tracer.record import Options
 from traces.errors import InputError
 from traces.models import profile as model_profile
 from traces.models.profile import ModelProfile
+from traces.stats import statistics
 from traces.trace import Trace
 
-LIVE, REPLAY, ACCELERATE = "live", "replay of the recorded trace", "accelerate's offload"
+LIVE, LRU, REPLAY, ACCELERATE = "live", "live, lru", "replay of the recorded trace", "accelerate's offload"
 LLAMA = "llama.cpp, mmap, {} KiB read ahead"
 CACHED, ALONE = "live, all experts cached", "transformers alone"
 
-PROMPT = ",".join(str(7 * place + 3) for place in range(32))
-TURNS = 3
+PROMPT = [7 * place + 3 for place in range(8)]
 READ_AHEAD_KIB = (128, 8192)
 """A PC's, and that of many virtual disks."""
 ACCELERATE_TOKENS = 2
@@ -74,14 +76,11 @@ SHARD_BYTES = 2_000_000_000
 DEMO_TOKENS, DEMO_CONTEXT, ROUNDS = 60, 32, 5
 
 
-class Generated(NamedTuple):
-    """A turn of generating."""
+class Turn(NamedTuple):
+    """A part, run once."""
 
-    trace: Trace
-    row: Row
-    predicted_ms: float  # a token
-    slots: int
-    lanes: int
+    tpot_ms: float
+    facts: Row
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,7 @@ class LiveCheck:
     model: str
     tokens: int
     device: str = "disk"  # or cuda
+    turns: int = 3
 
     def run(self) -> dict[str, float]:
         """Run all parts; return what they come to. Raise InputError where memory, disk or rights do not suffice."""
@@ -103,16 +103,13 @@ class LiveCheck:
         profile = model_profile.model(self.model)
         self._require(int(profile.parameters * profile.dense_bytes_per_parameter))
         below = partial(TemporaryDirectory[str], prefix="live-check-", dir=self.folder)
-        with below() as checkpoint, below() as folder:
-            limit, lived = self._in_turns(profile, Path(checkpoint), Path(folder) / "experts")
-        if not self._on_gpu and FAMILIES[profile.name][0] == "olmoe" and find_spec("xllamacpp"):
-            with below() as folder:
-                self._llama(profile, Path(folder) / "model.gguf", limit, lived)
         with below() as folder:
-            files, within = (None if self._on_gpu else Path(folder)), self._limited(limit, Path(folder))
+            limit = Turns(self, profile, Path(folder)).run()
+        with below() as folder:
+            files, within = (None if self._on_gpu else Path(folder)), self.limited(limit, Path(folder))
             peer = accelerate_offload(profile, self._on, ACCELERATE_TOKENS, folder=files, within=within)
             limited = {} if self._on_gpu else {"memory_bytes": limit}
-            self._put(profile.name, ACCELERATE, len(peer.tpot_ms), fmean(peer.tpot_ms), version=peer.version, **limited)
+            self.put(profile.name, ACCELERATE, len(peer.tpot_ms), fmean(peer.tpot_ms), version=peer.version, **limited)
         self._demo()
         ratios = self._ratios()
         self.record.set_facts(ratios=ratios)
@@ -121,13 +118,12 @@ class LiveCheck:
 
     def _ratios(self) -> dict[str, float]:
         took = {cell["mode"]: cell["measured"]["tpot_mean_ms"] for cell in self.record}
-        live = next(cell for cell in self.record if cell["mode"] == LIVE)
-        llama = {mode: took[mode] for mode in map(LLAMA.format, READ_AHEAD_KIB) if mode in took}
+        predicted = next(cell["predicted"]["tpot_mean_ms"] for cell in self.record if cell["mode"] == LIVE)
+        others = [mode for mode in (*map(LLAMA.format, READ_AHEAD_KIB), ACCELERATE) if mode in took]
         return {
-            **{f"{mode} over live": ms / took[LIVE] for mode, ms in llama.items()},
-            "accelerate over live": took[ACCELERATE] / took[LIVE],
+            **{f"{mode} over {own}": took[mode] / took[own] for mode in others for own in (LIVE, LRU)},
             "live over replay": took[LIVE] / took[REPLAY],
-            "predicted over measured": live["predicted"]["tpot_mean_ms"] / took[LIVE],
+            "predicted over measured": predicted / took[LIVE],
             "speed of the shipped model, all experts cached, over transformers": took[ALONE] / took[CACHED],
         }
 
@@ -141,120 +137,26 @@ class LiveCheck:
 
     def _require(self, model_bytes: int) -> None:
         """Raise InputError where a control group cannot be made, or a model of so many bytes does not fit."""
-        with self._limited(model_bytes, self.folder / "none"):
+        with self.limited(model_bytes, self.folder / "none"):
             pass
+        files_bytes = model_bytes if self._on_gpu else 5 * model_bytes // 2
         for what, there, needed in (
             ("memory", available_memory_bytes(), model_bytes + SHARD_BYTES),
-            (f"disk in {self.folder}", disk_usage(self.folder).free, (1 if self._on_gpu else 2) * model_bytes),
+            (f"disk in {self.folder}", disk_usage(self.folder).free, files_bytes),
         ):
             if there is not None and there < needed:
                 sizes = f"{show_bytes(needed)} of {what}, {show_bytes(there)} are free"
                 raise InputError(f"{self.model} takes {sizes}: take a smaller --model")
 
-    def _limited(self, size: int, files: Path) -> AbstractContextManager[None]:
+    def limited(self, size: int, files: Path) -> AbstractContextManager[None]:
         """Limit memory to so many bytes, with none of the files in it; limit nothing where a GPU computes."""
         return nullcontext() if self._on_gpu else page_cache_of(size, files)
 
-    def _put(self, model: str, mode: str, tokens: int, mean_ms: float, **facts: Any) -> None:
+    def put(self, model: str, mode: str, tokens: int, mean_ms: float, **facts: Any) -> None:
         """Record a part."""
         cell: Row = {"model": model, "mode": mode, "tokens": tokens, **facts, "measured": {"tpot_mean_ms": mean_ms}}
         self.record.put(key_of(model=model, mode=mode, tokens=tokens), cell)
         self.say(f"{model}, {mode}: {mean_ms:,.1f} ms a token")
-
-    def _llama(self, profile: ModelProfile, path: Path, limit: int, lived: Trace) -> None:
-        """Decode the tokens of a turn in llama.cpp, at both read-aheads."""
-        with ProcessPoolExecutor(1, get_context("spawn")) as other:
-            other.submit(write_gguf, profile, path).result()
-        os.sync()
-        prompt = [int(each) for each in PROMPT.split(",")]
-        assert lived.token_id is not None
-        tokens = lived.token_id[len(prompt) :].tolist()
-        for kib in READ_AHEAD_KIB:
-            read_through(path)
-            with read_ahead_of(path.parent, kib):
-                peer = llama_mmap(path, prompt, tokens, torch.get_num_threads(), self._limited(limit, path.parent))
-            facts = {"version": peer.version, "memory_bytes": limit, "threads": torch.get_num_threads()}
-            self._put(profile.name, LLAMA.format(kib), len(peer.tpot_ms), fmean(peer.tpot_ms), **facts)
-
-    def _in_turns(self, profile: ModelProfile, checkpoint: Path, store: Path) -> tuple[int, Trace]:
-        """Generate and replay in turns, since a shared machine drifts; return the limit of memory, and a turn's trace.
-
-        All turns generate the same tokens. Of each side the turn in the middle counts. Each turn begins with its files
-        read once: what is below a virtual disk may have kept those of one side only.
-        """
-        self.say(f"{profile.name}: writing {show_bytes(profile.parameters * profile.dense_bytes_per_parameter)}")
-        with ProcessPoolExecutor(1, get_context("spawn")) as other:  # whose memory a user's process would not have held
-            other.submit(write_checkpoint, profile, checkpoint).result()
-        shards = [*checkpoint.glob("*.safetensors")]
-        size = sum(file.stat().st_size for file in shards)
-        if not self._on_gpu:
-            count = profile.moe_layers * profile.experts
-            write(store, profile, Stamps(count, profile.expert_bytes, 0).write, "random weights, seed 0", count)
-        os.sync()  # else the disk is still busy with them
-        lives, replays = list[Generated](), list[float]()
-
-        def generate_once() -> None:
-            self._read_through(shards)
-            lanes = lives[0].lanes if lives and not self._on_gpu else None
-            lives.append(self._live(checkpoint, size // 2, lanes))
-            self._put_live(profile, lives, size)
-
-        def replay_once() -> None:
-            self._read_through([store])
-            replays.append(self._replay(profile, store, lives[0], size // 2))
-            facts = {"threads": torch.get_num_threads(), "lanes": lives[0].lanes}
-            self._put(profile.name, REPLAY, self.tokens - 1, median_low(replays), turns_ms=[*replays], **facts)
-
-        for turn in range(TURNS):
-            for part in (replay_once, generate_once) if turn % 2 else (generate_once, replay_once):
-                part()
-        return size // 2, lives[0].trace
-
-    def _put_live(self, profile: ModelProfile, lives: list[Generated], size: int) -> None:
-        """Record what generating came to so far."""
-        turns_ms = [each.row["tpot_mean_ms"] for each in lives]
-        live = lives[turns_ms.index(median_low(turns_ms))]
-        self._put(
-            *(profile.name, LIVE, self.tokens - 1, median_low(turns_ms)),
-            turns_ms=turns_ms,
-            turns_predicted_ms=[each.predicted_ms for each in lives],
-            policy=POLICY,
-            cache_fraction=live.slots / (profile.moe_layers * profile.experts),
-            **{name: live.row[name] for name in ("hit_rate", "past_cache", "copy_gb_per_s")},
-            lanes=live.lanes,
-            checkpoint_bytes=size,
-            memory_bytes=None if self._on_gpu else size // 2,
-            predicted={"tpot_mean_ms": live.predicted_ms},
-        )
-
-    def _read_through(self, files: Iterable[Path]) -> None:
-        """Read files as the lanes will, past the page cache; nothing where experts come from host memory."""
-        for path in () if self._on_gpu else files:
-            read_through(path)
-
-    def _live(self, folder: Path, limit: int, lanes: int | None) -> Generated:
-        """Generate. lanes: None for as many as it takes."""
-        options = Options(max_new_tokens=self.tokens, temperature=1.0)
-        with (
-            self._limited(limit, folder),
-            open_live(str(folder), DeviceChoice(self.device, lanes=lanes)) as live,
-            undisturbed(),
-        ):
-            prompts = prompts_of([], None, PROMPT)
-            answered = answer(live, reading_ids(live.loaded), prompts, options, lambda token: None, lambda: None)
-            result = outcome(live, answered)
-            predicted_ms = result.predictions[0].row["tpot_mean_ms"]
-            return Generated(answered.trace, result.row, predicted_ms, live.run.gpu.slots, live.lanes)
-
-    def _replay(self, profile: ModelProfile, store: Path, live: Generated, limit: int) -> float:
-        """Replay the trace with as much memory, and as many threads and lanes; return ms a token."""
-        loaded = TimedRun(Experiment("live"), live.trace, profile, hardware("h200"))
-        from_disk: dict[str, Any] = {}
-        if not self._on_gpu:
-            from_disk = {"store": store, "lanes": live.lanes, "threads": torch.get_num_threads()}
-        with self._limited(limit, store):
-            result = replay(Choice(loaded, parse(POLICY), live.slots, DeviceChoice(self.device, **from_disk)))
-        return float(result.row["tpot_mean_ms"])
 
     def _demo(self) -> None:
         """Decode with the shipped model in turns: with a cache that holds all experts, and without one."""
@@ -270,7 +172,133 @@ class LiveCheck:
                         took[mode] += decoded_ms
                 live.end_request()
         for mode, each in took.items():
-            self._put(demo.NAME, mode, len(each), fmean(each))
+            self.put(demo.NAME, mode, len(each), fmean(each))
+
+
+class Turns:
+    """The parts that decode the same tokens in turns, from files below a folder."""
+
+    def __init__(self, check: LiveCheck, profile: ModelProfile, folder: Path) -> None:
+        self._check, self._profile, self._on_gpu = check, profile, check.device == "cuda"
+        self._checkpoint, self._store, self._gguf = folder / "checkpoint", folder / "experts", folder / "gguf"
+        self._limit = 0
+        self._lanes: int | None = None  # that the first turn took
+        self._trace: Trace | None = None
+        self._slots = 0
+
+    def run(self) -> int:
+        """Run all turns; return the limit of memory. Of each part the turn in the middle counts."""
+        check, profile = self._check, self._profile
+        self._write()
+        size = sum(file.stat().st_size for file in self._checkpoint.glob("*.safetensors"))
+        self._limit = size // 2
+        parts: dict[str, Callable[[], Turn]] = {
+            LIVE: partial(self._live, POLICY),
+            LRU: partial(self._live, "lru"),
+            REPLAY: self._replay,
+        }
+        if self._gguf.exists():
+            parts |= {LLAMA.format(kib): partial(self._llama, kib) for kib in READ_AHEAD_KIB}
+        turns: dict[str, list[Turn]] = {mode: [] for mode in parts}
+        for turn in range(check.turns):
+            for mode in reversed(parts) if turn % 2 else parts:
+                turns[mode].append(parts[mode]())
+                turns_ms = [each.tpot_ms for each in turns[mode]]
+                middle = turns[mode][turns_ms.index(median_low(turns_ms))]
+                limited = {} if self._on_gpu else {"checkpoint_bytes": size, "memory_bytes": self._limit}
+                facts = {**middle.facts, **limited, "threads": torch.get_num_threads()}
+                check.put(profile.name, mode, check.tokens - 1, middle.tpot_ms, turns_ms=turns_ms, **facts)
+        return self._limit
+
+    def _write(self) -> None:
+        """Write a checkpoint, and of the same weights what llama.cpp reads; for replays a file of half of the experts.
+
+        There each expert stands for two, which takes less room and is read all the same.
+        """
+        profile = self._profile
+        self._check.say(f"{profile.name}: writing {show_bytes(profile.parameters * profile.dense_bytes_per_parameter)}")
+        with ProcessPoolExecutor(1, get_context("spawn")) as other:  # whose memory a user's process would not have held
+            other.submit(write_checkpoint, profile, self._checkpoint).result()
+            if not self._on_gpu and FAMILIES[profile.name][0] == "olmoe" and find_spec("xllamacpp"):
+                self._gguf.mkdir()
+                other.submit(write_gguf, profile, self._checkpoint, self._gguf / "model.gguf").result()
+        if not self._on_gpu:
+            count = -(-profile.moe_layers * profile.experts // 2)
+            stamps = Stamps(count, profile.expert_bytes, 0)
+            write(self._store, profile, stamps.write, "random weights, seed 0", count)
+        os.sync()  # else the disk is still busy with them
+
+    def _read_through(self, files: Path) -> None:
+        """Read files as the lanes will, past the page cache; nothing where experts come from host memory.
+
+        What is below a virtual disk may have kept those of one part only.
+        """
+        for path in [] if self._on_gpu else [each for each in files.rglob("*") if each.is_file()] or [files]:
+            read_through(path)
+
+    def _live(self, policy: str) -> Turn:
+        """Generate, with as many lanes as the first time."""
+        self._read_through(self._checkpoint)
+        options = Options(max_new_tokens=self._check.tokens, temperature=1.0)
+        target = DeviceChoice(self._check.device, lanes=None if self._on_gpu else self._lanes)
+        size = CACHE_SIZE if self._on_gpu else MOST
+        with (
+            self._check.limited(self._limit, self._checkpoint),
+            open_live(str(self._checkpoint), target, policy=policy, cache_size=size) as live,
+            undisturbed(),
+        ):
+            prompts = prompts_of([], None, ",".join(map(str, PROMPT)))
+            answered = answer(live, reading_ids(live.loaded), prompts, options, lambda token: None, lambda: None)
+            result = outcome(live, answered)
+        row, slots = result.row, live.run.gpu.slots
+        if self._trace is None:
+            self._trace, self._lanes, self._slots = answered.trace, live.lanes, slots
+            self._say_routing(answered.trace)
+        return Turn(
+            row["tpot_mean_ms"],
+            {
+                "policy": policy,
+                "cache_fraction": slots / live.run.shape.total,
+                **{name: row[name] for name in ("hit_rate", "past_cache", "copy_gb_per_s")},
+                "lanes": live.lanes,
+                "predicted": {"tpot_mean_ms": result.predictions[0].row["tpot_mean_ms"]},
+            },
+        )
+
+    def _say_routing(self, trace: Trace) -> None:
+        """Record how much of the model the tokens use, on which it depends what caches can reach."""
+        stats = statistics(trace)["decode"]
+        assert stats.activated is not None
+        used = stats.activated * trace.num_experts
+        self._check.record.set_facts(routing={"used_by_the_token_before": stats.reuse.share, "used_of_a_layer": used})
+        self._check.say(
+            f"{stats.reuse.share:.0%} of a token's experts were used by the token before it, {used:.0f} of "
+            f"{trace.num_experts} of a layer by {stats.tokens} tokens"
+        )
+
+    def _replay(self) -> Turn:
+        """Replay the trace with as much memory, and as many threads and lanes."""
+        assert self._trace is not None
+        self._read_through(self._store)
+        loaded = TimedRun(Experiment("live"), self._trace, self._profile, hardware("h200"))
+        from_disk: dict[str, Any] = {}
+        if not self._on_gpu:
+            from_disk = {"store": self._store, "lanes": self._lanes, "threads": torch.get_num_threads()}
+        with self._check.limited(self._limit, self._store):
+            result = replay(Choice(loaded, parse(POLICY), self._slots, DeviceChoice(self._check.device, **from_disk)))
+        return Turn(float(result.row["tpot_mean_ms"]), {"lanes": self._lanes})
+
+    def _llama(self, kib: int) -> Turn:
+        """Decode the tokens in llama.cpp."""
+        assert self._trace is not None
+        assert self._trace.token_id is not None
+        self._read_through(self._gguf)
+        tokens = self._trace.token_id[len(PROMPT) :].tolist()
+        within = self._check.limited(self._limit, self._gguf)
+        with read_ahead_of(self._gguf, kib):
+            peer, chosen = llama_mmap(self._gguf / "model.gguf", PROMPT, tokens, torch.get_num_threads(), within)
+        same = (chosen[..., None] == self._trace.experts[..., None, :]).any(-1).mean()
+        return Turn(fmean(peer.tpot_ms), {"version": peer.version, "same_experts": float(same)})
 
 
 def write_checkpoint(profile: ModelProfile, folder: Path) -> None:

@@ -2,25 +2,39 @@
 
 With accelerate everything stays in ordinary host memory, or in files on a disk, as users have it; before each module
 runs, its weights are copied to the device, all experts of a layer at once, and dropped after. llama.cpp maps a file of
-the same weights, of which the system keeps what fits. Weights are random: speed depends on shapes alone.
+the same weights, of which the system keeps what fits. Weights are random, and some experts of a layer are chosen more
+often than others, as in trained models.
 """
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from replay.live.memory import kv_name_in
+from replay.live.shards import open_shards
+from tracer.loading import Loading
 from traces.errors import InputError, unknown
 from traces.models.profile import ModelProfile
 
 BLOCK = 1 << 20
-"""Random numbers that weights are filled with again and again: drawing billions takes minutes."""
+"""Weights are filled with windows of so many random numbers of twice as many: drawing billions takes minutes."""
+
+ROUTER_SPREAD = 0.5
+"""Of the logarithms of the lengths of a router's rows: how much more often some experts are chosen than others."""
+EMBEDDING_SCALE = 1.8
+"""Of embeddings over other weights: how much of a token's state is its own. With these two numbers a token of OLMoE's
+shapes shares 26% of its experts with the token before it, as in a trace of DeepSeek-V2-Lite
+(`sim/backtest/data/reuse.toml`: 26%, of Qwen3-30B-A3B 37%).
+"""
 
 
 class Decoded(NamedTuple):
@@ -92,14 +106,20 @@ def build(profile: ModelProfile) -> Any:
     from_config: Callable[..., Any] = transformers.AutoModelForCausalLM.from_config
     with accelerate.init_empty_weights(include_buffers=False):
         model = from_config(config, dtype=dtype)
-    block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(2 * BLOCK, generator=generator).mul_(0.02).to(dtype)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             flat = torch.empty(parameter.numel(), dtype=dtype)
             for first in range(0, len(flat), BLOCK):
-                flat[first : first + BLOCK] = block[: len(flat) - first]
-            filled = torch.nn.Parameter(flat.view(parameter.shape), requires_grad=False)
-            module.register_parameter(name, filled)
+                window = numbers[int(torch.randint(BLOCK, (), generator=generator)) :]
+                flat[first : first + BLOCK] = window[: min(BLOCK, len(flat) - first)]
+            weight = flat.view(parameter.shape)
+            if isinstance(module, torch.nn.Embedding):
+                weight *= EMBEDDING_SCALE
+            elif weight.shape == (profile.experts, profile.hidden_size):
+                weight *= torch.randn(profile.experts, 1, generator=generator).mul_(ROUTER_SPREAD).exp_().to(dtype)
+            module.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
     return model.eval()
 
 
@@ -167,12 +187,17 @@ def read_ahead_of(folder: Path, kib: int) -> Iterator[None]:
         setting.write_text(before)
 
 
-def write_gguf(profile: ModelProfile, path: Path) -> None:
-    """Write the weights of `build` as a GGUF file. Raise InputError for a model that is not of OLMoE's architecture."""
-    import gguf
+JOINED = {"gate_up_proj": ["gate_proj", "up_proj"]}
+"""Parameters of transformers that are several of a GGUF file, one below the other in each expert's matrix."""
 
-    model = build(profile)
-    if model.config.model_type != "olmoe":
+
+def write_gguf(profile: ModelProfile, checkpoint: Path, path: Path) -> None:
+    """Write the weights of a checkpoint as a GGUF file. Raise InputError for another architecture than OLMoE's."""
+    import gguf
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    if config.model_type != "olmoe":
         raise InputError(f"llama.cpp is compared with OLMoE's shapes alone, not with {profile.name}'s")
     writer = gguf.GGUFWriter(path, "olmoe")
     writer.add_block_count(len(profile.order))
@@ -181,50 +206,55 @@ def write_gguf(profile: ModelProfile, path: Path) -> None:
     writer.add_feed_forward_length(profile.expert_intermediate_size)
     writer.add_head_count(profile.heads)
     writer.add_head_count_kv(profile.kv_heads or profile.heads)
-    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10_000.0)
     writer.add_expert_count(profile.experts)
     writer.add_expert_used_count(profile.top_k)
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(profile.vocabulary)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.OLMOE, len(profile.order))
-    parts = list[Any]()
-    for name, weight in model.state_dict().items():
+    shards, tensors = open_shards(sorted(checkpoint.glob("*.safetensors")))
+    plain = {each.name for each in tensors.values() if len(each.shape) == 1 or each.dtype == torch.float32}
+    plain |= {name for name in tensors if name.endswith("mlp.gate.weight")}
+    for name, tensor in tensors.items():
         begin, _, end = name.rpartition(".")
-        split = (
-            zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True) if end == "gate_up_proj" else [(end, weight)]
-        )
-        for part, values in split:
+        parts, shape = JOINED.get(end, [end]), list(tensor.shape)
+        shape[-2:-1] = [size // len(parts) for size in shape[-2:-1]]
+        width, kind = (4, gguf.GGMLQuantizationType.F32) if name in plain else (2, gguf.GGMLQuantizationType.BF16)
+        for part in parts:
             known = names.get_name(f"{begin}.{part}".removesuffix(".weight"))
-            plain = values.dim() == 1 or begin.endswith("mlp.gate") or values.dtype == torch.float32
-            stored = values.float() if plain else values
-            kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType.BF16
-            writer.add_tensor_info(f"{known}.weight", values.shape, np.dtype(np.float32), stored.nbytes, kind)
-            parts.append(stored)
+            writer.add_tensor_info(f"{known}.weight", shape, np.dtype(np.float32), width * prod(shape), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for values in parts:  # of those that are views, one copy at a time
-        writer.write_tensor_data(values.contiguous().view(torch.uint8).numpy())
+    for name, tensor in tensors.items():
+        values, joined = tensor[...], JOINED.get(name.rpartition(".")[2])
+        for own in values.chunk(len(joined), 1) if joined else [values.float() if name in plain else values]:
+            writer.write_tensor_data(own.contiguous().view(torch.uint8).numpy())
     writer.close()
+    for shard in shards:
+        shard.close()
 
 
 def llama_mmap(
     path: Path, prompt: Sequence[int], tokens: Sequence[int], threads: int, within: AbstractContextManager[None]
-) -> Decoded:
-    """Decode these tokens in llama.cpp behind a prompt, from a mapped file."""
-    from traces.llama_library import library
+) -> tuple[Decoded, NDArray[np.int32]]:
+    """Decode these tokens in llama.cpp behind a prompt, from a mapped file. Return also what its routers chose.
 
-    llama, took = library(), list[float]()
+    That is [tokens of prompt and answer, L, k]; reading it takes a millisecond a token.
+    """
+    from tracer.llama import GgufModel
+
     with within:
-        model = llama.load(path, n_gpu_layers=0, use_extra_bufts=False)
-        size = 256 * -(-(len(prompt) + len(tokens)) // 256)
-        context = llama.context(model, n_ctx=size, n_threads=threads, n_threads_batch=threads)
-        for some in (prompt, *([token] for token in tokens)):
-            began = time.perf_counter()
-            if status := llama.decode(context, some):
-                raise InputError(f"llama.cpp ran {len(some)} tokens with status {status}: {llama.errors[:1]}")
-            took.append((time.perf_counter() - began) * 1e3)
-        llama.llama_free(context)
-        llama.llama_model_free(model)
-    return Decoded(llama.tools["llama.cpp"], tuple(took[2:]), path.stat().st_size)
+        took, chosen = list[float](), list[NDArray[np.int32]]()
+        model = GgufModel(path, Loading(device="cpu", threads=threads))
+        with model.observed(False, False, False, lambda tokens: None) as runner:
+            runner.begin(len(prompt) + len(tokens))
+            for some in ([*prompt], *([token] for token in tokens)):
+                began = time.perf_counter()
+                chosen.append(runner.feed(some).ids)
+                took.append((time.perf_counter() - began) * 1e3)
+        version = model.library.tools["llama.cpp"]
+        del model, runner
+        gc.collect()  # else the file stays mapped
+    return Decoded(version, tuple(took[1:]), path.stat().st_size), np.concatenate(chosen)

@@ -11,7 +11,7 @@ from policies.core.spec import PolicySpec
 from replay.device_choice import DeviceChoice
 from replay.live.loading import Progress
 from replay.live.model import LiveModel
-from replay.live.opening import open_live
+from replay.live.opening import MOST, open_live
 from sim.commands import options
 from sim.defaults import CACHE_SIZE, POLICY
 from sim.experiment import SIZES
@@ -24,7 +24,7 @@ class LiveOptions:
     """How a model is opened."""
 
     policy: Annotated[str, typer.Option(help="Policy, as in lru or lru+eamc (eviction policy + prefetcher).")] = POLICY
-    cache_size: Annotated[str, typer.Option(help=f"Cache size: {SIZES}.")] = CACHE_SIZE
+    cache_size: Annotated[str, typer.Option(help=f"Cache size: {SIZES}; {MOST}: what fits into memory.")] = CACHE_SIZE
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     draft: Annotated[
         int,

@@ -29,12 +29,12 @@ from replay.devices.cpu import nothing
 from replay.devices.expert_file import ExpertFile
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
-from replay.devices.store import require_host_memory, stride_of
+from replay.devices.store import RESERVE_BYTES, available_memory_bytes, require_host_memory, stride_of
 from replay.live.device import LiveDevice, LiveGpu, host_experts
 from replay.live.held import held_store
 from replay.live.layout import ExpertLayer, ShardStore, end_of, expert_layers, without_interface
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
-from replay.live.memory import cache_bytes, kv_name_in, memory_of
+from replay.live.memory import EXPERTS, cache_bytes, kv_name_in, memory_of
 from replay.live.model import HOOK, LiveModel, starting_from
 from replay.warmup import decide
 from sim.defaults import CACHE_SIZE, POLICY
@@ -51,7 +51,10 @@ from traces.synthetic import synthetic
 
 DISK = DeviceChoice("disk")
 DEVICES = ("disk", "cuda")
-SMALLER = "choose a smaller --cache-size"
+SMALLER = "choose a smaller --cache-size, or max"
+
+MOST = "max"
+"""A cache of as many experts as fit into memory."""
 
 TRIED_TOKENS = 24
 """Of a prefill, from which the bytes of KV cache a token are measured."""
@@ -76,10 +79,10 @@ def load_model(
 ) -> Any:
     """Load a transformers model whose experts stay on disk, or in host memory beside a GPU, behind a cache.
 
-    source: a folder or a hub id; None: the shipped model. policy, cache_size: as for `replay.replay`. device: disk, or
-    cuda. seed: of policies that draw. profile: a file for what the policy learns: it starts from it, and writes it when
-    the model is closed. dtype: auto is the checkpoint's. options: `lanes`, `store` and `threads`, as for
-    `moe-replay generate`.
+    source: a folder or a hub id; None: the shipped model. policy, cache_size: as for `replay.replay`; a cache of "max"
+    is as large as fits into memory. device: disk, or cuda. seed: of policies that draw. profile: a file for what the
+    policy learns: it starts from it, and writes it when the model is closed. dtype: auto is the checkpoint's. options:
+    `lanes`, `store` and `threads`, as for `moe-replay generate`.
 
     The model is called as any other, for inference alone. Its `expert_cache` has `counters`, `report()`, `trace`,
     `clear()` and `close()`, and `with load_model(...) as model:` closes it. Raise InputError, a ValueError, for a
@@ -210,7 +213,10 @@ def _cached(
     store = opening.enter_context(source(layers))
     shape = Shape(len(layers), layers[0].experts)
     stride = stride_of(store.expert_bytes) if gpu else store.stride
-    slots = parse_cache_size(cache_size, shape.total, stride, shape.layers)
+    if cache_size == MOST:
+        slots = min(max(1, _free_for_slots(gpu, layers) // stride), shape.total)
+    else:
+        slots = parse_cache_size(cache_size, shape.total, stride, shape.layers)
     spec.divide(shape, slots)
     _require(gpu, slots * stride, f"a cache of {slots} experts")
     run = gpu_run((), shape, slots, spec, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
@@ -248,6 +254,14 @@ def _move(model: nn.Module, device: torch.device) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device, copy=True)
+
+
+def _free_for_slots(gpu: Gpu | None, layers: Sequence[ExpertLayer]) -> int:
+    """Return the bytes that slots may take: RESERVE_BYTES are left, and what any forward pass takes of experts."""
+    free = available_memory_bytes() if gpu is None else gpu.free_bytes()
+    if free is None:
+        raise InputError(f"--cache-size {MOST}: this system does not say how much memory is free, so name a size")
+    return free - RESERVE_BYTES - EXPERTS * max(end_of(layer.rows) for layer in layers)
 
 
 def _require(gpu: Gpu | None, needed_bytes: int, what: str) -> None:

@@ -56,6 +56,16 @@ def test_parameters_are_random_and_rotary_frequencies_are_those_of_a_model_made_
     assert all(parameter.ne(0).float().mean() > 0.9 for parameter in made.parameters())
 
 
+def test_no_two_experts_are_alike_and_some_are_chosen_more_often():
+    weights = build(small("olmoe-1b-7b")).state_dict()
+    experts = torch.cat([weight.flatten(1) for name, weight in weights.items() if name.endswith("experts.down_proj")])
+    assert len(experts.unique(dim=0)) == len(experts) == 8
+    lengths = torch.cat(
+        [weight.float().norm(dim=1) for name, weight in weights.items() if name.endswith("gate.weight")]
+    )
+    assert lengths.max() > 2 * lengths.min()
+
+
 def test_a_family_that_is_not_in_the_table_is_refused():
     with pytest.raises(InputError, match="arctic"):
         build(model("arctic"))

@@ -134,11 +134,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> list[Ended]:
-    """A command that generates, then one that is refused, in one process within LIMIT."""
+    """A command that generates, one that is refused, and one with the largest cache, in one process within LIMIT."""
     asked = ("--token-ids", "5,6,7,8,9,10", "--max-new-tokens", "6", "--print-token-ids", "--lanes", "2")
     generates = (*asked, "--policy", "lru", "--cache-size", "16")
     refused = ("--token-ids", "5", "--policy", "lru", "--cache-size", "100%")
-    commands = json.dumps([["generate", "--model", str(folder), *each] for each in (generates, refused)])
+    largest = (*asked, "--policy", "lru", "--cache-size", "max")
+    commands = json.dumps([["generate", "--model", str(folder), *each] for each in (generates, refused, largest)])
     with limited() as group:
         done = subprocess.run(
             [sys.executable, "-c", EACH, group / "cgroup.procs", commands],
@@ -168,3 +169,11 @@ def test_a_cache_that_memory_does_not_hold_is_refused_in_one_line(ended: list[En
     assert ended[1].status == 2
     assert len(ended[1].err.splitlines()) == 1
     assert "choose a smaller --cache-size" in ended[1].err
+
+
+def test_the_largest_cache_that_fits_generates_within_the_limit(ended: list[Ended]) -> None:
+    done = ended[2]
+    assert (done.status, done.out) == (0, ended[0].out), done.err
+    stated = re.search(r"stated (\S+ \S+) =", done.err)
+    assert stated
+    assert LIMIT / 2 < parse_bytes(stated[1], "memory") < LIMIT
