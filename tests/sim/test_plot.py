@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from sim.results.drawing import svg_of
 from sim.results.plot import draw, figure
 
 
@@ -49,3 +50,11 @@ def test_each_policy_is_named_beside_its_dots_also_one_whose_file_begins_with_an
     drawn = figure([*rows("_mine.py:Mine"), *rows("lru")], rows("belady"), 0.1, "hit_rate")
     beside = {text.get_text() for text in drawn.axes[0].texts}
     assert beside == {"_mine.py:Mine", "lru", "belady (oracle)", "working set of one token"}
+
+
+def test_a_page_shows_the_value_under_the_pointer():
+    svg = svg_of(figure([*rows("lru"), *rows("$m<i>x")], rows("belady"), 0.1, "tpot_mean_ms"))
+    points = ("90 at 10", "75 at 25", "50 at 50")
+    for name in ("lru", "$m&lt;i&gt;x", "belady (oracle)"):
+        assert all(f"<title>{name}: {point}</title></use>" in svg for point in points)
+    assert svg.count("<title>") == 9
