@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: docs release-check demo test test-policies test-traces test-docs test-all fuzz fuzz-engines soak audit bench disk-check live-check gpu-check lint format clean
+.PHONY: docs release-check demo test test-policies test-traces test-docs test-all fuzz fuzz-engines audit bench disk-check live-check gpu-check lint format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -45,10 +45,6 @@ test-all: $(READY) lint ## everything, also what takes long
 FUZZ_SECONDS ?= 60
 fuzz: $(READY) ## every reader of foreign binary files, FUZZ_SECONDS each
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
-
-SOAK_MINUTES ?= 60
-soak: $(READY) ## record, sweep and replay for SOAK_MINUTES while processes are killed and disks fill
-	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES)
 
 audit: $(READY) ## known vulnerabilities in what is installed: by a tool in a folder of its own
 	$(PYTHON) -m venv .audit

@@ -1,1 +1,0 @@
-"""Faults under load: `python -m tests.soak`, `make soak`."""
