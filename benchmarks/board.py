@@ -1,19 +1,22 @@
 """What a cold start leaves to policies, and what knowing the next tokens would be worth: `python -m benchmarks.board`.
 
-Prints the tables of docs/board.md: of each trace of `traces.board` that is one request, from an empty cache and counted
+Prints the tables of docs/board.md: first what each kind of information is worth; then, of each trace of `traces.board`
+that is one request, from an empty cache and counted
 without a clock, the share of the gap from LRU to Belady closed in hits, in percent, at 5, 10, 25 and 50% of the
 experts. `Foresight` is LRU that knows which experts the next tokens will use: what a policy would have to foresee.
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from policies import Event, ScorePolicy, Shape, make_policy
 from policies.core.policy import Requests
 from sim import sweep
 from sim.board.cases import SIZES, cards_of
+from traces import Trace
 from traces.board import Card
+from traces.reader import RUN
 
 POLICIES = ["lrfu", "lfu-aged", "arc", "s3fifo", "eamc", "eamc-blend"]
 TOKENS = (1, 2, 4, 8)
@@ -77,13 +80,48 @@ def rows(card: Card) -> list[tuple[str, list[float | None]]]:
     ]
 
 
+INFORMATION = {
+    "how lately an expert was used (`lru`)": "lru",
+    "and how often (`lrfu`)": "lrfu",
+    "earlier requests, or parts of this one, that are like it (`eamc`)": "eamc",
+    "what follows what, and the request's shares (`eamc-blend` without ids)": "without ids",
+    "ids of tokens as well (`eamc-blend`)": "eamc-blend",
+    "the experts of the next token (foresight)": "Foresight:tokens=1",
+    "of the next 4 tokens": "Foresight:tokens=4",
+    "of the next 8 tokens": "Foresight:tokens=8",
+    "of all (`belady`)": "belady",
+}
+
+
+def worth(card: Card, size: str = "25%") -> dict[str, float | None]:
+    """Return the share of the gap closed in hits from cold, by what a policy knows."""
+    foreseeing, trace = [make_policy(Foresight, tokens=n) for n in (1, 4, 8)], Trace.read(card.folder, RUN)
+    found = sweep(
+        card.folder, ["lru", "lrfu", "eamc", "eamc-blend", *foreseeing, "belady"], [size], untimed=True, cold=True
+    ).frame
+    shares = dict(zip(found.policy, found.gap_hits, strict=True))
+    if trace.token_id is None:
+        return {**shares, "without ids": shares["eamc-blend"], "eamc-blend": None}
+    blind = sweep(replace(trace, token_id=None), ["lru", "eamc-blend", "belady"], [size], untimed=True, cold=True).frame
+    return {**shares, "without ids": dict(zip(blind.policy, blind.gap_hits, strict=True))["eamc-blend"]}
+
+
+def shown(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{100 * value:.1f}"
+
+
 def main() -> None:
-    """A table for each trace."""
-    for card in (card for card in cards_of() if card.requests == 1):
+    """Print what information is worth, and a table for each trace of one request."""
+    cards = cards_of()
+    print(f"| known | {' | '.join(card.name for card in cards)} |\n| --- |{' ---: |' * len(cards)}")
+    known = [worth(card) for card in cards]
+    for text, name in INFORMATION.items():
+        print(f"| {text} | {' | '.join(shown(shares.get(name)) for shares in known)} |", flush=True)
+    print()
+    for card in (card for card in cards if card.requests == 1):
         print(f"| {card.name} | {' | '.join(SIZES)} |\n| --- |{' ---: |' * len(SIZES)}")
         for name, values in rows(card):
-            shown = ("-" if value is None or value != value else f"{100 * value:.1f}" for value in values)
-            print(f"| {name} | {' | '.join(shown)} |", flush=True)
+            print(f"| {name} | {' | '.join(map(shown, values))} |", flush=True)
         print()
 
 
