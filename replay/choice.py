@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from policies.core.policy import Int
+from policies.core.residency_compiled import places_of
 from policies.core.spec import PolicySpec
 from replay.device_choice import DeviceChoice
 from replay.keys import key_of
@@ -53,7 +54,6 @@ class Choice:
 
     def __post_init__(self) -> None:
         simulated = self.loaded.simulated_alone(self.policy)
-        name = self.loaded.profile.name if self.loaded.profile else "NAME"
         refuse(
             (
                 self.loaded.trace.drafts and self.device != "virtual",
@@ -63,9 +63,22 @@ class Choice:
             (
                 self.device == "disk" and self.target.store is None,
                 "`device` disk reads experts from a file: write it with "
-                f"moe-replay store FILE --model-profile {name}, and name it with `store`",
+                f"moe-replay store FILE {self._model_options}, and name it with `store`",
             ),
         )
+
+    @property
+    def _model_options(self) -> str:
+        """Return what options of `moe-replay store` name this model, with experts of these sizes."""
+        experiment = self.loaded.experiment
+        options = {
+            "trace": experiment.trace if self.loaded.sizes is not None else None,
+            "model-profile": experiment.model_profile,
+            "expert-sizes": experiment.expert_sizes,
+        }
+        stated = {name: value for name, value in options.items() if value is not None}
+        stated = stated or {"model-profile": self.loaded.profile.name}
+        return " ".join(f"--{name} {value}" for name, value in stated.items())
 
     @property
     def device(self) -> str:
@@ -106,10 +119,16 @@ class Choice:
     def opened(self) -> Iterator[tuple[Device, Row]]:
         """Open the device; yield it and facts about it. It is closed afterwards, whatever happens."""
         if self.device == "virtual":
-            yield SimpyDevice(self.loaded.timing(self.policy), self.loaded.link), {"device_name": None}
+            yield SimpyDevice.of(self.run), {"device_name": None}
             return
-        with self.stage() as stage, stage.device(self.slots, self.contexts, self.target.verify) as device:
+        with self.stage() as stage, stage.device(self.device_slots, self.contexts, self.target.verify) as device:
             yield device, stage.facts
+
+    @property
+    def device_slots(self) -> int:
+        """Return how many experts the cache may hold at once: so many slots a device needs, each for the largest."""
+        shape, sizes = self.loaded.shape, self.loaded.sizes
+        return int(places_of(shape.total, self.policy.divide(shape, self.slots, sizes), sizes).sum())
 
     @property
     def run(self) -> Run:

@@ -22,7 +22,6 @@ from sim.engines import compiled_engine
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import Driver
 from sim.loop.log import PREDICTOR, RunLog, StepRow, counting
-from sim.loop.run import Run
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
 from sim.results.metrics import Cell, Row, summarise
@@ -52,6 +51,7 @@ class Outcome:
     log: RunLog
     requests: pa.Table  # rows of requests.parquet
     predictions: list[Prediction]  # the one to compare with first
+    layer_bytes: tuple[int, ...] = ()  # of an expert of each layer, where they differ
 
 
 def replay(
@@ -86,7 +86,7 @@ def replay(
 
             device = marked(device)
         observer = TimelineObserver(timeline, run, "measured", names, window, slots) if timeline else None
-        driver = Driver(run, SimpyDevice(run.timing, run.gpu.link) if done else device, observer=observer)
+        driver = Driver(run, SimpyDevice.of(run) if done else device, observer=observer)
         if done:
             driver.resume(done, device)
         with counting(run):
@@ -100,7 +100,7 @@ def replay(
     row, by_request = summarise(log, cell, loaded.trace.requests)
     link = run.gpu.link
     row |= {"device": choice.device, **facts, "chunk_bytes": link.chunk_bytes or link.expert_bytes}
-    row["copy_gb_per_s"] = copy_gb_per_s(log, run)
+    row["copy_gb_per_s"] = copy_gb_per_s(log)
     row["host_ms"] = host_ms(log, log.request >= cell.warmup_requests)
     if calibrations:
         row["copy_gb_per_s_alone"] = link.expert_bytes / max(1, link.used_ns(link.expert_bytes))
@@ -114,7 +114,7 @@ def replay(
     row["predicted_for"] = first.machine
     row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
     row["predicted_tpot_low_ms"], row["predicted_tpot_high_ms"] = first.interval_ms or (None, None)
-    return Outcome(row, log, by_request, predictions)
+    return Outcome(row, log, by_request, predictions, link.layer_bytes or ())
 
 
 def bookkeeping_us(driver: Driver, log: RunLog, resumed: int = 0) -> float | None:
@@ -129,11 +129,10 @@ def bookkeeping_us(driver: Driver, log: RunLog, resumed: int = 0) -> float | Non
     return (driver.outside_ns - policy_ns) / 1_000 / (steps * driver.layers)
 
 
-def copy_gb_per_s(log: RunLog, run: Run) -> float | None:
+def copy_gb_per_s(log: RunLog) -> float | None:
     """Return the link's rate over the time in which it was busy."""
     busy_ns = int(log.link_busy_ns.sum())
-    transfers = int(log.demand_transfers.sum() + log.prefetch_transfers.sum())
-    return transfers * run.gpu.link.expert_bytes / busy_ns if busy_ns else None
+    return int(log.demand_bytes.sum() + log.prefetch_bytes.sum()) / busy_ns if busy_ns else None
 
 
 def host_ms(log: RunLog, counted: NDArray[np.bool_]) -> float:

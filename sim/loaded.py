@@ -30,7 +30,7 @@ from sim.quantities import exceeds, parse_cache_bytes, parse_cache_size, show_by
 from sim.results.metrics import Cell
 from traces.errors import InputError, located, refuse
 from traces.models import profile as model_profile
-from traces.models.expert_sizes import expert_bytes_by_layer
+from traces.models.expert_sizes import with_sizes_of
 from traces.models.profile import ModelProfile
 from traces.reader import RUN, open_folder
 from traces.shards import Shards
@@ -315,7 +315,6 @@ class TimedRun(Loaded):
             f"the placement {policy.placement.term}": policy.placement != FETCHED,
             "a disk below host memory (`host_memory`)": self.experiment.host_memory is not None,
             "several users (`max_batch`)": self.experiment.max_batch is not None,
-            "experts of several sizes": self.sizes is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -427,7 +426,4 @@ def _profile(experiment: Experiment, trace: Shards | Trace) -> ModelProfile | No
         return profile
     if profile is None:
         raise InputError("`expert_sizes` needs a model profile: name one with `model_profile`")
-    sizes = tuple(expert_bytes_by_layer(experiment.expert_sizes, profile.experts).tolist())
-    if len(sizes) != profile.moe_layers:
-        raise InputError(f"{experiment.expert_sizes} has {len(sizes)} MoE layers, not {profile.moe_layers}")
-    return replace(profile, layer_expert_bytes=sizes)
+    return with_sizes_of(profile, experiment.expert_sizes)

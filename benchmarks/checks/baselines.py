@@ -183,7 +183,7 @@ class SwapOut(CudaDevice):
     def _copying(self, expert: int, slot: int) -> None:
         victim, self._held[slot] = self._held.get(slot), expert
         if victim is not None:
-            target, source = self._host[victim % self.store.distinct], self.pool[slot, : self.store.expert_bytes]
+            target, source = self._host[victim], self.pool[slot, : self.store.bytes_of(victim)]
             self._link.run(lambda: target.copy_(source, non_blocking=True))
 
 

@@ -78,9 +78,9 @@ def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None =
     sizes: bytes of every expert, [total]; `partitions` are bytes then too (rule 19), and slots mere places.
     """
     n = len(partitions)
-    of = np.arange(total) * n // total
+    of = _partition_of(total, n)
     room = np.array(partitions, np.int64)
-    places = room if sizes is None else np.array([_most(sizes[of == p], room[p]) for p in range(n)])
+    places = places_of(total, partitions, sizes)
     slots = int(places.sum())
     m = np.zeros((ROWS, max(total + n, slots, WIDTH)), np.int64)
     m[SLOT] = m[HELD] = NO_EXPERT
@@ -98,9 +98,17 @@ def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None =
     return m
 
 
-def _most(sizes: Int, room: int) -> int:
-    """How many of these experts fit at most."""
-    return int(np.searchsorted(np.cumsum(np.sort(sizes)), room, side="right"))
+def places_of(total: int, partitions: Sequence[int], sizes: Int | None = None) -> Int:
+    """The slots of each partition: as many as its smallest experts fit. Arguments as for `new`."""
+    if sizes is None:
+        return np.array(partitions, np.int64)
+    of = _partition_of(total, len(partitions))
+    fit = [np.cumsum(np.sort(sizes[of == p])) <= room for p, room in enumerate(partitions)]
+    return np.array([each.sum() for each in fit], np.int64)
+
+
+def _partition_of(total: int, partitions: int) -> Int:
+    return np.arange(total) * partitions // total
 
 
 @inlined
@@ -387,11 +395,18 @@ def evict_until_it_fits(m: Int, keep: Float, proposals: Float, expert: int, dema
         victim = first_to_go(m, keep, proposals, partition, demand)
         if one[ASKED]:
             victim = ask(one[ASKED], VICTIM, expert)
-        m[VICTIMS, one[EVICTED]] = victim
-        one[EVICTED] += 1
-        leave(m, keep, victim)
-        m[FREE, partition] += m[SIZE, victim]
+        evict(m, keep, victim)
     return victim
+
+
+@apart
+@compiled
+def evict(m: Int, keep: Float, victim: int) -> None:
+    """Rule 19: `victim` leaves for the transfer that is about to start, and is the next of m[VICTIMS]."""
+    m[VICTIMS, m[ONE, EVICTED]] = victim
+    m[ONE, EVICTED] += 1
+    leave(m, keep, victim)
+    m[FREE, m[PARTITION, victim]] += m[SIZE, victim]
 
 
 @compiled

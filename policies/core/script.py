@@ -34,7 +34,7 @@ class Decision(NamedTuple):
 
     act: Act
     expert: int
-    victim: int  # whose slot it takes, or NO_EXPERT: a free one
+    victims: tuple[int, ...]  # whose slot it takes, or whose bytes; none: a free one
     moment: int
     interrupts: bool = False  # a demand, at a chunk boundary of a prefetch
 
@@ -78,20 +78,24 @@ class Recorder(ResidencyObserver):
             self._paused = self._running
             self._write(Act.DEMAND, expert, victim, interrupts=True)
 
+    def left(self, experts: list[int]) -> None:
+        self.script.decisions[-1] = self.script.decisions[-1]._replace(victims=tuple(experts))
+
     def request_ended(self, cold: bool) -> None:
         if cold:
             self._paused = NO_EXPERT
             self.script.cuts.append(len(self.script.decisions))
 
     def _write(self, act: Act, expert: int, victim: int, interrupts: bool = False) -> None:
-        self.script.decisions.append(Decision(act, expert, victim, self._moment, interrupts))
+        victims = (victim,) if victim >= 0 else ()
+        self.script.decisions.append(Decision(act, expert, victims, self._moment, interrupts))
 
 
 class ScriptedResidency(PolicyResidency):
     """A residency whose transfers are a script's."""
 
-    def __init__(self, shape: Shape, partitions: Sequence[int], script: Script) -> None:
-        super().__init__(shape, partitions, ScorePolicy(shape, Options()))
+    def __init__(self, shape: Shape, partitions: Sequence[int], script: Script, sizes: Int | None = None) -> None:
+        super().__init__(shape, partitions, ScorePolicy(shape, Options()), sizes=sizes)
         self._decisions = script.decisions
         self._cuts = iter(script.cuts)
         self._next = 0  # decision
@@ -160,16 +164,18 @@ class ScriptedResidency(PolicyResidency):
         """Whether its moment has come, and its slot is available."""
         if decision.moment > self._moment:
             return False
-        victim = decision.victim
-        return victim == NO_EXPERT or (self.m[core.STATE, victim] == core.READY and not self.awaited(victim))
+        return all(self.m[core.STATE, each] == core.READY and not self.awaited(each) for each in decision.victims)
 
     def _begin(self, decision: Decision) -> tuple[int, int, bool]:
         """As scripted, also where the event already waits for a prefetch, or found what is now demanded."""
-        act, expert, victim, *_ = decision
-        prefetch = act is Act.PREFETCH
+        act, expert, victims, *_ = decision
+        prefetch, victim = act is Act.PREFETCH, victims[-1] if victims else NO_EXPERT
         self._next += 1
         self._coming[expert].popleft()
         self.m[core.STATE, expert] = core.ABSENT if prefetch else core.DEMANDED
+        if self.m[core.ONE, core.SIZED]:
+            for each in victims:
+                core.evict(self.m, self.keep, each)
         core.start(self.m, self.keep, expert, victim)
         if prefetch and self.awaited(expert):
             self.m[core.UNUSED, expert] = 0

@@ -145,7 +145,8 @@ def _choice(loaded: TimedRun, target: DeviceChoice) -> Choice:
     if target.host_dedup is None and device != "disk":
         buffers = min(loaded.all_experts, max(2 * profile.top_k, -(-DISTINCT_BYTES[device] // size)))
         target = replace(target, host_dedup=buffers)
-    return Choice(loaded, PolicySpec.of("lru"), slots, target)
+    room = slots if loaded.sizes is None else min(slots * size, loaded.whole_slots)
+    return Choice(loaded, PolicySpec.of("lru"), room, target)
 
 
 # Measuring

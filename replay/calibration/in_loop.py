@@ -88,7 +88,7 @@ def tokens_in_loop(meter: Meter, run: Run, alone: MeasuredModel, top_k: int, con
         return Token(step_ns, BOOKKEEPING * driver.outside_ns // len(log.step_ns) if counts else MOST)
 
     hit = token(run, parts_ns(alone, layers, busy_layers * together, context), together, busy_layers, turns=False)
-    scarce = run.with_slots(min(run.gpu.slots, layers))  # with a slot a layer, LRU never has what is needed
+    scarce = run.with_slots(min(run.gpu.slots, run.gpu.room(layers, 1)))  # so LRU never has what is needed
     about_ns = parts_ns(alone, layers, layers, context) + layers * alone.transfer_ns
     return hit, token(scarce, about_ns, 1, layers, turns=True)
 
@@ -108,7 +108,7 @@ def with_host(model: MeasuredModel, run: Run, top_k: int, context: int, hit: Tok
     in_loop_ns, of_ns = hit.step_ns - beyond_ns, alone_ns
     if in_loop_ns != alone_ns:
         model = replace(model, **_decode_tables(model, lambda _, ns: ns * in_loop_ns // of_ns))
-    alone_ns = parts_ns(model, layers, layers, context) + layers * model.transfer_ns
+    alone_ns = parts_ns(model, layers, layers, context) + moved_ns(model, layers)
     missing_ns = max(min(missing.step_ns - alone_ns, missing.most_host_ns), -missing.most_host_ns)
     if top_k == 1 and launches == layers:  # no second launch to compare with: hits alone give the time of a layer
         return replace(model, turnaround_ns=beyond_ns // layers)
@@ -121,8 +121,8 @@ def with_host(model: MeasuredModel, run: Run, top_k: int, context: int, hit: Tok
 
 def _launched(run: Run, top_k: int) -> tuple[int, int]:
     """Return how many layers of a token without a miss have experts, and how many each."""
-    together = min(top_k, run.gpu.slots)
-    return min(run.shape.layers, run.gpu.slots // together), together
+    together = min(top_k, run.gpu.experts)
+    return min(run.shape.layers, run.gpu.experts // together), together
 
 
 def parts_ns(model: MeasuredModel, layers: int, experts: int, context: int, tokens: int = 1) -> int:
@@ -130,6 +130,12 @@ def parts_ns(model: MeasuredModel, layers: int, experts: int, context: int, toke
     timing = model.timing()
     dense = timing.dense_ns(0, tokens, context) + (layers - 1) * timing.dense_ns(1, tokens, context)
     return dense + experts * timing.expert_ns(tokens) + layers * timing.combine_ns(tokens) + timing.head_ns(tokens)
+
+
+def moved_ns(model: MeasuredModel, layers: int) -> int:
+    """Return what the transfers of an expert of each of the first layers take."""
+    link = model.link()
+    return sum(link.used_ns(link.bytes_of(layer)) for layer in range(layers))
 
 
 def _decode_tables(model: MeasuredModel, changed: Callable[[str, int], int]) -> dict[str, Any]:
@@ -196,7 +202,8 @@ def at_most_as_beside(mixed: Busy, model: MeasuredModel, run: Run, top_k: int) -
     If they took longer, they were timed while the machine was slow.
     """
     layers, half = _mixed(run, top_k)
-    transfer_ns = min(model.transfer_ns, max(1, mixed.link // (layers * half)))
+    in_loop_ns = model.transfer_ns * mixed.link // (half * moved_ns(model, layers))
+    transfer_ns = min(model.transfer_ns, max(1, in_loop_ns))
     return replace(model, transfer_ns=transfer_ns, latency_ns=model.latency_ns * transfer_ns // model.transfer_ns)
 
 
@@ -217,14 +224,16 @@ def slowed_by(mixed: Busy, model: MeasuredModel, run: Run, top_k: int, context: 
 
 def _mixed(run: Run, top_k: int) -> tuple[int, int]:
     """Return how many layers of such a token have experts, and how many of these miss."""
-    return min(run.shape.layers, run.gpu.slots // top_k), top_k // 2
+    return min(run.shape.layers, run.gpu.experts // top_k), top_k // 2
 
 
 def _half_missing_run(run: Run, top_k: int, context: int, steps: int) -> Run:
-    """Return one request of such tokens, for LRU with just the slots that they need."""
+    """Return one request of such tokens, for LRU with just the room that they need."""
     layers, _ = _mixed(run, top_k)
     request = half_missing(run, top_k, layers, context, steps)
-    return replace(run.under(PolicySpec.of("lru")).with_slots(layers * top_k), requests=[request], cold=False)
+    return replace(
+        run.under(PolicySpec.of("lru")).with_slots(run.gpu.room(layers, top_k)), requests=[request], cold=False
+    )
 
 
 def half_missing(run: Run, top_k: int, busy_layers: int, context: int, steps: int) -> RequestSteps:

@@ -105,8 +105,7 @@ def one_pass(device: Device, run: Run, most_tokens: int, name: str, passes: int 
     meter, paces, together = Meter(device, passes), list[Pace](), top_k(run)
     alone, mixed = parts_alone(meter, run, most_tokens, name, paces), None
     if not isinstance(device, Paced):  # slots still hold their own experts
-        size, expert_ns = run.gpu.link.expert_bytes, alone.expert[0][1]
-        both = slowed(meter, size, cycle_slots(run, together), alone.transfer_ns, expert_ns)
+        both = slowed(meter, run, cycle_slots(run, together), alone.transfer_ns, alone.expert[0][1])
         alone = replace(alone, compute_slowed=both[0], transfer_slowed=both[1])
     context = decoded_contexts(run)[0]
     hit, missing = tokens_in_loop(meter, run, alone, together, context)

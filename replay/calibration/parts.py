@@ -43,7 +43,7 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
     """
     device = meter.device
     places = cycle_slots(run, top_k(run))
-    transfer_ns, latency_ns = transfers(meter, run.gpu.link.expert_bytes, run.shape.total, places, paces)
+    transfer_ns, latency_ns = transfers(meter, run, places, paces)
     contexts = decoded_contexts(run)
     device.prepare(contexts)
     sizes, behind = [1, *ladder(most_tokens)], _longest_behind(run)
@@ -70,6 +70,7 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
         # Of the experts: it takes their sum away.
         combine=_curve(meter, sizes, lambda tokens, _: device.combine(0, tokens, tokens)),
         head=_curve(meter, sizes, lambda tokens, _: device.head(tokens)),
+        layer_bytes=run.gpu.link.layer_bytes or (),
     )
 
 
@@ -78,7 +79,7 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
 
 def cycle_slots(run: Run, top_k: int) -> int:
     """Return how many slots repeats go round."""
-    return min(run.gpu.slots, max(2 * top_k, -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
+    return min(run.gpu.experts, max(2 * top_k, -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
 
 
 def top_k(run: Run) -> int:
@@ -156,8 +157,8 @@ def _dense(meter: Meter, layers: int, groups: list[list[tuple[int, int]]]) -> tu
 class Endless(Transfers):
     """A residency for the pump alone, whose demands hardly end: an expert a turn, for the next slot."""
 
-    def __init__(self, places: int, turns: range, experts: int) -> None:
-        """experts: of the store, all over which turns go; 0: each slot gets its own, the one of its number."""
+    def __init__(self, places: int, turns: range, experts: Sequence[int]) -> None:
+        """experts: those all over which turns go; none: each slot gets its own, the one of its number."""
         self._places, self._experts = places, experts
         self._turns = deque(turns)
         self._loading: deque[int] = deque()  # slots
@@ -172,7 +173,7 @@ class Endless(Transfers):
             return BLOCKED, NO_EXPERT, False
         turn = self._turns.popleft()
         self._loading.append(slot)
-        expert = spread(turn, self._experts) if self._experts else slot
+        expert = self._experts[spread(turn, len(self._experts))] if self._experts else slot
         self._slots[expert] = slot
         return expert, NO_EXPERT, False
 
@@ -189,24 +190,27 @@ class Endless(Transfers):
         return False
 
 
-def transfers(
-    meter: Meter, expert_bytes: int, experts: int, places: int, paces: list[Pace] | None = None
-) -> tuple[int, int]:
+def transfers(meter: Meter, run: Run, places: int, paces: list[Pace] | None = None) -> tuple[int, int]:
     """Return the ns of a whole expert's transfer, and what of it is latency by that of half an expert; fills the slots.
 
     Where noise makes that no shorter, none of it counts as latency, or larger experts would take no longer.
-    Of experts from all over the store, as a run takes them: a few of them, again and again, may come faster.
+    Of experts from all over the store, as a run takes them: a few of them, again and again, may come faster. Where
+    they differ in size, of the largest.
     paces: gets those of a device that reports its own, which is asked between the transfers.
     """
-    part_bytes = -(-expert_bytes // 2)
+    link, of_layer = run.gpu.link, run.shape.experts
+    expert_bytes, part_bytes = link.expert_bytes, -(-link.expert_bytes // 2)
+    experts = [each for each in range(run.shape.total) if link.bytes_of(each // of_layer) == expert_bytes]
     part = _transfer_ns(meter, part_bytes, experts, places)
     whole = _transfer_ns(meter, expert_bytes, experts, places, paces)
-    _pumped(meter.device, expert_bytes, places, range(places))
+    for place in range(places):
+        meter.device.copy(place, place, 0, link.bytes_of(place // of_layer))
+        meter.device.next_completion()
     moving = (whole - part) * expert_bytes // max(1, expert_bytes - part_bytes)
     return max(whole, 1), max(whole - moving, 0) if moving > 0 else 0
 
 
-def _transfer_ns(meter: Meter, size: int, experts: int, places: int, paces: list[Pace] | None = None) -> int:
+def _transfer_ns(meter: Meter, size: int, experts: Sequence[int], places: int, paces: list[Pace] | None = None) -> int:
     """Time one transfer behind another: the link never rests, the first and its start-up are not counted."""
     device, first = meter.device, 0
     paced = device if paces is not None and isinstance(device, Paced) else None
@@ -227,7 +231,7 @@ def _transfer_ns(meter: Meter, size: int, experts: int, places: int, paces: list
     return meter.repeated(series, TRANSFERS, -(-PACES // meter.passes) if paced else AT_LEAST)
 
 
-def _pumped(device: Device, size: int, places: int, turns: range, experts: int = 0) -> list[int]:
+def _pumped(device: Device, size: int, places: int, turns: range, experts: Sequence[int] = ()) -> list[int]:
     """Move an expert a turn through the pump; return when each had arrived."""
     pump = Pump(Endless(places, turns, experts), device, Link(0, 1, 1, size), places)
     pump.proposed = True
@@ -244,7 +248,7 @@ def _pumped(device: Device, size: int, places: int, turns: range, experts: int =
 # Compute and transfers together
 
 
-def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, expert_ns: int) -> tuple[float, float]:
+def slowed(meter: Meter, run: Run, places: int, transfer_ns: int, expert_ns: int) -> tuple[float, float]:
     """Return by what factors an expert's compute for one token, and a transfer, take longer beside each other.
 
     places: slots that hold their own experts. Both are timed alone and together in turn.
@@ -269,7 +273,7 @@ def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, exper
 
         for number in range(moves):
             place = half + number % (places - half)
-            device.copy(place, place, 0, expert_bytes)
+            device.copy(place, place, 0, run.gpu.link.bytes_of(place // run.shape.experts))
         for number in range(computes):
             device.experts([(number % half, number % half, 1)])
             while (completed := device.poll()) is not None:

@@ -141,7 +141,8 @@ def _shown(record: Record, finished: list[Row], failed: list[Row]) -> Iterator[s
     machine = facts["machine"] or f"a logical clock for {facts['hardware']['name']}"
     yield f"{facts['device']} ({machine}), predicted for {facts['hardware']['name']}"
     if facts.get("computed_in") and finished:
-        yield packed(facts["computed_in"], finished[0]["expert_bytes"])
+        first = finished[0]
+        yield packed(facts["computed_in"], first.get("layer_expert_bytes", [first["expert_bytes"]]))
     for mode in dict.fromkeys(cell["mode"] for cell in finished):
         yield table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gb_per_s"])
     yield from (f"failed: {named(cell)}: {cell[ERROR]}" for cell in failed)

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 from rich import box
@@ -127,7 +128,7 @@ def notes(outcome: Outcome) -> list[str]:
     if row["device"] == "cpu":
         lines.append("on the cpu device the link is memcpy and the GPU is this CPU")
     if row.get("computed_in"):
-        lines.append(packed(row["computed_in"], row["expert_bytes"]))
+        lines.append(packed(row["computed_in"], outcome.layer_bytes or [row["expert_bytes"]]))
     if row.get("past_cache") is False:
         lines.append(
             "the file is read through the operating system's page cache, since its file system knows no direct reads: "
@@ -146,11 +147,13 @@ def notes(outcome: Outcome) -> list[str]:
     return lines
 
 
-def packed(dtype: str, expert_bytes: int) -> str:
-    """Return what is moved and what is computed of packed experts."""
+def packed(dtype: str, sizes: Sequence[int]) -> str:
+    """Return what is moved and what is computed of packed experts of these bytes."""
+    least, most = (show_bytes(size) for size in (min(sizes), max(sizes)))
+    each = f"{most} each" if least == most else f"{least} to {most} each, by layer"
     return (
-        f"experts travel packed, {show_bytes(expert_bytes)} each; what is computed is {dtype}, on matrices of their "
-        "shape that lie ready: nothing is unpacked"
+        f"experts travel packed, {each}; what is computed is {dtype}, on matrices of their shape that lie ready: "
+        "nothing is unpacked"
     )
 
 

@@ -10,11 +10,14 @@ from replay.devices.expert_file import Fill, stride_of, write
 from replay.devices.store import Stamps
 from replay.model.weights import Checkpoint
 from sim.commands.printed import progress
+from sim.experiment import OPTIONS
 from sim.quantities import show_bytes
 from traces.commands import console
 from traces.errors import InputError
-from traces.models.profile import model
+from traces.models.expert_sizes import with_sizes_of
+from traces.models.profile import model, of_trace
 from traces.output import check_file
+from traces.reader import open_folder
 
 
 def store(
@@ -22,6 +25,8 @@ def store(
     model_profile: Annotated[
         str | None, typer.Option(help="Model profile or TOML file, whose shapes are used.")
     ] = None,
+    trace: Annotated[str | None, typer.Option(help="Folder or URL of a trace, whose model is used.")] = None,
+    expert_sizes: Annotated[str | None, typer.Option(help=OPTIONS["expert_sizes"].help)] = None,
     weights: Annotated[
         Path | None, typer.Option(help="Folder of a safetensors checkpoint. Default: random weights of the shapes.")
     ] = None,
@@ -35,7 +40,8 @@ def store(
 ) -> None:
     """Write the experts of a model to one file, which moe-replay --device disk reads.
 
-    The file is a safetensors file with a checksum for each expert. It is written completely or not at all.
+    The file is a safetensors file with a checksum for each expert. It is written completely or not at all. Name the
+    model as for the run: by its profile, by a trace, and with the file that gives experts' sizes by layer.
 
     [b]moe-replay store olmoe.experts --model-profile olmoe-1b-7b[/b]
 
@@ -43,10 +49,15 @@ def store(
 
     [b]moe-replay store qwen3.experts --model-profile qwen3-30b-a3b --dedup 1024[/b]
     """
-    if model_profile is None:
+    if trace is not None:
+        profile = of_trace(open_folder(trace).meta, model_profile)
+    elif model_profile is not None:
+        profile = model(model_profile)
+    else:
         raise InputError("--model-profile says whose experts they are: name one (moe-replay store --help)")
+    if expert_sizes is not None:
+        profile = with_sizes_of(profile, expert_sizes)
     check_file(file, overwrite)
-    profile = model(model_profile)
     experts = profile.moe_layers * profile.experts
     distinct = experts if dedup is None else dedup
     if not 1 <= distinct <= experts:
@@ -59,5 +70,5 @@ def store(
     with progress(distinct, quiet, "experts written") as advance:
         write(file, profile, fill, source, distinct, lambda: advance(1), overwrite, typed_again())
     if not quiet:
-        size = show_bytes(distinct * stride_of(profile.expert_bytes))
+        size = show_bytes(sum(stride_of(profile.bytes_of(each // profile.experts)) for each in range(distinct)))
         console.say(f"wrote {distinct} of {experts} experts of {profile.name} to {file}: {size}, {source}")

@@ -217,7 +217,7 @@ class Lockstep(FixedOrder):
 
     def residency(self, slots: int, sizes: Int | None = None) -> Residency:
         shape = self._run.shape
-        return ScriptedResidency(shape, self._run.policy.divide(shape, slots), self._script)
+        return ScriptedResidency(shape, self._run.policy.divide(shape, slots, sizes), self._script, sizes)
 
     def propose(self, event: Event) -> tuple[Int, Float] | None:
         return NOTHING if self._script.proposes else None  # where the script's run had proposals, they take time
@@ -246,7 +246,7 @@ def run_cell(
     run = choice.on(timing, link)
     if mode == LOCKSTEP:
         recorder = LoopRecorder()
-        predicted = run_on(choice, run, SimpyDevice(timing, link), observer=recorder)
+        predicted = run_on(choice, run, SimpyDevice.of(run), observer=recorder)
         script = Lockstep(run, recorder.script)
     else:
         predicted = _simulate(choice, timing, link)
@@ -255,7 +255,7 @@ def run_cell(
         raise InputError(f"{choice.loaded.experiment.trace} decodes no token that counts: --as-decode runs prefills so")
 
     def run_once() -> Side:  # so that nothing refers to a device when the next one is made
-        with _device(choice, stage, timing, link) as device, undisturbed(run if stage else None, script):
+        with _device(choice, stage, run) as device, undisturbed(run if stage else None, script):
             paces: list[Pace] = []
             side = run_on(choice, run, device, script, pausing(device, paces, on_step or (lambda row: None)))
             return replace(side, paces=tuple(paces))
@@ -331,7 +331,7 @@ def _simulate(choice: Choice, timing: Timing, link: Link, script: Decider | None
     """Simulate the choice, where there is a script by its decisions."""
     run, parts = choice.on(timing, link), list[RunLog]()
     if script:
-        return run_on(choice, run, SimpyDevice(timing, link), script)
+        return run_on(choice, run, SimpyDevice.of(run), script)
     compiled_engine.play(run, parts.append)
     log = joined(parts)
     return Side(log, _figures(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
@@ -346,14 +346,14 @@ def _without_host(choice: Choice, timing: Timing, link: Link, script: Decider | 
     return {name: row[name] for name in WITHOUT_HOST}
 
 
-def _device(choice: Choice, stage: "Stage | None", timing: Timing, link: Link) -> AbstractContextManager[Device]:
+def _device(choice: Choice, stage: "Stage | None", run: Run) -> AbstractContextManager[Device]:
     if stage:
-        return stage.device(choice.slots, choice.contexts, choice.target.verify)
-    return nullcontext(SimpyDevice(timing, link))
+        return stage.device(choice.device_slots, choice.contexts, choice.target.verify)
+    return nullcontext(SimpyDevice.of(run))
 
 
 def _figures(choice: Choice, run: Run, log: RunLog) -> Row:
     loaded = choice.loaded
     cell = replace(loaded.cell(choice.policy, choice.slots), predictor_us=run.timing.predictor_ns / 1_000)
     summary = summarise(log, cell, loaded.trace.requests)[0]
-    return {name: summary[name] for name in FIGURES} | {"copy_gb_per_s": copy_gb_per_s(log, run)}
+    return {name: summary[name] for name in FIGURES} | {"copy_gb_per_s": copy_gb_per_s(log)}

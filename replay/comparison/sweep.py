@@ -82,7 +82,7 @@ class Comparison:
             record.begin(**self._facts(stage, machine))
             for key, (choice, mode) in due.items():
                 head = head_of(choice, mode, stage)
-                say(f"{choice.policy.text}, {choice.slots} experts, {mode}")
+                say(f"{choice.policy.text}, {head['cache_experts']} experts, {mode}")
                 try:
                     outcome = machine.outcome(choice, mode, on_step, self.repeat)
                 except InputError as error:
@@ -160,7 +160,7 @@ class Machine:
 
         assert self._stage
         choice = self._choice
-        with self._stage.device(choice.slots, choice.contexts) as device:
+        with self._stage.device(choice.device_slots, choice.contexts) as device:
             measurement = measure_model(device, choice.run, choice.most_tokens, "this machine")
         self._latest = [*self._latest[-1:], measurement]
         return measurement.noise
@@ -180,7 +180,7 @@ class Machine:
 
             assert self._stage
             run = choice.on(model.timing(), model.link(choice.loaded.experiment.chunk_bytes))
-            with self._stage.device(choice.slots, choice.contexts) as device, undisturbed(run):
+            with self._stage.device(choice.device_slots, choice.contexts) as device, undisturbed(run):
                 self._policy_ns[choice.policy.text] = policy_ns(run, device)
         return under_contention(choice, model, self._policy_ns[choice.policy.text])
 
@@ -196,14 +196,15 @@ def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
         "oracle": policy.oracle,
         "options": policy.options(),
         "mode": mode,
-        "cache_fraction": choice.slots / loaded.all_experts,
-        "cache_experts": choice.slots,
+        "cache_fraction": choice.slots / loaded.whole_slots,
+        "cache_experts": loaded.experts_in(choice.slots),
         "all_experts": loaded.all_experts,
         "requests": len(loaded.trace.requests),
         "warmup_requests": loaded.experiment.warmup_requests,
         "cold": loaded.experiment.cold,
         "chunk_bytes": loaded.experiment.chunk_bytes,
         "expert_bytes": loaded.expert_bytes,
+        **({"layer_expert_bytes": loaded.profile.layer_expert_bytes} if loaded.sizes is not None else {}),
         "seed": loaded.experiment.seed,
         "host_experts": stage.store.distinct if stage else None,
         "dense": choice.target.dense,
@@ -229,7 +230,7 @@ def ceiling_gb_per_s(stage: "Stage") -> float | None:
     from replay.devices.lanes import rates
 
     if stage.target.store:
-        return rates(stage.store, stage.store.expert_bytes, (stage.lanes,))[stage.lanes]
+        return rates(stage.store, (stage.lanes,))[stage.lanes]
     slab = stage.host.memory.slabs[0]
     size = min(len(slab), CEILING_BYTES)
     device, wait = torch.device("cpu"), lambda: None

@@ -109,7 +109,7 @@ class LinkThreads(Device):
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
         report = Report(completion, self._on_ended, len(self._lanes))
-        if last == self.store.expert_bytes:
+        if last == self.store.bytes_of(expert):
             self._landing[expert] = report.ended
         for lane, part in zip(self._lanes, parts(first, last, len(self._lanes)), strict=True):
             lane.submit(partial(self.store.read, expert, *part, self.pool[slot]), report)
@@ -204,7 +204,7 @@ class CpuDevice(LinkThreads):
                 self._spare = self._slots(slots)
                 spare = Operands(self._network, torch.from_numpy(self._spare))
                 self._spare_weights = (spare[slot] for slot in cycle(range(slots)))
-                self._took(self._lanes, self._reads(slots), Kind.COPY)
+                self._took(self._lanes, self._reads(slots)[0], Kind.COPY)
                 self._pace()  # the first one is slower
             return self._pace()
 
@@ -221,24 +221,28 @@ class CpuDevice(LinkThreads):
             compute_ns.append((time.perf_counter_ns() - began) / computed)
             self._network.forget()
 
+        reads, experts = self._reads(count)
         computing = self._begun([self._compute], [[compute]], Kind.EXPERT)
         try:
-            read_ns = self._took(self._lanes, self._reads(count), Kind.COPY)
+            read_ns = self._took(self._lanes, reads, Kind.COPY)
         finally:
             all_read.set()
         self._wait(computing, Kind.EXPERT)
-        return Pace(read_ns / count, compute_ns[0])
+        return Pace(read_ns / experts, compute_ns[0])
 
-    def _reads(self, count: int) -> list[list[Callable[[], None]]]:
-        """Return reads of so many experts, from all over the file, into the slots of pauses in turn."""
-        store, spare = self.store, self._spare
-        cut = parts(0, store.expert_bytes, len(self._lanes))
-        turns = range(self._paced, self._paced + count)
+    def _reads(self, count: int) -> tuple[list[list[Callable[[], None]]], float]:
+        """Return reads of so many experts, from all over the file, into the slots of pauses in turn.
+
+        Return also how many of the largest expert they come to.
+        """
+        store, spare, works, read_bytes = self.store, self._spare, list[list[Callable[[], None]]](), 0
+        for turn in range(self._paced, self._paced + count):
+            expert, slot = spread(turn, store.distinct), spare[turn % len(spare)]
+            size = store.bytes_of(expert)
+            works.append([partial(store.read, expert, *part, slot) for part in parts(0, size, len(self._lanes))])
+            read_bytes += size
         self._paced += count
-        return [
-            [partial(store.read, spread(turn, store.distinct), *part, spare[turn % len(spare)]) for part in cut]
-            for turn in turns
-        ]
+        return works, read_bytes / store.expert_bytes
 
     def close(self) -> None:
         super().close()
@@ -258,7 +262,7 @@ class CpuDevice(LinkThreads):
             self._require(expert, slot)
 
     def _require(self, expert: int, slot: int) -> None:
-        if not self._holds(expert, self.pool[slot, : self.store.expert_bytes]):
+        if not self._holds(expert, self.pool[slot, : self.store.bytes_of(expert)]):
             raise InputError(f"slot {slot} computes as expert {expert}, but holds other bytes: damaged, or replaced")
 
 

@@ -120,7 +120,7 @@ class CudaDevice(Device):
         self._launches = launches
         self._verify = verify
         self.pool = torch.ones(slots, store.stride, dtype=torch.uint8, device=gpu.device)  # never zeros
-        self._host = [torch.from_numpy(store[expert]) for expert in range(store.distinct)]
+        self._host = [torch.from_numpy(store[expert]) for expert in range(len(store))]
         self._rows = list(self.pool)
         self._operands = Operands(network, self.pool)
         self._weights: Operands | list[Weights] = self._operands
@@ -139,13 +139,13 @@ class CudaDevice(Device):
 
     @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
-        target, source = self._rows[slot][first:last], self._host[expert % self.store.distinct][first:last]
+        target, source = self._rows[slot][first:last], self._host[expert][first:last]
         if first == 0:
             self._copying(expert, slot)
         self._link.run(partial(target.copy_, source, non_blocking=True))
         event = self._mark(self._link, self._copies, Completion(Kind.COPY, expert))
         self._copied()
-        if last == self.store.expert_bytes:
+        if last == self.store.bytes_of(expert):
             self._landing[expert] = event
 
     @timed
@@ -265,6 +265,6 @@ class CudaDevice(Device):
 
     def _require(self, works: list[Work]) -> None:
         for expert, slot, _ in works:
-            content = self.pool[slot, : self.store.expert_bytes].cpu().numpy()
+            content = self.pool[slot, : self.store.bytes_of(expert)].cpu().numpy()
             if not self.store.holds(expert, content):
                 raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")

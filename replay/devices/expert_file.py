@@ -3,8 +3,9 @@
 The container is safetensors (github.com/huggingface/safetensors, "Format"): tensors `expert.0`, `expert.1`, ... of type
 U8, each an expert in the layout of `replay.model.network.Network.weights` (gate, up and down, or up and down), and what
 fills it up to a multiple of 4,096 bytes, so that each expert begins at such a multiple: what O_DIRECT asks for. The
-metadata says which model it is, and has a CRC-32 of each expert. Experts e, e + N, e + 2N, ... share the tensor of e
-where the file holds N of them (`moe-replay store --dedup N`).
+metadata says which model it is, and has a CRC-32 of each expert. Where layers have experts of different sizes, each has
+its own. Where all are of one size, experts e, e + N, e + 2N, ... share the tensor of e if the file holds N of them
+(`moe-replay store --dedup N`).
 """
 
 import json
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -33,7 +35,7 @@ READ_BYTES = 16 << 20
 """Of a read, where a whole file is read."""
 
 Fill = Callable[[int, Bytes], None]
-"""Writes an expert's bytes into a buffer, uint8[expert_bytes]."""
+"""Writes an expert's bytes into a buffer of its size, uint8[n]."""
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -48,9 +50,21 @@ class Facts:
     weights: str  # where they are from
     experts: Positive  # of the model, in all MoE layers
     distinct: Positive  # in the file
-    expert_bytes: Positive
+    expert_bytes: Positive  # of one; of the largest where layers differ
     checksums: str  # eight hexadecimal digits an expert
     command: str = ""  # that wrote it
+    layer_bytes: str = ""  # of an expert of each layer, where they differ: whole numbers with commas
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the bytes of each expert in the file."""
+        layers = list(map(int, self.layer_bytes.split(","))) if self.layer_bytes else [self.expert_bytes]
+        return [size for size in layers for _ in range(self.distinct // len(layers))]
+
+    @property
+    def places(self) -> list[int]:
+        """Return where each expert in the file begins, from the first one's beginning, and where the last one ends."""
+        return list(accumulate(map(stride_of, self.sizes), initial=0))
 
 
 class DirectFile:
@@ -95,12 +109,16 @@ class ExpertFile(DirectFile):
             raise InputError(f"{path} is no file of experts of {model.name} (moe-replay store): {error}") from error
         self.expert_bytes, self.distinct = self.facts.expert_bytes, self.facts.distinct
         self.stride = stride_of(self.expert_bytes)
+        self._sizes, self._places = self.facts.sizes, self.facts.places
         super().__init__(path)
+
+    def bytes_of(self, expert: int) -> int:
+        return self._sizes[expert % self.distinct]
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Read whole pages: those that begin at or behind `first`, and before `last`."""
-        begin, end = page_up(first), min(page_up(last), self.stride)
-        at, target = self.begin + expert % self.distinct * self.stride, slot.data
+        begin, end = page_up(first), min(page_up(last), stride_of(self.bytes_of(expert)))
+        at, target = self.begin + self._places[expert % self.distinct], slot.data
         while begin < end:
             got = self.read_at(target[begin:end], at + begin)
             begin += got if begin + got >= end else got // PAGE * PAGE
@@ -113,7 +131,7 @@ class ExpertFile(DirectFile):
 
     @property
     def nbytes(self) -> int:
-        return self.distinct * self.stride
+        return self._places[-1]
 
 
 def stride_of(expert_bytes: int) -> int:
@@ -128,6 +146,7 @@ class StoredModel(NamedTuple):
     moe_layers: int
     experts: int  # of a layer
     expert_bytes: int
+    differing_bytes: tuple[int, ...] = ()  # of an expert of each layer
 
 
 def write(
@@ -143,22 +162,24 @@ def write(
     """Write a file whole or not at all.
 
     fill: gives the bytes of each expert. weights: where they are from, in words. distinct: how many experts the file
-    holds, at least 1. on_written: called after each. Raise InputError where the disk has not enough space, and without
-    `overwrite` where a file is there by then.
+    holds, at least 1; all of them where layers differ in size. on_written: called after each. Raise InputError where
+    the disk has not enough space, and without `overwrite` where a file is there by then.
     """
-    size, stride = model.expert_bytes, stride_of(model.expert_bytes)
-    facts = Facts(
-        FORMAT, model.name, weights, model.moe_layers * model.experts, distinct, size, "0" * 8 * distinct, command
-    )
-    begin, buffer, checksums = len(_header_of(facts)), anonymous(stride), list[str]()
+    experts, sizes = model.moe_layers * model.experts, ",".join(map(str, model.differing_bytes))
+    if sizes and distinct != experts:
+        raise InputError(f"experts of {model.name} differ in size and share none: leave `dedup` out")
+    unknown = "0" * 8 * distinct
+    facts = Facts(FORMAT, model.name, weights, experts, distinct, model.expert_bytes, unknown, command, sizes)
+    begin, buffer, checksums = len(_header_of(facts)), anonymous(stride_of(model.expert_bytes)), list[str]()
     with replacing(path, overwrite=overwrite) as part, part.open("wb", buffering=0) as file:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, begin + distinct * stride)
+            os.posix_fallocate(file.fileno(), 0, begin + facts.places[-1])
         file.seek(begin)
-        for expert in range(distinct):
+        for expert, size in enumerate(facts.sizes):
             fill(expert, buffer[:size])
+            buffer[size:] = 0
             checksums.append(CHECKSUM.format(zlib.crc32(buffer[:size].data)))
-            _write_all(file.fileno(), buffer.data)
+            _write_all(file.fileno(), buffer[: stride_of(size)].data)
             on_written()
         file.seek(0)
         _write_all(file.fileno(), _header_of(replace(facts, checksums="".join(checksums))))
@@ -178,11 +199,10 @@ def _write_all(file: int, content: bytes | memoryview) -> None:
 
 def _header_of(facts: Facts) -> bytes:
     """Return the length of the header and the header, filled up with spaces to whole pages."""
-    stride = stride_of(facts.expert_bytes)
-    header: dict[str, object] = {"__metadata__": {name: str(value) for name, value in asdict(facts).items()}}
-    for expert in range(facts.distinct):
-        offsets = [expert * stride, (expert + 1) * stride]
-        header[f"expert.{expert}"] = {"dtype": "U8", "shape": [stride], "data_offsets": offsets}
+    stated = {name: str(value) for name, value in asdict(facts).items() if value != ""}
+    header: dict[str, object] = {"__metadata__": stated}
+    for expert, (begin, end) in enumerate(pairwise(facts.places)):
+        header[f"expert.{expert}"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     length = page_up(8 + len(text)) - 8
     return struct.pack("<Q", length) + text.ljust(length)
@@ -195,14 +215,21 @@ def _header(path: Path, model: "StoredModel | ModelProfile") -> tuple[Facts, int
     experts = model.moe_layers * model.experts
     if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct:
         raise ValueError("it is of another version")
-    if (facts.model, facts.experts, facts.expert_bytes) != (model.name, experts, model.expert_bytes):
+    sizes = ",".join(map(str, model.differing_bytes))
+    held, wanted = facts.layer_bytes or str(facts.expert_bytes), sizes or str(model.expert_bytes)
+    if (facts.model, facts.experts, held) != (model.name, experts, wanted):
         raise ValueError(
-            f"it holds {facts.model} ({facts.weights}): {facts.experts} experts of {facts.expert_bytes} bytes; "
-            f"{model.name} has {experts} of {model.expert_bytes}"
+            f"it holds {facts.model} ({facts.weights}): {facts.experts} experts of {_in_words(held)}; "
+            f"{model.name} has {experts} of {_in_words(wanted)}"
         )
-    if path.stat().st_size != begin + facts.distinct * stride_of(facts.expert_bytes):
+    if path.stat().st_size != begin + facts.places[-1]:
         raise ValueError("it is cut off")
     return facts, begin
+
+
+def _in_words(layer_bytes: str) -> str:
+    sizes = list(map(int, layer_bytes.split(",")))
+    return f"{sizes[0]} bytes" if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)} bytes by layer"
 
 
 def read_through(path: Path) -> None:

@@ -31,8 +31,8 @@ def parts(first: int, last: int, lanes: int) -> list[tuple[int, int]]:
     return list(zip([first, *cuts], [*cuts, last], strict=True))
 
 
-def rates(store: ExpertSource, size: int, tried: Sequence[int] = TRIED, slots: Bytes | None = None) -> dict[int, float]:
-    """Return GB/s by number of lanes, of reads of `size` bytes (at most an expert's), one expert behind another.
+def rates(store: ExpertSource, tried: Sequence[int] = TRIED, slots: Bytes | None = None) -> dict[int, float]:
+    """Return GB/s by number of lanes, of reads of whole experts, one behind another.
 
     The numbers of lanes take turns, so that a disk that drifts favours none; medians count.
     slots: uint8[any, stride] to read into; None: of its own.
@@ -45,16 +45,18 @@ def rates(store: ExpertSource, size: int, tried: Sequence[int] = TRIED, slots: B
     at = 0
     for _ in range(SERIES):
         for lanes in tried:
-            cut, first = parts(0, size, lanes), at
+            read_bytes = 0
             with ThreadPoolExecutor(lanes) as threads:
                 began = time.perf_counter()
-                while at == first or time.perf_counter() - began < SERIES_S:
+                while not read_bytes or time.perf_counter() - began < SERIES_S:
                     expert, slot = at % store.distinct, slots[at % len(slots)]
+                    cut = parts(0, store.bytes_of(expert), lanes)
                     for each in [threads.submit(store.read, expert, begin, end, slot) for begin, end in cut]:
                         each.result()
                     at += 1
+                    read_bytes += store.bytes_of(expert)
                 seconds = time.perf_counter() - began
-            by_lanes[lanes].append((at - first) * size / seconds / 1e9)
+            by_lanes[lanes].append(read_bytes / seconds / 1e9)
     return {lanes: median(each) for lanes, each in by_lanes.items()}
 
 

@@ -137,7 +137,7 @@ def open_stage(
         is_pinned, lanes = gpu is not None, 1
         if target.store:
             store: HostStore | ExpertFile = opened.enter_context(closing(ExpertFile(target.store, profile)))
-            lanes = target.lanes or knee(rates(store, store.expert_bytes))
+            lanes = target.lanes or knee(rates(store))
         else:
             store = _host_store(profile, memory, seed, target.host_dedup, checkpoint)
             if gpu and not memory:
@@ -159,7 +159,8 @@ def _host_store(
 ) -> HostStore:
     """Return every expert in host memory, with the checkpoint's weights."""
     total, size = profile.moe_layers * profile.experts, profile.expert_bytes
-    store = HostStore(memory, total, size) if memory else HostStore.of(total, size, seed, distinct)
+    sizes = [profile.bytes_of(expert // profile.experts) for expert in range(total)]
+    store = HostStore(memory, total, size, sizes=sizes) if memory else HostStore.of(total, size, seed, distinct, sizes)
     if checkpoint:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(lambda expert: checkpoint.fill(expert, store[expert]), range(store.distinct)))

@@ -10,7 +10,7 @@ every result states.
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -35,9 +35,12 @@ RESERVE_BYTES = 512 << 20
 class ExpertSource(Protocol):
     """Where a link takes experts from."""
 
-    expert_bytes: int
+    expert_bytes: int  # of one; of the largest where they differ
     stride: int  # bytes of a slot: those of an expert, and what its alignment adds
     distinct: int  # buffers; fewer than experts where these share them
+
+    def bytes_of(self, expert: int) -> int:
+        """Return how many bytes of this expert are moved."""
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Write the expert's bytes from `first` to `last` to their place in its slot, uint8[stride].
@@ -50,7 +53,7 @@ class ExpertStore(ExpertSource, Protocol):
     """Host memory (`HostStore`) or a file (`replay.devices.expert_file`): bytes lie in a slot as in the expert."""
 
     def holds(self, expert: int, content: Bytes) -> bool:
-        """Return whether `content`, uint8[expert_bytes], is `expert`."""
+        """Return whether `content`, uint8[bytes_of(expert)], is `expert`."""
         ...
 
 
@@ -98,9 +101,19 @@ class HostMemory:
 
 
 class HostStore:
-    """`total` experts of `expert_bytes` over some memory, in `distinct` buffers; None: as many as fit."""
+    """`total` experts of `expert_bytes` over some memory, in `distinct` buffers; None: as many as fit.
 
-    def __init__(self, memory: HostMemory, total: int, expert_bytes: int, distinct: int | None = None) -> None:
+    sizes: bytes of each, where they differ; `expert_bytes` is the largest then, and every buffer holds that.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        total: int,
+        expert_bytes: int,
+        distinct: int | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         self.memory = memory
         self.expert_bytes = expert_bytes
         self.stride = stride_of(expert_bytes)
@@ -113,19 +126,34 @@ class HostStore:
             )
         self.padded = buffers[: self.distinct]
         """Each buffer with what lies between it and the next one: uint8[stride]."""
-        self._buffers = [buffer[:expert_bytes] for buffer in self.padded]
+        self._experts = [
+            self.padded[expert % self.distinct][:size] for expert, size in enumerate(sizes or [expert_bytes] * total)
+        ]
 
     @classmethod
-    def of(cls, total: int, expert_bytes: int, seed: int, distinct: int | None = None) -> "HostStore":
+    def of(
+        cls,
+        total: int,
+        expert_bytes: int,
+        seed: int,
+        distinct: int | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> "HostStore":
         """Return a store for one model, with memory of its own. Raise InputError for more buffers than experts."""
         buffers = total if distinct is None else distinct
         if not 1 <= buffers <= total:
             raise InputError(f"--host-dedup {distinct}: must be 1 to {total}, the number of experts of the model")
-        return cls(HostMemory(buffers, stride_of(expert_bytes), seed), total, expert_bytes, buffers)
+        return cls(HostMemory(buffers, stride_of(expert_bytes), seed), total, expert_bytes, buffers, sizes)
 
     def __getitem__(self, expert: int) -> Bytes:
-        """Return the buffer that serves `expert`: uint8[expert_bytes]."""
-        return self._buffers[expert % self.distinct]
+        """Return the bytes of `expert`, in the buffer that serves it: uint8[bytes_of(expert)]."""
+        return self._experts[expert]
+
+    def __len__(self) -> int:
+        return len(self._experts)
+
+    def bytes_of(self, expert: int) -> int:
+        return len(self._experts[expert])
 
     @property
     def nbytes(self) -> int:

@@ -116,6 +116,9 @@ class HostExperts:
         self._host, self._link = host, gpu.copy_stream()
         self.expert_bytes, self.stride, self.distinct = host.expert_bytes, host.stride, host.distinct
 
+    def bytes_of(self, expert: int) -> int:
+        return self.expert_bytes
+
     def read(self, expert: int, first: int, last: int, slot: Any) -> None:
         """Copy these bytes to the same place in a slot, a tensor uint8[stride]; return when they have arrived."""
         bytes_ = torch.from_numpy(self._host[expert][first:last])

@@ -324,6 +324,9 @@ class ShardStore:
         self._shards = {piece.shard for expert in experts for piece in expert.pieces}
         self.past_cache = all(shard.past_cache for shard in self._shards)
 
+    def bytes_of(self, expert: int) -> int:
+        return self.expert_bytes
+
     def places(self, expert: int) -> tuple[int, ...]:
         """Return where in its slot each row of an expert lies."""
         return self._experts[expert].places

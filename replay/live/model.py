@@ -210,8 +210,7 @@ class LiveModel:
         return alone, max(1.0, beside[0] / alone[0])
 
     def _time_transfers(self, run: Run) -> tuple[int, int]:
-        gpu = run.gpu
-        return transfers(Meter(self.device), gpu.link.expert_bytes, run.shape.total, cycle_slots(run, self.hook.top_k))
+        return transfers(Meter(self.device), run, cycle_slots(run, self.hook.top_k))
 
     def _window(self, dense_ns: int) -> float:
         """Return how many experts the link brings while a layer of a decoded token computes: for prefetch budgets."""

@@ -234,7 +234,7 @@ def _cached(
     else:
         device = LiveDevice(store, slots)
     opening.callback(device.close)
-    lanes = 1 if gpu else lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
+    lanes = 1 if gpu else lanes or knee(rates(store, slots=device.pool))
     device.read_with(lanes)
     unchanged = nothing if gpu else store.require_unchanged  # a GPU's experts have been read
     live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, on_note, unchanged, profile)

@@ -48,5 +48,5 @@ def measured(live: "LiveModel", trace: Trace, log: RunLog) -> tuple[Row, pa.Tabl
     row, requests = summarise(log, cell, trace.requests)
     lanes, past_cache = None if device.gpu else live.lanes, getattr(device.store, "past_cache", None)
     row |= {"device": device.name, **known, "lanes": lanes, "past_cache": past_cache}
-    row["copy_gb_per_s"] = copy_gb_per_s(log, run)
+    row["copy_gb_per_s"] = copy_gb_per_s(log)
     return row, requests, cell

@@ -116,6 +116,11 @@ class SimpyDevice(Device):
         self._reading: Signal | None = None  # the end of the read under way
         self._draft_ns = 0  # before the dense part that comes next
 
+    @classmethod
+    def of(cls, run: Run) -> "SimpyDevice":
+        """Return the machine on which a run is simulated."""
+        return cls(run.timing, run.gpu.link, run.shape.experts, run.host.link if run.host else None)
+
     def _link(self) -> Wait:
         """The host link: one piece after another. An interrupt discards the piece on it."""
         jobs, ended = self._copies.jobs, self._ended.append
@@ -252,8 +257,7 @@ class SimpyDevice(Device):
 
 def play(run: Run, ended: Ended, observer: LoopObserver | None = None) -> None:
     """Run everything on a simulated machine; `ended` takes the log of each request when it ends."""
-    device = SimpyDevice(run.timing, run.gpu.link, run.shape.experts, run.host.link if run.host else None)
-    driver = Driver(run, device, observer=observer)
+    driver = Driver(run, SimpyDevice.of(run), observer=observer)
     rows: list[StepRow] = []
     for row in driver.steps():
         rows.append(row)

@@ -79,10 +79,10 @@ class Driver:
         """
         for _ in self.steps(last=_requests(done)):
             pass
-        session = self.session
+        session, link, experts = self.session, self._run.gpu.link, self._run.shape.experts
         session.move_to(device)
         for slot, expert in session.held():
-            device.copy(expert, slot, 0, self._run.gpu.link.expert_bytes)
+            device.copy(expert, slot, 0, link.bytes_of(expert // experts))
             device.next_completion()
 
     def steps(self, first: int = 0, last: int | None = None) -> Iterator[StepRow]:

@@ -25,6 +25,15 @@ class Tier:
     link: Link
     experts_per_layer: float | None = None
 
+    @property
+    def experts(self) -> int:
+        """How many experts it holds whatever their sizes: of the largest."""
+        return self.slots // self.link.expert_bytes if self.link.layer_bytes else self.slots
+
+    def room(self, layers: int, each: int) -> int:
+        """Return the slots, or bytes, of `each` experts of every one of the first `layers` layers."""
+        return each * (sum(self.link.layer_bytes[:layers]) if self.link.layer_bytes else layers)
+
 
 @dataclass(frozen=True)
 class Users:

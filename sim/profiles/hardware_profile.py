@@ -60,8 +60,8 @@ class Hardware:
     measured: tuple[MeasuredModel, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
-        if len({(each.model, each.expert_bytes) for each in self.measured}) < len(self.measured):
-            raise InputError("measured: a model with experts of one size stands there twice")
+        if len({(each.model, each.expert_bytes, each.layer_bytes) for each in self.measured}) < len(self.measured):
+            raise InputError("measured: a model with experts of the same sizes stands there twice")
 
     @property
     def host_expert_bandwidth_gb_per_s(self) -> float:
@@ -69,11 +69,10 @@ class Hardware:
         return self.host_memory_bandwidth_gb_per_s * self.host_expert_share
 
     def measured_with(self, profile: ModelProfile) -> MeasuredModel | None:
-        """Return what was measured with that model here, if it was, with experts of that size, all of one."""
-        if profile.differing_bytes:
-            return None
-        wanted = profile.name, profile.expert_bytes
-        return next((each for each in self.measured if (each.model, each.expert_bytes) == wanted), None)
+        """Return what was measured with that model here, if it was, with experts of those sizes."""
+        wanted = profile.name, profile.expert_bytes, profile.differing_bytes
+        known = {(each.model, each.expert_bytes, each.layer_bytes): each for each in self.measured}
+        return known.get(wanted)
 
 
 def hardware(text: str) -> Hardware:

@@ -35,8 +35,8 @@ class MeasuredModel:
     """One model on one machine; ns are whole."""
 
     model: str  # name of its profile
-    expert_bytes: Count
-    transfer_ns: Count  # of a whole expert, one behind another
+    expert_bytes: Count  # of the largest where layers differ
+    transfer_ns: Count  # of a whole expert of that size, one behind another
     latency_ns: Size  # of it what does not grow with bytes
     turnaround_ns: Size  # of the host: from a router's end to what answers it
     launch_ns: Annotated[int, Meta(ge=-MOST, le=MOST)]  # of the host: what each expert of a decoded token adds
@@ -50,6 +50,7 @@ class MeasuredModel:
     # takes so many times as long
     transfer_slowed: Annotated[float, Meta(ge=1, le=MOST)] = 1.0  # beside compute, a transfer does
     predictor_us: Mapping[str, NotNegative] = field(default_factory=dict)  # an event, by policies as stated
+    layer_bytes: tuple[Count, ...] = ()  # of an expert of each layer, where they differ
 
     def __post_init__(self) -> None:
         descends = (any(row[:-1] <= before[:-1] for before, row in pairwise(getattr(self, key))) for key in TABLES)
@@ -65,8 +66,8 @@ class MeasuredModel:
 
     def link(self, chunk_bytes: int | None = None) -> Link:
         """Return the link as it carries this model's experts: exact at a whole one, which takes 1 ns or more."""
-        moving_ns = max(self.transfer_ns - self.latency_ns, 1)
-        return Link(self.transfer_ns - moving_ns, moving_ns, self.expert_bytes, self.expert_bytes, chunk_bytes)
+        moving_ns, size = max(self.transfer_ns - self.latency_ns, 1), self.expert_bytes
+        return Link(self.transfer_ns - moving_ns, moving_ns, size, size, chunk_bytes, self.layer_bytes or None)
 
 
 @dataclass(frozen=True)

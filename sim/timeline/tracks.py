@@ -304,8 +304,11 @@ class ResidencyTracks(LoopObserver):
         self.turned_to(expert, victim, False)
 
     def left(self, experts: list[int]) -> None:
-        for expert in experts if self._tracks else ():
+        if not self._tracks:
+            return
+        for expert in experts:
             self._leave(expert, evicted_for=self._arriving)
+        self._held[self._arriving].since = self._scene.now()  # it may take the slot of one of them
 
     def _take_slot(self, expert: int, victim: int, prefetch: bool) -> None:
         scene = self._scene

@@ -163,7 +163,7 @@ def test_lanes_are_as_many_as_make_the_disk_fast(files: Path) -> None:
     assert knee({1: 1.0, 2: 1.9, 4: 2.0, 8: 1.99}) == 2
     assert knee({1: 1.0, 2: 0.9}) == 1
     with closing(ExpertFile(files / "big", BIG)) as store:
-        found = rates(store, BIG.expert_bytes, (1, 2))
+        found = rates(store, (1, 2))
     assert set(found) == {1, 2}
     assert min(found.values()) > 0
 

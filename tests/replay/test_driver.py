@@ -34,7 +34,7 @@ SEEDS = 250
 
 def watched(seed: int) -> tuple[Run, Watch]:
     plan = draw(random.Random(seed).randint)
-    return plan, Watch(plan.shape, plan.gpu.slots, plan.gpu.link.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
+    return plan, Watch.of(plan, tail_bytes=seed % 2 * (1 + seed % 5))
 
 
 def test_no_slot_is_overwritten_while_it_computes_or_loads_and_nothing_computes_before_it_arrived() -> None:

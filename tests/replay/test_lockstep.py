@@ -30,13 +30,13 @@ seeded = pytest.mark.parametrize("seeds", [range(120), pytest.param(range(120, 6
 def script_of(run: Run) -> tuple[Script, RunLog]:
     """What the simulated run decides, and its log."""
     recorder = LoopRecorder()
-    log = play(run, SimpyDevice(run.timing, run.gpu.link), observer=recorder)
+    log = play(run, SimpyDevice.of(run), observer=recorder)
     return recorder.script, log
 
 
 def executed(plan: Run, script: Script, seed: int) -> tuple[LoopRecorder, RunLog, Watch]:
     """On a device whose streams end in any order; what the link was really told stands in the recorder."""
-    watch = Watch(plan.shape, plan.gpu.slots, plan.gpu.link.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
+    watch = Watch.of(plan, tail_bytes=seed % 2 * (1 + seed % 5))
     recorder = LoopRecorder()
     log = play(plan, AnyOrder(watch, seed), observer=recorder, decider=Lockstep(plan, script))
     return recorder, log, watch
@@ -44,7 +44,7 @@ def executed(plan: Run, script: Script, seed: int) -> tuple[LoopRecorder, RunLog
 
 def assert_lockstep_takes_exactly_as_long(case: Run, what: str = "") -> Script:
     script, log = script_of(case)
-    again = play(case, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(case, script))
+    again = play(case, SimpyDevice.of(case), decider=Lockstep(case, script))
     assert_logs_equal(again, log, what)
     return script
 
@@ -68,11 +68,11 @@ def test_on_the_simulated_machine_lockstep_equals_the_run_that_was_scripted_on_r
     assert_lockstep_takes_exactly_as_long(draw(lambda low, high: data.draw(st.integers(low, high))))
 
 
-def stretches(script: Script) -> list[list[tuple[Act, int, int]]]:
+def stretches(script: Script) -> list[list[tuple[Act, int, tuple[int, ...]]]]:
     """The transfers started, by the cuts between them."""
     bounds = [0, *script.cuts, len(script.decisions)]
     return [
-        [(one.act, one.expert, one.victim) for one in script.decisions[first:last] if one.act is not Act.RESUME]
+        [(one.act, one.expert, one.victims) for one in script.decisions[first:last] if one.act is not Act.RESUME]
         for first, last in pairwise(bounds)
     ]
 
@@ -84,7 +84,7 @@ def assert_executed(plan: Run, script: Script, log: RunLog, seed: int) -> bool:
     assert len(asked) == len(done)
     for wanted, found in zip(asked, done, strict=True):
         assert found == wanted[: len(found)], f"seed {seed}: transfers, slots and kinds are the script's, in its order"
-    victims = [victim for stretch in done for _, _, victim in stretch if victim >= 0]
+    victims = [victim for stretch in done for _, _, those in stretch for victim in those]
     assert ours.evictions.tolist() == victims
     lookups = sum(len(request.experts) for request in plan.requests)
     assert watch.computed == lookups
@@ -154,10 +154,10 @@ def driven(*decisions: Decision, slots: int) -> Residency:
 
 NOTHING_STARTS = (-1, -1)
 INTERRUPTION = (
-    Decision(Act.PREFETCH, 0, -1, 0),
-    Decision(Act.DEMAND, 2, -1, 1, interrupts=True),
-    Decision(Act.RESUME, 0, -1, 1),
-    Decision(Act.DEMAND, 3, -1, 1),
+    Decision(Act.PREFETCH, 0, (), 0),
+    Decision(Act.DEMAND, 2, (), 1, interrupts=True),
+    Decision(Act.RESUME, 0, (), 1),
+    Decision(Act.DEMAND, 3, (), 1),
 )
 
 
@@ -194,7 +194,7 @@ def test_a_prefetch_that_the_event_waits_for_is_not_interrupted() -> None:
 
 
 def test_a_prefetch_that_the_link_has_not_come_to_is_late_and_what_the_script_demands_is_a_miss() -> None:
-    decided = Decision(Act.PREFETCH, 1, -1, 0), Decision(Act.DEMAND, 2, -1, 1), Decision(Act.DEMAND, 3, 1, 1)
+    decided = Decision(Act.PREFETCH, 1, (), 0), Decision(Act.DEMAND, 2, (), 1), Decision(Act.DEMAND, 3, (1,), 1)
     machine = driven(*decided, slots=2)
     assert machine.route(np.array([1, 2]))[0] == []
     assert machine.counters()[:3] == [0, 1, 1]
@@ -209,7 +209,7 @@ def test_a_prefetch_that_the_link_has_not_come_to_is_late_and_what_the_script_de
 
 
 def test_a_victim_that_is_landing_holds_its_slot_until_it_is_whole() -> None:
-    machine = driven(Decision(Act.PREFETCH, 1, -1, 0), Decision(Act.PREFETCH, 2, 1, 0), slots=1)
+    machine = driven(Decision(Act.PREFETCH, 1, (), 0), Decision(Act.PREFETCH, 2, (1,), 0), slots=1)
     assert machine.next_transfer() == (1, -1, True)
     machine.land()
     assert machine.next_transfer()[0] == core.BLOCKED
@@ -230,7 +230,7 @@ def test_the_devices_policy_is_not_asked() -> None:
     script, log = script_of(case)
     unasked = Unasked(**{f.name: getattr(parse("lru"), f.name) for f in dataclasses.fields(PolicySpec)})
     plan = case.under(dataclasses.replace(unasked, scope=case.policy.scope))
-    assert_logs_equal(play(plan, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(plan, script)), log)
+    assert_logs_equal(play(plan, SimpyDevice.of(case), decider=Lockstep(plan, script)), log)
 
 
 def test_a_device_that_is_slower_in_copying_takes_longer_for_the_same_decisions() -> None:

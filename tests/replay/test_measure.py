@@ -258,7 +258,7 @@ def test_the_time_to_submit_compute_does_not_count_as_a_transfers() -> None:
     device.next_completion()
     for place in range(8):
         device._arrival_ns[place] = 0
-    _, transfer = slowed(Meter(device), size, 8, transfer_ns=314_573, expert_ns=4_300)
+    _, transfer = slowed(Meter(device), plan_of(8, expert_bytes=size), 8, transfer_ns=314_573, expert_ns=4_300)
     assert 1 <= transfer < 1.1
 
 
@@ -364,7 +364,7 @@ def test_transfers_are_timed_with_experts_from_all_over_the_store() -> None:
             assert 0 <= slot < 5
             super().copy(expert, slot, first, last)
 
-    transfers(Meter(Asked(TIMING, LINK)), LINK.expert_bytes, experts=1_000, places=5)
+    transfers(Meter(Asked(TIMING, LINK)), replace(plan_of(), shape=Shape(1, 1_000)), places=5)
     timed = asked[:-5]
     assert max(timed) > 900
     assert len(set(timed)) > 100
@@ -374,8 +374,8 @@ def test_transfers_are_timed_with_experts_from_all_over_the_store() -> None:
 def test_where_half_an_expert_takes_as_long_as_a_whole_one_no_latency_is_told_apart() -> None:
     """Two passes like that gave a profile of a disk without any time for a byte: its bandwidth was a division by 0."""
     latency = replace(LINK, latency_ns=700, ns_per_byte_num=0)
-    assert transfers(Meter(SimpyDevice(TIMING, latency)), LINK.expert_bytes, experts=10, places=5) == (700, 0)
-    assert transfers(Meter(SimpyDevice(TIMING, LINK)), LINK.expert_bytes, experts=10, places=5)[1] == LINK.latency_ns
+    assert transfers(Meter(SimpyDevice(TIMING, latency)), plan_of(), places=5) == (700, 0)
+    assert transfers(Meter(SimpyDevice(TIMING, LINK)), plan_of(), places=5)[1] == LINK.latency_ns
 
 
 class SlowToSubmit(SimpyDevice):

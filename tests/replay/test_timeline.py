@@ -21,7 +21,7 @@ def test_on_a_device_that_ends_in_any_order_every_part_and_piece_is_shown_in_its
     for seed in range(60):
         run, file = draw(random.Random(seed).randint), io.StringIO()
         names = [f"request {i}" for i in range(len(run.requests))]
-        watch = Watch(run.shape, run.gpu.slots, run.gpu.link.expert_bytes, tail_bytes)
+        watch = Watch.of(run, tail_bytes)
         timeline = Timeline(file)
         observer = TimelineObserver(timeline, run, "measured", names, WHOLE)
         log = play(run, AnyOrder(watch, seed), observer=observer)

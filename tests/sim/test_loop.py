@@ -123,20 +123,21 @@ def live(run: Run, device: Device, between: Callable[[Session], None] = lambda s
             spent = [now - then for now, then in zip(session.totals(), before, strict=True)]
             share = Share(request.request, tokens, ended - began)
             rows.append(StepRow([phase, tokens, ended - began, *spent], [share], ended))
-    return RunLog.of_rows(rows, run.gpu.link.expert_bytes, session.pump.evictions)
+    link = run.gpu.link
+    return RunLog.of_rows(rows, link.expert_bytes, session.pump.evictions, sized=bool(link.layer_bytes))
 
 
 def test_a_model_that_runs_now_gets_what_the_driver_gets_from_its_trace() -> None:
     for seed in range(200):
         run = draw(random.Random(seed).randint)
-        pulled = play(run, SimpyDevice(run.timing, run.gpu.link))
-        assert_logs_equal(live(run, SimpyDevice(run.timing, run.gpu.link)), pulled, seed)
+        pulled = play(run, SimpyDevice.of(run))
+        assert_logs_equal(live(run, SimpyDevice.of(run)), pulled, seed)
 
 
 def test_looking_at_what_has_ended_takes_no_time_and_loses_nothing() -> None:
     for seed in range(100):
         run = draw(random.Random(seed).randint)
-        watch = Watch(run.shape, run.gpu.slots, run.gpu.link.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
+        watch = Watch.of(run, tail_bytes=seed % 2 * (1 + seed % 5))
         log = live(run, AnyOrder(watch, seed), between=Session.poll)
         lookups = sum(len(request.experts) for request in run.requests)
         assert watch.computed == lookups == (log.hits + log.late + log.misses).sum(), f"seed {seed}"

@@ -172,7 +172,19 @@ def test_another_model_and_another_size_of_expert_go_by_the_rates(mine, change):
     assert told.endswith("not with demo-olmoe (49152): times go by its rates")
 
 
-def test_experts_of_several_sizes_go_by_the_rates_also_where_the_largest_is_of_the_size_measured(mine):
+def test_experts_of_several_sizes_go_by_what_was_measured_of_these(mine):
+    sizes = (49152, 24576) * 5
+    text = mine.read_text()
+    mine.write_text(text.replace("expert_bytes = 49152", f"expert_bytes = 49152\nlayer_bytes = {list(sizes)}"))
+    loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine)))
+    assert loaded.measured is None
+    sized = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=sizes))
+    assert sized.measured == replace(model_of(), layer_bytes=sizes)
+    assert sized.link.layer_bytes == sizes
+    assert sized.link.used_ns(49152) == model_of().transfer_ns
+
+
+def test_experts_of_several_sizes_go_by_the_rates_where_only_the_largest_is_of_the_size_measured(mine):
     loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine)))
     assert loaded.profile
     sized = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=(49152, 24576) * 5))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from policies.core import PolicySpec, Requests, Shape
+from policies.core.residency_compiled import places_of
 from sim.loop import Completion, Device, Kind, Run, Work, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 
@@ -13,9 +14,18 @@ from sim.profiles.timing import FixedTiming, Link
 class Watch:
     """What slots hold and what uses them, checked at every submission and completion."""
 
-    def __init__(self, shape: Shape, slots: int, expert_bytes: int, tail_bytes: int = 0) -> None:
-        self.shape, self.slots, self.expert_bytes = shape, slots, expert_bytes
+    def __init__(
+        self,
+        shape: Shape,
+        slots: int,
+        expert_bytes: int,
+        tail_bytes: int = 0,
+        layer_bytes: tuple[int, ...] | None = None,
+    ) -> None:
+        self.shape, self.slots = shape, slots
+        self.layer_bytes = layer_bytes or (expert_bytes,) * shape.layers
         self.tail_bytes = tail_bytes
+        self.moved = [0] * shape.layers  # bytes that were submitted
         self.content: dict[int, tuple[int, int]] = {}  # slot -> (expert, bytes that have arrived)
         self.submitted: dict[int, tuple[int, int]] = {}  # slot -> (expert, bytes that were submitted)
         self.copies: deque[tuple[int, int, int, int]] = deque()  # expert, slot, first byte, the one behind the last
@@ -23,9 +33,21 @@ class Watch:
         self.layer = -1  # the last one whose router has ended
         self.computed = 0
 
+    @classmethod
+    def of(cls, run: Run, tail_bytes: int = 0) -> "Watch":
+        """Of a device with as many slots as the run needs."""
+        link, total = run.gpu.link, run.shape.total
+        sizes = link.sizes(run.shape.experts)
+        slots = places_of(total, run.policy.divide(run.shape, run.gpu.slots, sizes), sizes).sum()
+        return cls(run.shape, int(slots), link.expert_bytes, tail_bytes, link.layer_bytes)
+
+    def size(self, expert: int) -> int:
+        return self.layer_bytes[expert // self.shape.experts]
+
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         assert 0 <= slot < self.slots
-        assert 0 <= first < last <= self.expert_bytes
+        assert 0 <= first < last <= self.size(expert)
+        self.moved[expert // self.shape.experts] += last - first
         assert slot not in [used for _, used in self.computing], "overwrites a slot that computes"
         if first:
             assert self.submitted[slot] == (expert, first), "continues where another transfer was"
@@ -37,7 +59,7 @@ class Watch:
         self.copies.append((expert, slot, first, last))
 
     def expert(self, expert: int, slot: int) -> None:
-        assert self.submitted[slot] == (expert, self.expert_bytes), "computes what is not on its way"
+        assert self.submitted[slot] == (expert, self.size(expert)), "computes what is not on its way"
         assert expert // self.shape.experts == self.layer, "computes a layer whose router has not ended"
         self.computing.append((expert, slot))
 
@@ -52,7 +74,7 @@ class Watch:
         elif completion.kind is Kind.EXPERT:
             expert, slot = self.computing.popleft()
             assert expert == completion.expert
-            assert self.content[slot] == (expert, self.expert_bytes), "computed what has not arrived"
+            assert self.content[slot] == (expert, self.size(expert)), "computed what has not arrived"
             self.computed += 1
         elif completion.kind is Kind.ROUTER:
             self.layer = (self.layer + 1) % self.shape.layers

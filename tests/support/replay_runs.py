@@ -5,7 +5,7 @@ Numbers are small, so that transfers and computes tie, contend and take no time 
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Scripted(Prefetcher):
 
 
 def draw(integer: Callable[[int, int], int]) -> Run:
-    """`integer` draws from a closed range."""
+    """`integer` draws from a closed range. Of a third of the runs, experts differ in size by layer."""
 
     def choice(*options: Any) -> Any:
         return options[integer(0, len(options) - 1)]
@@ -67,7 +67,7 @@ def draw(integer: Callable[[int, int], int]) -> Run:
     scope = choice("global", "layer") if slots >= L else "global"
     policy = PolicySpec.of(evict, Part.of(Scripted, seed=seed), scope)
     chunk_bytes = choice(None, integer(1, expert_bytes + 3), integer(1, max(1, expert_bytes // 3)))
-    return gpu_run(
+    run = gpu_run(
         requests=[request(ordinal) for ordinal in range(integer(1, 4))],
         shape=Shape(L, E),
         slots=slots,
@@ -78,3 +78,8 @@ def draw(integer: Callable[[int, int], int]) -> Run:
         link=Link(choice(0, integer(0, 6)), choice(0, 1, 1, integer(0, 5)), integer(1, 4), expert_bytes, chunk_bytes),
         cold=choice(False, False, True),
     )
+    if integer(0, 2) or L == 1:
+        return run
+    link = replace(run.gpu.link, layer_bytes=(expert_bytes, *(integer(1, expert_bytes) for _ in range(L - 1))))
+    run = run.on(run.timing, link, None)
+    return run.with_slots(slots * expert_bytes if scope == "global" else run.gpu.room(L, -(-slots // L)))

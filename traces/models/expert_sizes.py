@@ -8,8 +8,9 @@ model in the same files, such as one that speaks.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from traces.errors import InputError, located, refuse
 from traces.files import expanded
 from traces.models import gguf_files
 from traces.models.safetensors_files import StoredTensor, files_of, tensors_of
+
+if TYPE_CHECKING:
+    from traces.models.profile import ModelProfile
 
 GGUF_NAME = re.compile(r"(blk\.\d+)\.ffn_(?:gate|up|down|gate_up)(?:_exps|\.(\d+))(?:\.|$)")
 """Names of expert tensors in GGUF files: the layer, and the expert unless all are in one tensor."""
@@ -39,6 +43,14 @@ class _Layer:
     @property
     def bytes(self) -> int:
         return sum(self.own.values()) + sum(tensor.size for tensor in self.fused)
+
+
+def with_sizes_of(profile: "ModelProfile", path: str) -> "ModelProfile":
+    """Return the model with experts as large as in these files. Raise InputError where they hold another one."""
+    sizes = tuple(expert_bytes_by_layer(path, profile.experts).tolist())
+    if len(sizes) != profile.moe_layers:
+        raise InputError(f"{path} has {len(sizes)} MoE layers, not {profile.moe_layers}")
+    return replace(profile, layer_expert_bytes=sizes)
 
 
 def expert_bytes_by_layer(path: Path | str, experts: int | None = None) -> NDArray[np.int64]:
