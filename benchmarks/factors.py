@@ -11,7 +11,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from sim.backtest import FACTORS, Case, file
+from sim.backtest import FACTORS, Case, file, table
+from sim.backtest.errors import class_of, of_rows
 from sim.backtest.timing import Runtime
 
 Factor = tuple[str, ...]
@@ -105,22 +106,33 @@ def choose(some: list[Split]) -> None:
                 steps[factor] /= 2
 
 
-def summed_up(name: str, ratios: NDArray[np.float64], machines: list[str]) -> str:
+def inside(every: list[Split], ratios: NDArray[np.float64]) -> float:
+    """Return the share of machines whose speed lies in the interval that the other machines' errors give."""
+    held = defaultdict[str, list[bool]](list)
+    for each, ratio in zip(every, ratios.tolist(), strict=True):
+        machine, kind = each.case.row.machine, class_of(each.case)
+        interval = of_rows(kind, [row for row in table("errors")[kind] if machine and row["machine"] != machine.name])
+        held[each.machine].append(interval.low <= 1 / ratio <= interval.high)
+    return float(np.mean([np.mean(each) for each in held.values()]))
+
+
+def summed_up(name: str, every: list[Split], ratios: NDArray[np.float64]) -> str:
     by_machine = defaultdict[str, list[float]](list)
-    for machine, value in zip(machines, ratios.tolist(), strict=True):
-        by_machine[machine].append(abs(value - 1))
+    for each, value in zip(every, ratios.tolist(), strict=True):
+        by_machine[each.machine].append(abs(value - 1))
     medians = [float(np.median(each)) for each in by_machine.values()]
     bias = np.exp(np.log(ratios).mean()) - 1
     return (
         f"{name}: median {np.median(np.abs(ratios - 1)):.1%} of {len(ratios)} splits, bias {bias:+.1%}; "
-        f"of {len(medians)} machines, each by its median, {np.median(medians):.1%}"
+        f"of {len(medians)} machines, each by its median, {np.median(medians):.1%}, "
+        f"{inside(every, ratios):.0%} in the others' interval"
     )
 
 
 def main() -> None:
     every = splits()
     machines = [each.machine for each in every]
-    print(summed_up("shipped", np.array([ratio(each.case) for each in every]), machines))
+    print(summed_up("shipped", every, np.array([ratio(each.case) for each in every])), flush=True)
     left = []
     for each in every:
         alike = machines.count(each.machine) // AT_MOST + 1
@@ -129,7 +141,7 @@ def main() -> None:
     for machine in sorted(set(machines)):
         choose([each for each in left if each.machine != machine])
         ratios |= {i: ratio(each.case) for i, each in enumerate(every) if each.machine == machine}
-    print(summed_up("left out", np.array([ratios[i] for i in range(len(every))]), machines))
+    print(summed_up("left out", every, np.array([ratios[i] for i in range(len(every))])))
 
 
 if __name__ == "__main__":

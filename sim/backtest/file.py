@@ -56,6 +56,7 @@ class Machine:
     host_threads: Count = 0
     host_layout: Literal["", "hybrid", "numa"] = ""  # threads on cores of two kinds, or memory of several nodes
     host_and_link_gb_per_s: Number = 0.0  # CPU and link at once, measured
+    cpu: str = ""  # its name, for what a thread multiplies (cpus.toml); else the one in the title
     host_gflop_per_s_per_thread: Number = 0.0
     hop_us: Number = -1.0
     cpu_us_per_layer: Number = -1.0

@@ -98,7 +98,8 @@ def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> R
     reads = (machine.host_gb_per_s or experts) * factors.host_layouts.get(machine.host_layout, 1.0)
     cpu = cpu_class(reads)
     copies = factors.links[link] if link else of_base("link_bandwidth_gb_per_s")
-    thread = machine.host_gflop_per_s_per_thread or cpu.gflop_per_s_per_thread
+    named = thread_gflop_per_s(machine.cpu or machine.title) if machine.host_threads else 0.0
+    thread = machine.host_gflop_per_s_per_thread or named or cpu.gflop_per_s_per_thread
     cores = (machine.host_threads or cpu.threads) * thread / 1_000
     if machine.host_gb_per_s and not machine.host_gflop_per_s_per_thread:
         cores = ENOUGH  # what its kernels were measured to reach has their compute in it
@@ -126,6 +127,13 @@ def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> R
 def cpu_class(gb_per_s: float) -> Cpu:
     """Return the threads, and GFLOP/s of each, of a CPU that reads memory so fast."""
     return FACTORS.cpu.server if gb_per_s > FACTORS.server_gb_per_s else FACTORS.cpu.desktop
+
+
+def thread_gflop_per_s(cpu: str) -> float:
+    """Return what a thread of a CPU of that name multiplies, by cpus.toml, in GFLOP/s; 0: that does not know it."""
+    kinds = table("cpus").values()
+    known = (kind for kind in kinds if re.search(kind["names"], cpu, re.IGNORECASE))
+    return next((float(kind["gflop_per_s_per_thread"]) for kind in known), 0.0)
 
 
 def kernels_per_layer(model: ModelProfile) -> float:

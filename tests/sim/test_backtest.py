@@ -15,7 +15,7 @@ import tomli_w
 
 from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, report, routing, score, table
 from sim.backtest import rates as rates_under
-from sim.backtest.machine import engine_of, kernels_per_layer
+from sim.backtest.machine import engine_of, kernels_per_layer, thread_gflop_per_s
 from sim.backtest.tables import DATA
 from sim.backtest.timing import Runtime
 from traces import InputError, write_trace
@@ -140,6 +140,41 @@ def test_reads_and_multiplications_of_a_cpu_add_up_as_sides_of_a_right_angle(tmp
     assert timing.host_ns(1) == pytest.approx(math.hypot(5e6 / 50, 2 * one.profile.expert_parameters / 200), abs=1)
     read = case(tmp_path, machine={"host_gb_per_s": 50.0, "host_threads": 8}, setting={"all_on": "cpu"})
     assert Runtime(rates_of(read), read.profile, True, False).host_ns(1) == pytest.approx(5e6 / 50, rel=1e-3)
+
+
+def test_the_name_of_a_cpu_says_what_the_threads_that_are_stated_multiply():
+    """By the machine's title, unless it states a CPU; without threads, and of another CPU, by the general factors."""
+    here = Machine("pc", title="RTX 3090, Ryzen 7 7800X3D", host_peak_gb_per_s=89.6, host_threads=8)
+    named = {name: kind["gflop_per_s_per_thread"] for name, kind in table("cpus").items()}
+    desktop = FACTORS.cpu.desktop
+    tflop = {
+        here: 8 * named["Ryzen, Zen 4 and 5"],
+        replace(here, cpu="AMD Ryzen 9 5950X 16-Core Processor"): 8 * named["Zen 2 and 3"],
+        replace(here, cpu="Intel(R) Core(TM) i7-13700K"): 8 * desktop.gflop_per_s_per_thread,
+        replace(here, host_threads=0): desktop.threads * desktop.gflop_per_s_per_thread,
+        replace(here, host_gflop_per_s_per_thread=30.0): 8 * 30,
+    }
+    for machine, each in tflop.items():
+        assert rates(machine, "llama.cpp").host_tflop_per_s == pytest.approx(each / 1_000), machine
+
+
+@pytest.mark.parametrize(
+    ("cpu", "kind"),
+    [
+        ("Ryzen 9950X", "Ryzen, Zen 4 and 5"),
+        ("AMD Ryzen 5 7500F 6-Core Processor", "Ryzen, Zen 4 and 5"),
+        ("Ryzen 5 5600X, RX 7900 XT", "Zen 2 and 3"),
+        ("AMD Ryzen Threadripper PRO 5975WX 32-Cores", "Zen 2 and 3"),
+        ("AMD EPYC 7763 64-Core Processor", "Zen 2 and 3"),
+        ("Intel(R) Xeon(R) Processor @ 2.50GHz", "Xeon that a cloud does not name"),
+        ("Apple M2 Max", "Apple M"),
+        ("AMD EPYC 9354 32-Core Processor", ""),
+        ("Intel(R) Xeon(R) Gold 6226R CPU @ 2.90GHz", ""),
+        ("Ryzen AI 9 HX PRO 370", ""),
+    ],
+)
+def test_cpus_are_known_by_their_names(cpu, kind):
+    assert thread_gflop_per_s(cpu) == (table("cpus")[kind]["gflop_per_s_per_thread"] if kind else 0)
 
 
 def test_weights_of_a_type_that_is_slow_to_unpack_take_a_cpu_longer_and_no_gpu(tmp_path):
