@@ -15,7 +15,7 @@ import numpy as np
 
 from policies.core.policy import Int
 from policies.core.residency_compiled import places_of
-from policies.core.spec import PolicySpec
+from policies.core.spec import FETCHED, PolicySpec
 from replay.device_choice import DeviceChoice
 from replay.keys import key_of
 from sim.engines.simpy_engine import SimpyDevice
@@ -53,13 +53,17 @@ class Choice:
     target: DeviceChoice  # resolved
 
     def __post_init__(self) -> None:
-        simulated = self.loaded.simulated_alone(self.policy)
+        simulated, policy = self.loaded.simulated_alone(self.policy), self.policy
+        instead = "replay the winner of a sweep without it"
+        if policy.placement != FETCHED:
+            fetching = PolicySpec.of(policy.evict, policy.prefetch, policy.scope)
+            instead = f"replay the same policy without it (`policy` {fetching.text})"
         refuse(
             (
                 self.loaded.trace.drafts and self.device != "virtual",
                 "`draft` runs on the virtual device alone so far: use `device` virtual, or leave it out",
             ),
-            (simulated, f"moe-replay does not run {simulated} on hardware so far: moe-sim simulates it"),
+            (simulated, f"hardware does not run {simulated} so far: {instead}, or simulate it (moe-sim run)"),
             (
                 self.device == "disk" and self.target.store is None,
                 "`device` disk reads experts from a file: write it with "

@@ -196,9 +196,17 @@ def test_one_user_is_the_run_without_users(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "policy"), [({}, "lru/host"), ({"max_batch": 2}, "lru"), ({"host_memory": "9"}, "lru")]
+    ("options", "policy", "instead"),
+    [
+        ({}, "lru+markov:n=2/host", r"without it \(`policy` lru\+markov:n=2\), or simulate it"),
+        ({}, "lru@layer/split", r"without it \(`policy` lru@layer\), or simulate it"),
+        ({"max_batch": 2}, "lru", "the winner of a sweep without it, or simulate it"),
+        ({"host_memory": "9"}, "lru", "the winner of a sweep without it, or simulate it"),
+    ],
 )
-def test_the_replay_refuses_what_no_device_runs(home: Path, options: dict[str, Any], policy: str) -> None:
+def test_the_replay_says_what_to_run_instead_of_what_no_device_runs(
+    home: Path, options: dict[str, Any], policy: str, instead: str
+) -> None:
     loaded = TimedRun.of(Experiment(str(home / "tiny"), **options))
-    with pytest.raises(InputError, match="moe-sim simulates it"):
+    with pytest.raises(InputError, match=f"hardware does not run .* so far: replay .*{instead}"):
         Choice(loaded, parse(policy), 10, DeviceChoice("virtual"))
