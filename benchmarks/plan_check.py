@@ -19,7 +19,7 @@ from sim.planner.placements import Layout
 from sim.planner.resources import resources
 from sim.planner.verification import DEPTHS, Variant, predicted_s
 from sim.probe import busy
-from sim.probe.cores import core_classes
+from sim.probe.cores import core_classes, processor
 from sim.probe.stream import triad
 from traces.models import random_gguf
 from traces.models.profile import model
@@ -48,7 +48,8 @@ def _names() -> tuple[str, ...]:
 def check(path: Path, one_thread: bool) -> None:
     cpus = core_classes()[0].cpus[: 1 if one_thread else None]
     rate = triad(cpus, clock=time.thread_time if one_thread else time.perf_counter)
-    machine = resources(host_memory="64GiB", cpu_bandwidth=f"{rate}GB/s measured", threads=len(cpus))
+    measured = f"{rate}GB/s measured"
+    machine = resources(host_memory="64GiB", cpu_bandwidth=measured, threads=len(cpus), cpu=processor())
     layout, bench = Layout(Model(path.stem, str(path)), machine, 512), Bench.find()
     flags = ["-t", str(len(cpus)), *(["--processor-time"] if one_thread else [])]
     calibration = calibrate(layout, str(path), bench, flags, lambda text: None)

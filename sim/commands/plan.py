@@ -73,6 +73,9 @@ class MachineOptions:
         str | None, typer.Option(help="GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
     ] = None
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU. Default: 24, of a server 48.")] = None
+    cpu: Annotated[
+        str | None, typer.Option(help="CPU ('Ryzen 7 7800X3D'), for what each of --threads does. Default: a usual one.")
+    ] = None
     unified: Annotated[
         bool, typer.Option("--unified", help="CPU and GPU share --host-memory. Default: of Apple's GPUs.")
     ] = False

@@ -200,6 +200,7 @@ def plan(
     gpu_bandwidth: str | None = None,
     threads: int | None = None,
     unified: bool = False,
+    cpu: str | None = None,
 ) -> Plan:
     """Return what `model`, a profile's name or a path, does on this machine, options as `moe-sim plan` takes them.
 
@@ -209,7 +210,7 @@ def plan(
     that fits without a disk, and if none does, at the fastest of these with the disk. Raise InputError for an option
     that cannot be, and where the model does not fit.
     """
-    machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth, threads, unified)
+    machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth, threads, unified, cpu)
     layout, notes = chosen(str(model), machine, context, precision)
     return of_layout(layout, notes, prompt)
 

@@ -123,6 +123,7 @@ def resources(
     gpu_bandwidth: str | None = None,
     threads: int | None = None,
     unified: bool = False,
+    cpu: str | None = None,
 ) -> Resources:
     """Return the machine of these options. Raise InputError for what cannot be read or would do nothing.
 
@@ -181,6 +182,7 @@ def resources(
         link_gb_per_s=0.0 if named else carries,
         disk_gb_per_s=disk_reads,
         host_threads=threads or 0,
+        cpu=cpu or "",
     )
     return Resources(tuple(gpus), host, machine, stream or peak, carries, disk_reads, unified, tuple(assumed))
 

@@ -68,7 +68,8 @@ def detected(folder: Path, quick: bool = True) -> Facts:
     facts["host_memory"] = _host_memory()
     classes = core_classes()
     kinds = " and ".join(f"{len(each.cpus)} {each.name.strip()}" for each in classes)
-    facts["threads"] = Fact(len(classes[0].cpus), f"{kinds}, {processor()}" if processor() else kinds)
+    facts["threads"] = Fact(len(classes[0].cpus), kinds)
+    facts["cpu"] = Fact(processor() or None, "the system")
     kind = kind_of(folder)
     facts["disk"] = Fact(f"{DISKS.get(kind, 1.0)}GB/s", f"assumed of a {kind or 'disk'}; moe-sim probe measures it")
     if found:

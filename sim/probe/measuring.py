@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import tomli_w
 
-from sim.backtest.machine import cpu_class, gpu_data_sheet
+from sim.backtest.machine import cpu_class, gpu_data_sheet, thread_gflop_per_s
 from sim.backtest.tables import FACTORS
 from sim.probe import cuda, disk, stream
 from sim.probe.cores import core_classes, processor
@@ -71,7 +71,8 @@ def profile(probe: Probe, facts: Facts, was_busy: bool) -> str:
     total = psutil.virtual_memory().total / 2**30
     sheet = gpu_data_sheet(plan["gpu"].split(",")[0]) if "gpu" in plan else {}
     gpu = FACTORS.gpu[sheet.get("kind", "gddr")]
-    cores = plan["threads"] * cpu_class(probe.triad).gflop_per_s_per_thread / 1e3
+    thread = thread_gflop_per_s(plan.get("cpu", "")) or cpu_class(probe.triad).gflop_per_s_per_thread
+    cores = plan["threads"] * thread / 1e3
     scalars: dict[str, Any] = {
         "title": ", ".join(filter(None, (plan.get("gpu", ""), processor()))) or "this machine",
         "link_bandwidth_gb_per_s": probe.link or probe.copy,

@@ -10,6 +10,7 @@ import pytest
 
 from sim.backtest import file
 from sim.backtest.file import Model
+from sim.backtest.machine import thread_gflop_per_s
 from sim.planner.calibration import Calibration, _fitted, bytes_read, values
 from sim.planner.placements import Layout
 from sim.planner.resources import resources
@@ -175,9 +176,12 @@ def test_a_probes_profile_is_a_machine_of_sweeps_and_plans(tmp_path: Path, monke
     from sim.probe.stream import Rate
 
     found = Probe([Rate("cores", 1, 10.0), Rate("cores", 2, 18.0)], 5.0, [Reads(*READ, 0.6)], 0, 0, 0)
-    facts = {"gpu_memory": detection.Fact("0", ""), "threads": detection.Fact(2, "")}
+    cpu = "AMD Ryzen 7 7800X3D 8-Core Processor"
+    facts = {"gpu_memory": detection.Fact("0", ""), "threads": detection.Fact(2, ""), "cpu": detection.Fact(cpu, "")}
     facts["host_memory"] = detection.Fact("20480MiB", "")
     (tmp_path / "here.toml").write_text(profile(found, facts, False))
     assert hardware(str(tmp_path / "here.toml")).host_memory_bandwidth_gb_per_s == 18.0
     machine = resources(**detection.options(detection.of_profile(str(tmp_path / "here.toml"))))
     assert (machine.host_gb_per_s, machine.disk_gb_per_s, machine.machine.host_threads) == (18.0, 0.6, 2)
+    assert machine.machine.cpu == cpu
+    assert hardware(str(tmp_path / "here.toml")).host_compute_tflop_per_s == 2 * thread_gflop_per_s(cpu) / 1e3
