@@ -135,6 +135,15 @@ def test_a_profile_that_disagrees_with_the_trace_is_refused():
     assert lowered == replace(model("olmoe-1b-7b"), top_k=6), "as an engine was told to"
 
 
+def test_a_quantised_file_by_its_name_has_the_bytes_that_its_trace_states():
+    stated = meta("Qwen3-30B-A3B-Q4_K_M", 48, 128, 8, expert_bytes=3_059_712)
+    profile, whole = of_trace(stated), model("qwen3-30b-a3b")
+    assert (profile.name, profile.expert_bytes) == ("qwen3-30b-a3b", 3_059_712)
+    assert profile.dense_bytes / whole.dense_bytes == pytest.approx(3_059_712 / whole.expert_bytes)
+    with pytest.raises(InputError, match="states no sizes"):
+        of_trace(replace(stated, expert_bytes=None))
+
+
 def test_an_unknown_model_is_derived_from_the_sizes_in_its_trace():
     sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 147_456}
     profile = of_trace(meta("tiny-olmoe", 4, 16, 4, **sizes))

@@ -346,9 +346,10 @@ def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
     """Return the profile that `text` names, else the trace, else a derived one. Raise InputError if they differ.
 
     What an engine ran counts: bytes by layer that a trace states are those of its file, and only `text` overrides
-    them; and it may have been told to use fewer experts a token than the model has.
+    them, as are those of an expert where its name is a quantised file's, which says as much of the other weights; and
+    it may have been told to use fewer experts a token than the model has.
     """
-    profile = model(text) if text else known(meta.model) or derived(meta)
+    profile = model(text) if text else known(meta.model) or _quantised(meta) or derived(meta)
     profile = replace(profile, top_k=min(profile.top_k, meta.top_k))
     for what, ours, theirs in (
         ("MoE layers", profile.moe_layers, meta.layers),
@@ -362,6 +363,15 @@ def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
             )
     stated = () if text else meta.layer_expert_bytes
     return replace(profile, layer_expert_bytes=stated or profile.layer_expert_bytes)
+
+
+def _quantised(meta: TraceMeta) -> ModelProfile | None:
+    """Return the profile of a model that ran from a quantised file, at the bytes that the trace states."""
+    found = known_shape(meta.model)
+    if not (found and meta.expert_bytes):
+        return None
+    width = meta.expert_bytes / found.expert_parameters
+    return found.at(experts=width, dense=width)
 
 
 def derived(meta: TraceMeta) -> ModelProfile:
