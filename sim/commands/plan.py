@@ -1,7 +1,8 @@
 """The command `moe-sim plan`: which models this machine runs, or what one does on a machine, and what would help."""
 
+import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,8 @@ def plan(
     where = resources(**(of_facts(facts) if facts else machine.stated()))
     if len(models) != 1:
         found = list(ranked(where, context, models or CURRENT, precision))
-        output.show(lambda: _listed(facts, found), lambda: _ranking(facts, found, context))
+        typed = _typed(machine.stated(), here.hardware)
+        output.show(lambda: _listed(facts, found), lambda: _ranking(facts, found, context, typed))
         return
     layout, notes = planner.chosen(model, where, context, precision)
     calibration, checked = _measured(model, layout, here, output.quiet or output.as_json)
@@ -228,7 +230,14 @@ def _listed(facts: Facts, found: list[Ranked]) -> dict[str, Any]:
     return {"machine": _sources(facts), "models": models}
 
 
-def _ranking(facts: Facts, found: list[Ranked], context: int) -> Iterator[str | Table]:
+def _typed(stated: Mapping[str, Any], hardware: object) -> str:
+    """Return the options that describe the machine, as they are typed."""
+    given = {"hardware": hardware, **stated} if hardware else stated
+    words = ([f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])] for name, value in given.items())
+    return "".join(f" {shlex.join(each)}" for each in words)
+
+
+def _ranking(facts: Facts, found: list[Ranked], context: int, typed: str) -> Iterator[str | Table]:
     if facts:
         yield _machine(facts)
     shown = table("model", "at", "size", "tokens/s", "between", "limited by", left=2)
@@ -245,7 +254,8 @@ def _ranking(facts: Facts, found: list[Ranked], context: int) -> Iterator[str | 
     yield shown
     if any(each.from_disk for each in found):
         yield "* memory does not hold all of it: the rest is read from the disk."
-    yield f"At {context:,} tokens of context. Flags of one: moe-sim plan --model {found[0].model}"
+    yield f"At {context:,} tokens of context; fewer bits are faster (--precision q4_k_m of one model). Flags of one:"
+    yield f"  moe-sim plan --model {found[0].model}{typed}"
 
 
 def _digits(value: float) -> str:
@@ -255,10 +265,11 @@ def _digits(value: float) -> str:
 def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details: bool) -> Iterator[str | Table]:
     speed, limit = plan.speed, SHORT.get(plan.wall, plan.wall)
     differs = plan.first_tokens_per_s > SLOWS * speed.tokens_per_s
-    behind = f" behind {plan.context:,} tokens, {_digits(plan.first_tokens_per_s)} at first" if differs else ""
+    first = f", {_digits(plan.first_tokens_per_s)} with an empty one" if differs else ""
+    behind = f" with a full context of {plan.context:,} tokens{first}" if differs else ""
     yield (
-        f"{plan.model} at {plan.precision}: about {_digits(speed.tokens_per_s)} tokens/s ({_digits(speed.low)} to "
-        f"{_digits(speed.high)}){behind}, limited by {limit}; {_place(plan)}."
+        f"{plan.model} at {plan.precision}: about {_digits(speed.tokens_per_s)} tokens/s ({CONFIDENCE:.0%}: "
+        f"{_digits(speed.low)} to {_digits(speed.high)}){behind}, limited by {limit}; {_place(plan)}."
     )
     file = shlex.quote(model) if model.endswith(".gguf") else f"{plan.model}-{plan.precision.replace(' ', '-')}.gguf"
     yield f"\n  llama-server -m {file} {plan.llama_cpp[0]}\n"
@@ -267,7 +278,24 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
     if details:
         yield from _details(plan, facts)
         return
+    yield from _faster(plan, file)
+    assumed = sorted({option for note in plan.notes for option in re.findall("--[a-z-]+", note)} - {"--precision"})
+    if assumed:
+        yield f"Values were assumed for {', '.join(assumed)}."
     yield f"{_known(plan, facts)} All of it: --details."
+
+
+def _faster(plan: Plan, file: str) -> Iterator[str]:
+    """Yield what llama.cpp's expert cache and a lower precision would make of it, where that is much."""
+    cache, best = plan.cache, plan.better_precision
+    if cache and cache.speed.tokens_per_s > SLOWS * plan.speed.tokens_per_s:
+        yield (
+            f"With llama.cpp's expert cache (b11480 or later) about {_digits(cache.speed.tokens_per_s)} "
+            f"({_digits(cache.speed.low)} to {_digits(cache.speed.high)}) are expected, with routing like "
+            f"{cache.routing or 'none'}:\n\n  llama-server -m {file} {cache.llama_cpp}\n"
+        )
+    if best and best.times > SLOWS:
+        yield f"At {best.name} it would be {best.times:.1f} times as fast (--precision {best.name})."
 
 
 def _place(plan: Plan) -> str:
