@@ -177,13 +177,18 @@ def _count(value: int) -> Shown:
     return f"{value:,}", float(value)
 
 
+def _three(value: float) -> str:
+    """Return at least three digits: `1.5`, `480`, `1,580`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _time_of(name: str) -> Callable[[Row], Shown]:
     return lambda row: ("-", -1.0) if row[name] is None else (show_ms(row[name]), row[name])
 
 
 def _per_token(name: str) -> Callable[[Row], Shown]:
     def shown(row: Row) -> Shown:
-        return ("-", -1.0) if row[name] is None else (f"{(mb := row[name] / row['tokens'] / 1e6):,.3g}", mb)
+        return ("-", -1.0) if row[name] is None else (_three(mb := row[name] / row["tokens"] / 1e6), mb)
 
     return shown
 
@@ -202,7 +207,7 @@ COLUMNS: dict[str, Callable[[Row], Shown]] = {
     "policy": lambda row: (policy_title(row["policy"], row["oracle"]), None),
     "cache": lambda row: (size_text(row), row["cache_fraction"]),
     "a layer": lambda row: (f"{row['cache_experts'] / row['layers']:.3g}", row["cache_fraction"]),
-    "MiB": lambda row: _count(round(row["cache_bytes"] / 2**20)) if row["cache_bytes"] else ("-", -1.0),
+    "MiB": lambda row: (_three(row["cache_bytes"] / 2**20), row["cache_bytes"]) if row["cache_bytes"] else ("-", -1.0),
     "hits": lambda row: (show_share(row["hit_rate"]), -1.0 if row["hit_rate"] is None else row["hit_rate"]),
     "gap": _share_of("gap_hits"),
     "misses": lambda row: _count(row["misses"]),
@@ -211,10 +216,10 @@ COLUMNS: dict[str, Callable[[Row], Shown]] = {
     "p99": _time_of("tpot_p99_ms"),
     "TTFT, ms": _time_of("ttft_mean_ms"),
     "tokens/s": lambda row: (
-        ("-", -1.0) if row["tokens_per_s"] is None else (f"{row['tokens_per_s']:,.3g}", row["tokens_per_s"])
+        ("-", -1.0) if row["tokens_per_s"] is None else (_three(row["tokens_per_s"]), row["tokens_per_s"])
     ),
     "fetched MB/token": _per_token("bytes_demand"),
-    "prefetched": _per_token("bytes_prefetch"),
+    "prefetched MB/token": _per_token("bytes_prefetch"),
     "GPU idle": _idle,
 }
 """The table of cells: what each column shows of a row."""

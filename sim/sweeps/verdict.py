@@ -122,7 +122,7 @@ def _against(lru: SweptRun, mine: SweptRun, by: str) -> str:
     more = "less" if by in WHAT and gain.mean > 0 else "fewer" if gain.mean > 0 else "more"
     unit = "%" if by in WHAT else " points"
     low, mean, high = sorted(abs(each) for each in (gain.low, gain.mean, gain.high))
-    return f"{mean:.0f}{unit} {more} than under LRU (95%: {low:.0f} to {high:.0f})"
+    return f"{mean:.0f}{unit} {more} than under LRU in the mean of requests (95%: {low:.0f} to {high:.0f})"
 
 
 def _memory(best: Sequence[Row], by: str) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _memory(best: Sequence[Row], by: str) -> Iterator[str]:
     more = [slope * UNITS[unit] / size for slope in slopes]
     texts = [f"{show_ms(each)} ms" if by in WHAT else f"{each:.3g} points" for each in more]
     if knee is not None:
-        yield f"Up to {_share(best[knee])} {unit} more of cache saves {texts[knee - 1]}, behind that {texts[knee]}."
+        yield f"Up to {_share(best[knee])} {unit} more of cache saves {texts[knee - 1]}, above it {texts[knee]}."
     else:
         yield f"From {_share(best[-2])} to {_share(best[-1])} {unit} more of cache saves {texts[-1]}."
 
@@ -161,12 +161,12 @@ def _knee(best: Sequence[Row], by: str) -> int | None:
 
 def _misses(best: Sequence[Row], under: str) -> Iterator[str]:
     """Yield whose the misses are: what Belady misses too is due to the size, and the rest to the policy."""
-    known = [row for row in best if row["belady_hit_rate"] is not None and row["hit_rate"] is not None]
+    known = [row for row in best if (row["belady_hit_rate"] or 0.0) >= (row["hit_rate"] or 1.0)]  # prefetches hit more
     shown = known if len(known) <= 4 else [known[0], known[len(known) // 2], known[-1]]
     if not shown:
         return
     missed = _listed([f"{100 * (1 - row['hit_rate']):.0f}" for row in shown])
-    own = _listed([f"{max(0.0, 100 * (row['belady_hit_rate'] - row['hit_rate'])):.0f}" for row in shown])
+    own = _listed([f"{100 * (row['belady_hit_rate'] - row['hit_rate']):.0f}" for row in shown])
     sizes = _listed([_share(row) for row in shown])
     yield (
         f"Of 100 lookups {missed} miss at {sizes} under {under}: {own} of them because of the policy, as "
@@ -175,7 +175,8 @@ def _misses(best: Sequence[Row], under: str) -> Iterator[str]:
 
 
 def _share(row: Row) -> str:
-    return f"{100 * row['cache_fraction']:.3g}%"
+    percent = 100 * float(row["cache_fraction"])
+    return f"{round(percent, 1):g}%" if percent >= 1 else f"{percent:.3g}%"
 
 
 def _value(row: Row, by: str) -> float:
