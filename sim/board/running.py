@@ -71,8 +71,9 @@ class Board:
 
     @property
     def own(self) -> dict[str, float]:
-        """Return what policies of the user's own are charged for an event, in microseconds."""
-        return {each.text: self.costs[each.text].overhead_us for each in self.policies if each.files}
+        """Return what policies of the user's own are charged for an event, in microseconds, where anything is timed."""
+        us = {each.text: self.costs[each.text].overhead_us for each in self.policies if each.files}
+        return {policy: each for policy, each in us.items() if each == each}
 
     @property
     def requests(self) -> int:

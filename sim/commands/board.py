@@ -25,10 +25,13 @@ from traces.output import check_file, replacing
 LEGEND = (
     "score: percent of the gap from LRU to Belady closed in hits, the mean of all",
     "traces; worst: the least; below by trace",
+)
+OF_TIME = (
     *(f"{machine.wall}: the same in time, on {machine.title}" for machine in MACHINES),
     "slower: percent of time more than LRU takes, at most",
-    "us: charged an event; MiB: held beyond what LRU holds",
+    "us: charged an event",
 )
+OF_MEMORY = "MiB: held beyond what LRU holds"
 
 
 def board(
@@ -105,7 +108,7 @@ def _tables(found: Result) -> Iterator[Table | str]:
         means = (results.mean([share for share in values if share == share]) for values in shares)
         starts.add_row(title, *(_percent(mean) for mean in means), style=style)
     yield scores
-    yield from LEGEND
+    yield from (*LEGEND, *(OF_TIME if walls else ()), OF_MEMORY)
     yield starts
 
 
