@@ -118,13 +118,13 @@ def test_one_run_is_judged_beside_lru():
     ]  # fmt: skip
     runs = swept_runs(rows, pd.DataFrame(table))
     assert verdict.of_run(rows[1], runs) == [
-        "With 25% of the experts in the cache (25 GiB) a token takes 35.0 ms under mine, 30% less than under LRU in the "
-        "mean of requests (95%: 30 to 30); that closes 40% of the gap from LRU to Belady.",
+        "With 25% of the experts in the cache (25 GiB) a token takes 35.0 ms under mine, 30% less than under LRU in "
+        "the mean of requests (95%: 30 to 30); that closes 40% of the gap from LRU to Belady.",
         "Of 100 lookups 20 miss at 25% under mine: 10 of them because of the policy, as Belady, which knows the "
         "future, hits them; the others because of the size.",
     ]
     fetched = {**rows[1], "hit_rate": rows[1]["belady_hit_rate"] + 0.01}
-    assert len(verdict.of_run(fetched, runs)) == 1, "who prefetches hits what Belady must miss: nothing is due to either"
+    assert len(verdict.of_run(fetched, runs)) == 1, "prefetches hit what Belady must miss"
     assert (
         verdict.of_run({**rows[1], "fits": False}, runs)[0] == "This cache does not fit the card: choose a smaller one."
     )
