@@ -1,6 +1,10 @@
+import re
+from pathlib import Path
+
 import pytest
 
-from policies.core import ScorePolicy, Shape, available, parse, registry
+from policies.core import Policy, ScorePolicy, Shape, available, parse, registry
+from policies.core.presets import PRESETS
 from policies.eamc import EamcRetention
 from policies.eamc.eamc import EamcPrefetcher
 from policies.retention import Belady
@@ -68,3 +72,20 @@ def test_a_registered_class_that_sees_the_future_is_an_oracle(cls, monkeypatch):
     monkeypatch.setattr(registry, "_retention", dict(registry.tables()[0]))
     registry.retention("sees-all")(cls)
     assert parse("sees-all").oracle
+
+
+README = (Path(__file__).parents[2] / "policies/README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_lists_every_policy_of_each_kind_and_every_preset() -> None:
+    listed = {
+        kind: {name.partition(":")[0] for name in re.findall(r"`([^` ]+)`", names)}
+        for kind, names in re.findall(r"^\| (pairs|eviction|prefetch) \| (.*) \|$", README, re.MULTILINE)
+    }
+    names = {cls.name: issubclass(cls, Policy) for cls in registry.built_in()}
+    pairs = {name for name in names if registry.is_pair(name)}
+    assert listed["pairs"] == pairs
+    assert listed["eviction"] == {name for name, keeps in names.items() if keeps} - pairs
+    assert listed["prefetch"] == {name for name, keeps in names.items() if not keeps} - pairs
+    presets = README.partition("## Presets\n")[2].partition("\n## ")[0]
+    assert {preset.name for preset in PRESETS} <= set(re.findall(r"`([^` ]+)`", presets))

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from tests.support.command import run
 from tests.support.dumps import known, rows
+from tracer.commands import main
 from traces import PREFILL, InputError, Trace
 from traces.importers import Options, import_dump
-from traces.importers.words import FORMATS
+from traces.importers.files import KINDS
+from traces.importers.words import FORMATS, KNOWN
 
 EXAMPLES = Path(__file__).parent / "formats"
 
@@ -176,6 +180,12 @@ def document() -> bytes:
     return json.dumps({"model": "some/model", "num_experts": 8, "requests": made}, indent=1).encode()
 
 
+def parquet(records: list[Record]) -> bytes:
+    content = io.BytesIO()
+    pd.DataFrame(records).to_parquet(content)
+    return content.getvalue()
+
+
 FORMS: dict[str, tuple[str, bytes]] = {
     "long, slots": ("a.csv", table(long())),
     "long, no slots": ("a.csv", table(long(slot=None))),
@@ -189,6 +199,8 @@ FORMS: dict[str, tuple[str, bytes]] = {
     "long, tabs": ("a.tsv", table(long(), "\t")),
     "long, comments and gzip": ("a.csv.gz", gzip.compress(table(long(), comments="# v1\n# model=x n_expert=8\n"))),
     "long, JSON lines": ("a.jsonl", lines(long())),
+    "long, Parquet": ("a.parquet", parquet(long())),
+    "cells, Parquet": ("a.parquet", parquet(cells())),
     "lists 1;5": ("a.csv", table(cells())),
     "lists [1, 5]": ("a.csv", table(cells(), lists="[")),
     "lists 1 5": ("a.csv", table(cells(), lists=" ")),
@@ -361,6 +373,38 @@ def test_tierinfers_passes_are_a_prompt_and_its_tokens() -> None:
     assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
 
 
-def test_every_format_has_an_example() -> None:
-    for declared in FORMATS.values():
-        assert (EXAMPLES / declared.example).is_file() or "/" in declared.example
+PAGE = (Path(__file__).parents[2] / "docs/howto/import-any-trace.md").read_text(encoding="utf-8")
+TESTS = "".join(file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("test_importer*.py"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_an_example_that_a_test_reads_and_a_place_in_the_docs(name: str) -> None:
+    example = FORMATS[name].example
+    assert name in PAGE
+    repository = example.partition(",")[0].rpartition("/")[2]
+    assert "/" in example or (EXAMPLES / example).is_file()
+    assert repository in TESTS
+
+
+READ_BY = {
+    "test_a_form_comes_back_as_the_routing_it_was_made_from": ("JSON", "JSON lines", "CSV", "Parquet"),
+    "test_k3": ("K3 route trace",),
+    "test_an_imatrix_is_its_counts_and_the_older_format_has_none": ("imatrix",),
+    "test_the_phases_of_an_npz_are_kept_and_need_no_option": (".npz",),
+    "test_an_npy_has_its_offsets_beside_it_or_in_the_json": (".npy",),
+    "test_requests_in_one_batch_are_told_apart_by_their_positions": (".pt",),
+}
+"""Tests that import a file of each kind."""
+
+
+def test_every_kind_of_file_has_a_test_and_a_place_in_the_docs() -> None:
+    assert sorted(kind for kinds in READ_BY.values() for kind in kinds) == sorted(KINDS)
+    for test, kinds in READ_BY.items():
+        assert f"def {test}(" in TESTS
+        assert all(kind in PAGE for kind in kinds)
+
+
+def test_the_help_of_import_lists_every_kind_of_file_and_every_format() -> None:
+    told = " ".join(run(main, "import", "--help").stdout.replace("│", " ").split())
+    for name in (*KINDS, *KNOWN):
+        assert name in told

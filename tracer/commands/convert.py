@@ -13,6 +13,8 @@ from traces.export import check_target as check_export
 from traces.hot_experts import FORMATS as PROFILES
 from traces.hot_experts import carry_over
 from traces.importers import Options, Source, read_dump
+from traces.importers.files import KINDS
+from traces.importers.words import KNOWN
 from traces.reader import open_folder
 from traces.trace import Trace
 from traces.writer import check_target, write_trace
@@ -22,8 +24,8 @@ def import_(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A dump: JSON, JSON lines, CSV, Parquet, .npz, .npy, .pt, K3 route trace or imatrix, packed with gzip "
-            "or not; or a folder of such files."
+            help=f"A dump: {', '.join(KINDS)}, packed with gzip or not; or a folder of such files. Known by name: "
+            f"{', '.join(KNOWN)}; of other engines the names of columns say what they are."
         ),
     ],
     meta: Annotated[

@@ -20,7 +20,7 @@ from traces.files import unpacked, unpacked_name
 from traces.importers import answers, plain, recorder, tree
 from traces.importers.build import aggregate_of, trace_of
 from traces.importers.dump import Counts
-from traces.importers.files import files_of, frame_of, records_of
+from traces.importers.files import ARRAYS, files_of, frame_of, records_of
 from traces.importers.source import Options, Source
 from traces.importers.table import routing_of
 from traces.importers.words import Columns, format_of
@@ -74,8 +74,8 @@ def _read(source: Source) -> Routing | Counts:
 
 def _content(source: Source, path: Path) -> Any:
     """Return a file as rows or as a list of records."""
-    readers = {".npz": read_npz, ".npy": read_npy, ".pt": source.load_pt, ".pth": source.load_pt}
-    if (read := readers.get(path.suffix)) is not None:
+    readers = dict(zip(ARRAYS, (read_npz, read_npy, source.load_pt), strict=True))
+    if (read := readers.get(".pt" if path.suffix == ".pth" else path.suffix)) is not None:
         return [read(path)]
     raw = unpacked(path)
     return records_of(path, raw) if raw.lstrip()[:1] in (b"{", b"[") else frame_of(source, path, raw)

@@ -9,8 +9,9 @@ import io
 import re
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,6 +26,8 @@ K3, K3_END = b"K3ROUTE\0", struct.Struct("<8sQII")
 K3_RECORD = "magic length ordinal:u8 request:u8 ubatch:u8 phase layer:i4 row token:i4 sequences sequence:i4 k"
 TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.weight\.counts")
 CUT = re.compile(r"(\d+)")
+ARRAYS = (".npz", ".npy", ".pt")
+"""What the names of files of arrays end in (`traces.importers`)."""
 OTHER = re.compile(r"readme|license|notice|\.(md|png|py|txt|ipynb|sh|toml)$|^\.", re.IGNORECASE)
 """Files of a folder that are no dumps."""
 
@@ -49,18 +52,14 @@ def records_of(path: Path, raw: bytes) -> list[Any]:
 
 def frame_of(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
     """Return a file that is no JSON as rows. Raises InputError for what is of no known kind."""
-    if raw.startswith(K3):
-        return _k3(source, path, raw)
-    if raw.startswith(b"GGUF"):
-        return _imatrix(path)
-    if raw.startswith(b"PAR1"):
-        return pd.read_parquet(io.BytesIO(raw))
+    if kind := next((one for one in BINARY.values() if raw.startswith(one.begins)), None):
+        return kind.read(source, path, raw)
     if 0 < int.from_bytes(raw[4:8], "little") < 256 and re.match(rb"blk\.\d+\.|output|token_embd", raw[8:32]):
         raise InputError(f"{path} is an imatrix of the older format, with no counts by expert: write it again as GGUF")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise InputError(f"{path} is of no known kind: JSON, CSV, Parquet, .npz, .npy, .pt, K3, imatrix") from None
+        raise InputError(f"{path} is of no known kind: {', '.join(KINDS)}") from None
     return _csv(source, path, text)
 
 
@@ -119,7 +118,7 @@ def _k3(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
     return frame.assign(phase=np.where(frame["phase"] == 1, "prefill", "decode"), **wide)
 
 
-def _imatrix(path: Path) -> pd.DataFrame:
+def _imatrix(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
     """Return the counts of an imatrix: of one of the tensors of each layer, as all count the same tokens."""
     import gguf  # the extra `gguf`
 
@@ -128,3 +127,19 @@ def _imatrix(path: Path) -> pd.DataFrame:
         raise InputError(f"{path} has no counts by expert: it is no imatrix of an MoE model")
     held = [(layer, e, int(n)) for layer, data in sorted(counted.items()) for e, n in enumerate(np.ravel(data))]
     return pd.DataFrame(held, columns=["layer", "expert", "count"])
+
+
+class Binary(NamedTuple):
+    """A kind of binary file."""
+
+    begins: bytes
+    read: Callable[[Source, Path, bytes], pd.DataFrame]
+
+
+BINARY = {
+    "Parquet": Binary(b"PAR1", lambda source, path, raw: pd.read_parquet(io.BytesIO(raw))),
+    "K3 route trace": Binary(K3, _k3),
+    "imatrix": Binary(b"GGUF", _imatrix),
+}
+KINDS = ("JSON", "JSON lines", "CSV", *BINARY, *ARRAYS)
+"""All kinds of files that are read, by the names that people know."""

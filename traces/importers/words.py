@@ -87,6 +87,9 @@ FORMATS = {
 }
 """What the table of words cannot know. Most dumps need no entry."""
 
+KNOWN = ("vLLM", "SGLang", *FORMATS)
+"""What is read by name: servers and recorders (`traces.importers.answers`, `recorder`), and FORMATS."""
+
 SHORT = {"expert": {"", "e", "exp", "top", "sel", "slot", "k"}, "weight": {"wt", "g", "pr"}}
 """Names of columns with numbers, beside those of the roles."""
 
