@@ -152,8 +152,9 @@ def gpu_data_sheet(gpu: str, gb_per_s: float = 0.0) -> dict[str, Any]:
 
     Raise InputError with near names for an unknown one.
     """
+    wanted = _plain(re.sub(r"(?i)nvidia|geforce|amd|radeon|apple|tesla", "", gpu))
     for name, known in table("gpus").items() if gpu else ():
-        if _plain(name) == _plain(re.sub(r"(?i)nvidia|geforce|amd|radeon|apple|tesla", "", gpu)):
+        if wanted in (_plain(name), *(f"{_plain(name)}{known.get('memory_gib')}{unit}" for unit in ("gb", "gib"))):
             return dict(known)
     if gpu:
         raise unknown("gpu", gpu, table("gpus"))

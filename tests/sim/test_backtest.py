@@ -15,7 +15,7 @@ import tomli_w
 
 from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, report, routing, score, table
 from sim.backtest import rates as rates_under
-from sim.backtest.machine import engine_of, kernels_per_layer, thread_gflop_per_s
+from sim.backtest.machine import engine_of, gpu_data_sheet, kernels_per_layer, thread_gflop_per_s
 from sim.backtest.tables import DATA
 from sim.backtest.timing import Runtime
 from traces import InputError, write_trace
@@ -117,6 +117,14 @@ def test_the_shipped_rows_are_those_that_were_published():
 
 
 # Machines and models
+
+
+def test_a_gpu_may_be_named_with_its_maker_and_its_own_memory():
+    names = ("RTX 3060", "NVIDIA GeForce RTX 3060", "rtx 3060 12GB", "RTX3060 12 GiB")
+    assert all(gpu_data_sheet(name) == gpu_data_sheet(names[0]) for name in names)
+    assert gpu_data_sheet("A100 80GB")["gb_per_s"] > gpu_data_sheet("A100 40GB")["gb_per_s"]
+    with pytest.raises(InputError, match="RTX 3060 8GB"):
+        gpu_data_sheet("RTX 3060 8GB")
 
 
 def test_measured_figures_come_before_data_sheets_and_those_before_factors():
