@@ -38,7 +38,8 @@ def sentences(rows: Sequence[Row], runs: Sequence[SweptRun]) -> list[str]:
         return [f"None of these caches fits {card} beside dense weights and KV cache: nothing to choose."]
     chosen = best[_knee(best, by) or -1]
     misses = _misses(best, "the best policy")
-    return [*whole, _fastest(best, by, bool(whole)), _gain(chosen, runs, by), *_memory(best, by), *misses]
+    gain = f"{_gain(chosen, runs, by)}{_too_dear(rows, chosen, by)}"
+    return [*whole, _fastest(best, by, bool(whole)), gain, *_memory(best, by), *misses]
 
 
 def of_run(row: Row, runs: Sequence[SweptRun]) -> list[str]:
@@ -110,6 +111,17 @@ def _gain(row: Row, runs: Sequence[SweptRun], by: str, under: str = "") -> str:
     gain = f", {_against(lru, mine, by)}" if mine and lru else ""
     gap = row["gap_latency" if by in WHAT else "gap_hits"]
     return f"{text}{gain}{'' if gap is None or gap <= 0 else f'; that closes {gap:.0%} of the gap from LRU to Belady'}."
+
+
+def _too_dear(rows: Sequence[Row], chosen: Row, by: str) -> str:
+    """Return which policy hits more than LRU but, with its overhead, takes no less; empty where LRU is not chosen."""
+    beside = [row for row in rows if row["cache_experts"] == chosen["cache_experts"] and not row["oracle"]]
+    most = max(beside, key=lambda row: row["hit_rate"] or 0.0, default=chosen)
+    points = 100 * ((most["hit_rate"] or 0.0) - (chosen["hit_rate"] or 0.0))
+    if by not in WHAT or chosen["policy"] != "lru" or points < 1 or not most["predictor_us"]:
+        return ""
+    overhead = f"{most['predictor_us']:.3g} us an event"
+    return f" {most['policy']} hits {points:.1f} points more, but with an overhead of {overhead} it takes longer."
 
 
 def _against(lru: SweptRun, mine: SweptRun, by: str) -> str:

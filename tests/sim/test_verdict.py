@@ -32,6 +32,7 @@ def row(policy: str, experts: int, tpot: float, hit_rate: float, **changed):
         "gap_latency": 0.4,
         "fits": True,
         "resident_ms": None,
+        "predictor_us": 0.0,
     }
     return made | changed
 
@@ -95,6 +96,12 @@ def test_how_sure_it_is_and_where_no_policy_helps():
     ]
     (oracle,) = said([row("belady", 25, 50.0, 0.7, oracle=True)])
     assert oracle == "Only oracles were run, which know the future: there is nothing to choose."
+
+
+def test_a_policy_that_hits_more_but_costs_more_is_named():
+    dear = row("mine", 25, 52.0, 0.8, predictor_us=40.0)
+    text = said([row("lru", 25, 50.0, 0.7, predictor_us=0.0), dear])[1]
+    assert text.endswith("mine hits 10.0 points more, but with an overhead of 40 us an event it takes longer.")
 
 
 def test_without_a_clock_it_speaks_of_misses():
