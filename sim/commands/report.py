@@ -22,8 +22,8 @@ def report(
 ) -> None:
     """Write one page about results: what to run, how certain that is, and how far the bound is.
 
-    The page needs no network; its tables sort. It names what a folder lacks. The traces of the sweeps are read again
-    for Belady's bound, the physical limit and the maps of the routing.
+    The page needs no network; its tables sort, its figures show values under the pointer. It names what a folder lacks.
+    The traces of the sweeps are read again for Belady's bound and the physical limit.
 
     [b]moe-sim report results/my-trace results/my-replay --out report.html[/b]
     """

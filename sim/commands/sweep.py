@@ -243,7 +243,11 @@ def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, outpu
     folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
     output.show(
         lambda: [row for found in outcomes for row in found.rows],
-        lambda: (*_shown(outcomes, runs), f"wrote {', '.join([*names, TOML, *folders])} to {folder}"),
+        lambda: (
+            *_shown(outcomes, runs),
+            f"wrote {', '.join([*names, TOML, *folders])} to {folder}",
+            f"next: moe-sim report {folder}",
+        ),
     )
 
 
