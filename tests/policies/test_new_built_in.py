@@ -1,4 +1,4 @@
-"""New compiled built-ins take one file and one line each: the steps of policies/YOUR_OWN.md, followed in a copy.
+"""New compiled built-ins take a file, a line and a name in a list each: policies/YOUR_OWN.md, followed in a copy.
 
 The copy runs without compilation, in seconds, and with MOE_FUZZ_CASES compiled, which takes a minute.
 """
@@ -65,7 +65,7 @@ ENUMERATE_BUILT_INS = (
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The project with the file and the line of the walk-through."""
+    """The project with the file, the line and the name in README.md of the walk-through."""
     copy = tmp_path_factory.mktemp("copy")
     for package in ("benchmarks", "policies", "sim", "tests", "traces"):
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -79,6 +79,9 @@ def copy(tmp_path_factory):
     text = registry.read_text(encoding="utf-8")
     more = "".join(f"    {line},\n" for line in LINES)
     registry.write_text(re.sub(r"(BUILT_IN = \(.*?\n)\)", rf"\1{more})", text, count=1, flags=re.DOTALL))
+    readme = copy / "policies" / "README.md"
+    names = readme.read_text("utf-8").replace("| eviction | ", "| eviction | `fading` ")
+    readme.write_text(names.replace("| prefetch | ", "| prefetch | `again` "), "utf-8")
     return copy
 
 
