@@ -89,7 +89,8 @@ def assert_executed(plan: Run, script: Script, log: RunLog, seed: int) -> bool:
     lookups = sum(len(request.experts) for request in plan.requests)
     assert watch.computed == lookups
     np.testing.assert_array_equal(ours.hits + ours.late + ours.misses, log.hits + log.late + log.misses)
-    assert (ours.misses <= log.misses).all(), "an expert that was not demanded is no miss"
+    # What the simulator demanded in a step may be there still, as its victim leaves late, and be missed in a later one.
+    assert (ours.misses.cumsum() <= log.misses.cumsum()).all(), "an expert that was not demanded is no miss"
     left = ours.prefetch_transfers.sum() - ours.prefetch_used.sum() - ours.prefetch_wasted.sum()
     assert 0 <= left <= plan.gpu.slots
     return bool((ours.late != log.late).any())
