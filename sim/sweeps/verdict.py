@@ -173,7 +173,8 @@ def _knee(best: Sequence[Row], by: str) -> int | None:
 
 def _misses(best: Sequence[Row], under: str) -> Iterator[str]:
     """Yield whose the misses are: what Belady misses too is due to the size, and the rest to the policy."""
-    known = [row for row in best if (row["belady_hit_rate"] or 0.0) >= (row["hit_rate"] or 1.0)]  # prefetches hit more
+    both = [row for row in best if row["belady_hit_rate"] is not None and row["hit_rate"] is not None]
+    known = [row for row in both if row["belady_hit_rate"] >= row["hit_rate"]]  # prefetches may hit more
     shown = known if len(known) <= 4 else [known[0], known[len(known) // 2], known[-1]]
     if not shown:
         return

@@ -132,6 +132,9 @@ def test_one_run_is_judged_beside_lru():
     ]
     fetched = {**rows[1], "hit_rate": rows[1]["belady_hit_rate"] + 0.01}
     assert len(verdict.of_run(fetched, runs)) == 1, "prefetches hit what Belady must miss"
+    assert verdict.of_run({**rows[1], "hit_rate": 0.0}, runs)[-1].startswith(
+        "Of 100 lookups 100 miss at 25% under mine: 90 of them because of the policy"
+    )
     assert (
         verdict.of_run({**rows[1], "fits": False}, runs)[0] == "This cache does not fit the card: choose a smaller one."
     )
