@@ -405,6 +405,6 @@ def test_every_kind_of_file_has_a_test_and_a_place_in_the_docs() -> None:
 
 
 def test_the_help_of_import_lists_every_kind_of_file_and_every_format() -> None:
-    told = " ".join(run(main, "import", "--help").stdout.replace("│", " ").split())
+    printed = " ".join(run(main, "import", "--help").stdout.replace("│", " ").split())
     for name in (*KINDS, *KNOWN):
-        assert name in told
+        assert name in printed

@@ -345,9 +345,9 @@ def known_shape(name: str) -> ModelProfile | None:
 def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
     """Return the profile that `text` names, else the trace, else a derived one. Raise InputError if they differ.
 
-    What an engine ran counts: bytes by layer that a trace states are those of its file, and only `text` overrides
-    them, as are those of an expert where its name is a quantised file's, which says as much of the other weights; and
-    it may have been told to use fewer experts a token than the model has.
+    What an engine ran counts: its top-k may be lower than the model's, and bytes by layer that a trace states are those
+    of its file; only `text` overrides these. Where the trace is named after a quantised file, the bytes of an expert
+    count as well, and the other weights get as many bits.
     """
     profile = model(text) if text else known(meta.model) or _quantised(meta) or derived(meta)
     profile = replace(profile, top_k=min(profile.top_k, meta.top_k))
