@@ -9,7 +9,7 @@ import typer
 from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
 from replay.live.requests import unused
-from replay.live.server import Listener, Server, listen
+from replay.live.server import MAX_BATCH, Listener, Server, listen
 from sim.commands import options
 from sim.commands.printed import progress
 from traces.commands import console
@@ -31,9 +31,12 @@ def serve(
     max_context: Annotated[
         int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the model's.")
     ] = None,
+    max_batch: Annotated[
+        int, typer.Option(min=1, max=1_000, help="Requests that are answered at a time; each has a KV cache.")
+    ] = MAX_BATCH,
     quiet: options.Quiet = False,
 ) -> None:
-    """Serve a model whose experts are behind a cache to clients of OpenAI's interface, one request at a time.
+    """Serve a model whose experts are behind a cache to clients of OpenAI's interface.
 
     Chat completions and completions, streaming too; what was done in Prometheus' format at /metrics.
 
@@ -50,14 +53,14 @@ def serve(
             console.warn(note)
         if names := unused(live.loaded.model.generation_config):
             console.warn(f"{live.loaded.name}: of its generation config, {', '.join(names)} will not be used")
-        server = Server(live, api_key, max_context)
+        server = Server(live, api_key, max_context, max_batch)
 
         if not quiet:
             at = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}/v1"
             context, longest = server.context, server.longest_answer
             limit = f", answers of at most {longest:,}" if longest < context else ""
             console.note(f"serving {live.loaded.name} at {at}, a context of {context:,} tokens{limit}")
-            console.note(live.memory.sentence(server.context, live.device.peak_bytes()))
+            console.note(live.memory.sentence(server.context, live.device.peak_bytes(), max_batch))
         try:
             Listener(server.app, server.worker.refuse).run([socket])
         finally:

@@ -1,7 +1,7 @@
 """A small server of OpenAI's interface (chat completions and completions, streaming too) in front of a live model.
 
-One request is answered at a time, the others wait in a queue. What cannot be served gets an error as OpenAI's, and
-a request that fails leaves the server as it was.
+Several requests are answered at a time, the others wait in a queue. What cannot be served gets an error as OpenAI's,
+and a request that fails leaves the server as it was.
 """
 
 import asyncio
@@ -30,6 +30,9 @@ from traces.errors import InputError
 
 NEW_TOKENS = 256
 """Of an answer, where a client does not say."""
+
+MAX_BATCH = 4
+"""Requests that are answered at a time."""
 
 LOOK_S = 0.25
 """How often the server looks whether a client that waits for a whole answer is still there."""
@@ -85,7 +88,9 @@ def bounded(app: ASGIApp) -> ASGIApp:
 class Server:
     """The application and its worker. api_key: what clients must send; None: nothing."""
 
-    def __init__(self, live: LiveModel, api_key: str | None = None, max_context: int | None = None) -> None:
+    def __init__(
+        self, live: LiveModel, api_key: str | None = None, max_context: int | None = None, max_batch: int = MAX_BATCH
+    ) -> None:
         self._loaded = live.loaded
         self._config = live.loaded.model.generation_config  # while a request runs, the model has another
         require_sampling(self._config, self._loaded.name)
@@ -99,7 +104,7 @@ class Server:
         loaded = by_ids if live.loaded.tokenizer is None else live.loaded
         if live.loaded.tokenizer is not None:
             live.loaded.prompt_tokens(["a"], template=False)  # drops its padding, after which threads may share it
-        self.worker = Worker(live, loaded, self.metrics.served)
+        self.worker = Worker(live, loaded, self.metrics, max_batch)
         self.app = self._application()
 
     @property

@@ -1,28 +1,39 @@
-"""One thread that answers requests from a queue with a live model, one after another; and what it did, as metrics."""
+"""One thread that answers requests with a live model, several at a time; and what it did, as metrics."""
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from replay.live.answering import TextStream
+from replay.live.batching import ContinuousBatch
 from replay.live.model import LiveModel
 from sim.loop.log import COLUMNS, STALLS, StepRow
-from tracer.answers import Runner
-from tracer.models import LoadedModel
+from tracer.answers import answer_config, without_own_config
+from tracer.lookup import drafting
+from tracer.models import LoadedModel, blaming
 from tracer.observed import Sampling
 from traces.errors import InputError
-from traces.steps import DECODE
 
 MOST_WAIT = 64
 """Jobs in the queue."""
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+
+
+class Pass(NamedTuple):
+    """A forward pass of a request."""
+
+    took_s: float  # since the pass before it, or since the request came
+    taken: int  # tokens that it took in
+    given: int
 
 
 class StoppedError(InputError):
@@ -50,8 +61,7 @@ class Job:
     since: float = field(default_factory=time.monotonic)
     outcome: str = "length"  # or stop, left, error
     answered: int = 0  # tokens so far, the end of sequence too
-    first_s: float | None = None  # from the request to its first token
-    drafts: Sequence[tuple[int, int]] = ()  # of each pass that decoded: tokens drafted, and of them accepted
+    passes: list[Pass] = field(default_factory=list)
     _text: str = ""
     _sent: int = 0  # of the text
 
@@ -76,83 +86,136 @@ class Job:
 
 
 class Worker:
-    """Answers jobs until it is closed. `served` is called with each that has ended, and its steps."""
+    """Answers jobs until it is closed, at most `most` at a time.
 
-    def __init__(self, live: LiveModel, loaded: LoadedModel, served: Callable[[Job, Sequence[StepRow]], None]) -> None:
-        self._live, self._loaded, self._served = live, loaded, served
-        self._jobs: list[Job] = []  # the one that runs, and those that wait
+    metrics: `stepped` is called with the rows of steps that have ended, `served` with each job that has.
+    """
+
+    def __init__(self, live: LiveModel, loaded: LoadedModel, metrics: "Metrics", most: int) -> None:
+        self._live, self._loaded, self._metrics, self._most = live, loaded, metrics, most
+        self._waiting, self._running = deque[Job](), list[Job]()
+        self._ended = list[tuple[Job, Exception | None]]()
+        self._changed = threading.Condition()
         self._closing = False
-        self._thread = ThreadPoolExecutor(1, "worker")
+        live.make_room(most)
+        self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
+        self._thread.start()
 
     @property
     def waiting(self) -> int:
-        return max(0, len(self._jobs) - 1)
+        return len(self._waiting)
 
     def put(self, job: Job) -> bool:
         """Let a job wait for its turn; return False where too many wait already."""
-        if len(self._jobs) > MOST_WAIT:
-            return False
-        self._jobs.append(job)
-        self._thread.submit(self._work, job)
+        with self._changed:
+            if len(self._waiting) >= MOST_WAIT:
+                return False
+            if self._closing:
+                job.report(ClosedError())
+            else:
+                self._waiting.append(job)
+                self._changed.notify()
         return True
 
     def refuse(self) -> None:
-        """Refuse all jobs, later ones too, as the worker ends. The one that runs ends at its next token."""
-        self._closing = True
-        for job in list(self._jobs):
-            job.report(ClosedError())
+        """Refuse all jobs, later ones too, as the worker ends. Those that run end at their next token."""
+        with self._changed:
+            self._closing = True
+            for job in (*self._running, *self._waiting):
+                job.report(ClosedError())
+            self._waiting.clear()
+            self._changed.notify()
 
     def close(self) -> None:
-        """Refuse all jobs, and return when the one that runs has ended."""
+        """Refuse all jobs, and return when those that run have ended."""
         self.refuse()
-        self._thread.shutdown()
+        self._thread.join()
 
-    def _work(self, job: Job) -> None:
-        if self._closing:
-            job.report(ClosedError())
-        elif not job.left.is_set():
-            with self._live.hook:
-                self._answer(job)
-        self._jobs.remove(job)
+    def _work(self) -> None:
+        while not self._closing:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+            try:
+                with torch.inference_mode(), drafting(self._live.model) if self._live.draft else nullcontext():
+                    self._run(ContinuousBatch(self._live, self._most))
+            except Exception as error:  # of no request: all end, and the next one starts anew
+                self._ended += [(job, error) for job in self._running]
+                self._report()
 
-    def _answer(self, job: Job) -> None:
-        began, error = len(self._live.rows), None
-        for part in (partial(self._generate, job), self._live.end_request):
+    def _run(self, batch: ContinuousBatch) -> None:
+        """Run steps as long as anybody waits or runs."""
+        while self._waiting or len(batch):
+            with self._changed:
+                job = self._waiting.popleft() if self._waiting and not batch.is_full else None
+            if job and not job.left.is_set():
+                self._begin(job, batch)
+            if len(batch):
+                batch.step()
+                self._metrics.stepped(self._live.rows)
+                self._live.rows.clear()
+            self._report()
+
+    def _begin(self, job: Job, batch: ContinuousBatch) -> None:
+        config = answer_config(self._loaded, job.limit, job.sampling, self._live.draft)
+        stops = self._loaded.stop_ids
+        self._running.append(job)
+        with without_own_config(self._live.model):  # which generate() reads before its first pass
+            batch.add(lambda: self._answer(job, config, stops, batch))
+
+    def _answer(self, job: Job, config: Any, stops: Sequence[int], batch: ContinuousBatch) -> None:
+        """Answer a job, as a request of a batch, which may let others run at each of its passes."""
+        error: Exception | None = None
+        for part in (partial(self._generate, job, config, stops, batch), self._live.require_unchanged):
             try:
                 part()
             except StoppedError:
                 pass
             except Exception as raised:
                 job.outcome, error = "error", raised
-        rows = self._live.rows[began:]
-        self._live.clear()
-        self._served(job, rows)
-        job.report(ClosedError() if job.outcome == "left" else error)
+        self._ended.append((job, error))
 
-    def _generate(self, job: Job) -> None:
-        stream = TextStream(self._loaded)
-        stops = self._loaded.stop_ids  # while it generates, the model's config has none
+    def _report(self) -> None:
+        """Report the jobs that have ended, once their last step is counted."""
+        for job, error in self._ended:
+            self._running.remove(job)
+            self._metrics.served(job)
+            job.report(ClosedError() if job.outcome == "left" else error)
+        self._ended.clear()
 
-        def take(tokens: list[int]) -> None:
-            job.answered += 1
-            job.first_s = job.first_s or time.monotonic() - job.since
-            if tokens[0] in stops:
-                job.outcome = "stop"
-                return
-            job.take(stream.add(tokens[0]))
-            if job.left.is_set() or self._closing:
-                job.outcome = "left"
-                raise StoppedError("the client has gone")
+    def _generate(self, job: Job, config: Any, stops: Sequence[int], batch: ContinuousBatch) -> None:
+        name, model, stream = self._loaded.name, self._live.model, TextStream(self._loaded)
+        ids = torch.tensor([job.tokens], device=self._loaded.device)
+        since, width = job.since, len(job.tokens)
+
+        def take(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            """Take the tokens that a pass gave; as a stopping criterion it stops nothing."""
+            nonlocal since, width
+            tokens, now = input_ids[0, width:].tolist(), time.monotonic()
+            job.passes.append(Pass(now - since, batch.columns, len(tokens)))
+            since, width = now, input_ids.shape[1]
+            for token in tokens:
+                job.answered += 1
+                if token in stops:
+                    job.outcome = "stop"
+                    break
+                job.take(stream.add(token))
+            else:
+                if job.left.is_set() or self._closing:
+                    job.outcome = "left"
+                    raise StoppedError("the client has gone")
+            return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
 
         if job.seed is None:
             torch.seed()  # or answers would depend on the seed that a client before this one has sent
         else:
             torch.manual_seed(job.seed)
-        runner = Runner(self._loaded, self._live.hook, lambda rows: None, take, self._live.draft)
-        try:
-            runner.generate([job.tokens], job.limit, job.sampling)
-        finally:
-            job.drafts = runner.drafts
+        with blaming(f"{name} cannot be run on a prompt of {width} tokens"):
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                stopping_criteria=[take],
+            )
         job.end(stream.end())
 
 
@@ -166,6 +229,7 @@ class Metrics:
         self._tokens = Counter("moe_tokens", "Tokens taken in and given out.", ["kind"], registry=own)
         self._first = Histogram("moe_ttft_seconds", "From a request to its first token.", registry=own, buckets=SECONDS)
         self._each = Histogram("moe_tpot_seconds", "Of a decoded token.", registry=own, buckets=SECONDS)
+        self._steps = Counter("moe_steps", "Forward passes, of several requests together.", registry=own)
         self._drafted = Counter("moe_drafted", "Tokens drafted for decode steps.", ["outcome"], registry=own)
         self._lookups = Counter("moe_lookups", "Experts that were looked up.", ["found"], registry=own)
         self._bytes = Counter("moe_read_bytes", "Bytes of experts brought into slots.", ["why"], registry=own)
@@ -174,21 +238,24 @@ class Metrics:
         Gauge("moe_slots", "Experts that the cache holds.", registry=own).set(slots)
         Gauge("moe_experts", "Experts of the model.", registry=own).set(experts)
 
-    def served(self, job: Job, rows: Sequence[StepRow]) -> None:
+    def served(self, job: Job) -> None:
+        """A job has ended."""
         self._requests.labels(job.outcome).inc()
         self._tokens.labels("prompt").inc(len(job.tokens))
         self._tokens.labels("answer").inc(job.answered)
-        if job.first_s is not None:
-            self._first.observe(job.first_s)
-        for drafted, accepted in job.drafts:
-            self._drafted.labels("accepted").inc(accepted)
-            self._drafted.labels("rejected").inc(drafted - accepted)
-        steps = [dict(zip(COLUMNS, row.numbers, strict=True)) for row in rows]
-        decoded = [step["step_ns"] for step in steps if step["phase"] == DECODE]
-        for step_ns, (_, accepted) in zip(decoded, job.drafts, strict=False):  # which come at once, in equal parts
-            for _ in range(1 + accepted):
-                self._each.observe(step_ns / (1 + accepted) / 1e9)
-        for step in steps:
+        for took_s, _, _ in job.passes[:1]:
+            self._first.observe(took_s)
+        for took_s, taken, given in job.passes[1:]:
+            self._drafted.labels("accepted").inc(given - 1)
+            self._drafted.labels("rejected").inc(taken - given)
+            for _ in range(given):  # which come at once, in equal parts
+                self._each.observe(took_s / given)
+
+    def stepped(self, rows: Sequence[StepRow]) -> None:
+        """Steps have ended, of all requests together."""
+        self._steps.inc(len(rows))
+        for row in rows:
+            step = dict(zip(COLUMNS, row.numbers, strict=True))
             for found in ("hits", "late", "misses"):
                 self._lookups.labels(found).inc(step[found])
             for why in ("demand", "prefetch"):

@@ -33,7 +33,7 @@ def test_a_signal_ends_running_requests_with_an_error_and_the_server_without_one
 ) -> None:
     folder = saved(tmp_path / "tiny", "qwen3_moe", max_position_embeddings=1 << 20)
     byte_tokenizer().save_pretrained(folder)
-    command = ["serve", "--model", folder, "--cache-size", "5", "--lanes", "1", "--port", "0"]
+    command = ["serve", "--model", folder, "--cache-size", "5", "--lanes", "1", "--port", "0", "--max-batch", "1"]
     code = [sys.executable, "-c", "from replay.commands import main; main()"]
     with (
         subprocess.Popen([*code, *map(str, command)], stderr=subprocess.PIPE, text=True) as server,
