@@ -100,11 +100,14 @@ def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> R
     copies = factors.links[link] if link else of_base("link_bandwidth_gb_per_s")
     named = thread_gflop_per_s(machine.cpu or machine.title) if machine.host_threads else 0.0
     thread = machine.host_gflop_per_s_per_thread or named or cpu.gflop_per_s_per_thread
-    cores = (machine.host_threads or cpu.threads) * thread / 1_000
+    threads = machine.host_threads or cpu.threads
+    cores = threads * thread / 1_000
     if machine.host_gb_per_s and not machine.host_gflop_per_s_per_thread:
         cores = ENOUGH  # what its kernels were measured to reach has their compute in it
     sheet_tflop = sheet.get("tflop_per_s", (read or machine.gpu_gb_per_s) * factors.gpu_tflop_per_gb_per_s)
-    launches_us = kernels_per_layer(model) * (machine.launch_us or gpu.launch_us)
+    kernels = kernels_per_layer(model)
+    launches_us = kernels * (machine.launch_us or gpu.launch_us)
+    waiting_us = factors.cpu_us_per_layer + kernels * threads * factors.barrier_us_per_thread
     link_rate = (machine.link_gb_per_s or copies) * engine.get("link", 1.0)
     return Rates(
         gpu_gb_per_s=machine.gpu_gb_per_s or (read or of_base("memory_bandwidth_gb_per_s")) * gpu.kernels_of_read,
@@ -113,7 +116,7 @@ def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> R
         host_tflop_per_s=cores * engine.get("host_kernels", 1.0),
         together_gb_per_s=machine.host_and_link_gb_per_s or max(reads, link_rate) * factors.host_and_link_of_host,
         hop_us=stated("hop_us", engine.get("hop_us", factors.hop_us)),
-        cpu_us_per_layer=stated("cpu_us_per_layer", factors.cpu_us_per_layer),
+        cpu_us_per_layer=stated("cpu_us_per_layer", waiting_us),
         link_gb_per_s=link_rate,
         link_latency_us=stated("link_latency_us", factors.link_latency_us) + engine.get("us_per_miss", 0.0),
         disk_gb_per_s=(machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s")) * engine.get("disk", 1.0),

@@ -62,6 +62,7 @@ class Factors(Struct, forbid_unknown_fields=True):
     host_and_link_of_host: float
     server_gb_per_s: float
     cpu_us_per_layer: float
+    barrier_us_per_thread: float
     hop_us: float
     us_per_token: float
     mmap_of_disk: float

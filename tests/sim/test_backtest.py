@@ -156,9 +156,9 @@ def test_the_name_of_a_cpu_says_what_the_threads_that_are_stated_multiply():
     named = {name: kind["gflop_per_s_per_thread"] for name, kind in table("cpus").items()}
     desktop = FACTORS.cpu.desktop
     tflop = {
-        here: 8 * named["Ryzen, Zen 4 and 5"],
+        here: 8 * named["Zen 4"],
         replace(here, cpu="AMD Ryzen 9 5950X 16-Core Processor"): 8 * named["Zen 2 and 3"],
-        replace(here, cpu="Intel(R) Core(TM) i7-13700K"): 8 * desktop.gflop_per_s_per_thread,
+        replace(here, cpu="Intel(R) Core(TM) i7-8700"): 8 * desktop.gflop_per_s_per_thread,
         replace(here, host_threads=0): desktop.threads * desktop.gflop_per_s_per_thread,
         replace(here, host_gflop_per_s_per_thread=30.0): 8 * 30,
     }
@@ -169,16 +169,19 @@ def test_the_name_of_a_cpu_says_what_the_threads_that_are_stated_multiply():
 @pytest.mark.parametrize(
     ("cpu", "kind"),
     [
-        ("Ryzen 9950X", "Ryzen, Zen 4 and 5"),
-        ("AMD Ryzen 5 7500F 6-Core Processor", "Ryzen, Zen 4 and 5"),
+        ("Ryzen 9950X", "Zen 5"),
+        ("AMD Ryzen 5 7500F 6-Core Processor", "Zen 4"),
         ("Ryzen 5 5600X, RX 7900 XT", "Zen 2 and 3"),
         ("AMD Ryzen Threadripper PRO 5975WX 32-Cores", "Zen 2 and 3"),
         ("AMD EPYC 7763 64-Core Processor", "Zen 2 and 3"),
         ("Intel(R) Xeon(R) Processor @ 2.50GHz", "Xeon that a cloud does not name"),
         ("Apple M2 Max", "Apple M"),
-        ("AMD EPYC 9354 32-Core Processor", ""),
+        ("AMD EPYC 9354 32-Core Processor", "Zen 4"),
+        ("AMD EPYC 9355P 32-Core Processor", "Zen 5"),
+        ("13th Gen Intel(R) Core(TM) i7-13700K", "Core of the 12th to 14th generation, a P-core"),
+        ("Intel(R) Xeon(R) CPU E5-2697A v4 @ 2.60GHz", "Xeon E5 and E7"),
         ("Intel(R) Xeon(R) Gold 6226R CPU @ 2.90GHz", ""),
-        ("Ryzen AI 9 HX PRO 370", ""),
+        ("Ryzen AI 9 HX PRO 370", "Zen 5"),
     ],
 )
 def test_cpus_are_known_by_their_names(cpu, kind):
@@ -193,7 +196,10 @@ def test_weights_of_a_type_that_is_slow_to_unpack_take_a_cpu_longer_and_no_gpu(t
     )
     for cpu in (False, True):
         one, other = (Runtime(rates_of(each), each.profile, cpu, False) for each in (plain, slow))
-        read, multiplied = one.model.bytes_of(0) / 50, 2 * one.model.expert_parameters / 200
+        read, multiplied = (
+            one.model.bytes_of(0) / 50,
+            2 * one.model.expert_parameters / (8 * FACTORS.cpu.desktop.gflop_per_s_per_thread),
+        )
         times = FACTORS.host_multiply["iq3_xxs"]
         assert one.host_ns(1) == pytest.approx(math.hypot(read, multiplied), abs=1)
         assert other.host_ns(1) == pytest.approx(math.hypot(read, times * multiplied), abs=1)

@@ -39,8 +39,8 @@ def test_a_desktop_gets_a_split_whose_time_adds_up_by_hand(desktop):
     profile = model("qwen3-30b-a3b").at(4.85 / 8, 4.85 / 8)
     host = desktop.llama_cpp[0].split("--n-cpu-moe ")[1].split()[0]
     per_layer = profile.top_k * profile.expert_bytes
-    reading, multiplying = per_layer / (50e9 * 0.68 * 0.9), 2 * 8 * profile.expert_parameters / (24 * 25e9)
-    host_s = int(host) * (math.hypot(reading, multiplying) + 70e-6)  # data sheet to expert kernels; a hop
+    reading, multiplying = per_layer / (50e9 * 0.76 * 0.89), 2 * 8 * profile.expert_parameters / (24 * 22.5e9)
+    host_s = int(host) * (math.hypot(reading, multiplying) + 63e-6)  # data sheet to expert kernels; a hop
     kept = 2.4 * profile.kv_cache_bytes(8192)
     gpu_bytes = (48 - int(host)) * per_layer + profile.dense_bytes - profile.head_bytes + kept
     gpu_s = gpu_bytes / (504e9 * 0.85 * 0.77) + 48 * 24 * 2e-6 + 100e-6  # launches, sampling
@@ -133,10 +133,15 @@ def test_without_a_gpu_the_cpu_reads_all_of_a_token(gpu_memory):
     found = plan("mixtral-8x7b", precision="q8_0", gpu_memory=gpu_memory, host_memory="64GiB", cpu_bandwidth="50GB/s")
     profile = model("mixtral-8x7b").at(8.5 / 8, 8.5 / 8)
     read = profile.token_bytes + profile.dense_bytes - profile.head_bytes + profile.kv_cache_bytes(8192)
-    weights = profile.layers_parameters + profile.head_weights + 32 * 2 * profile.expert_parameters
     attention = 5 * 2 * 32 * 32 * 2 * 128 * 8192  # layers, heads, keys and values of 128
-    taken = math.hypot(read / (50e9 * 0.68 * 0.9), (2 * weights + attention) / (24 * 25e9))
-    assert 1 / found.speed.tokens_per_s == pytest.approx(taken + 33 * 120e-6, rel=0.02)
+    dense = (
+        2 * 1.15 * (profile.layers_parameters + profile.head_weights) + attention
+    )  # a weight of 8 bits takes 1.15 times
+    experts = 2 * 1.15 * 32 * 2 * profile.expert_parameters
+    parts = (profile.token_bytes, experts), (read - profile.token_bytes, dense)
+    taken = sum(math.hypot(size / (50e9 * 0.76 * 0.89), flop / (24 * 22.5e9)) for size, flop in parts)
+    waiting = 32 * 24 * 24 * 85e-9  # of 24 threads, behind each of the 24 kernels of a layer
+    assert 1 / found.speed.tokens_per_s == pytest.approx(taken + waiting + 33 * 120e-6, rel=0.02)
     assert (found.kind, found.cache, found.llama_cpp) == ("cpu", None, ("-ngl 0 -c 8192",))
     assert found.limit_tokens_per_s == pytest.approx(50e9 / read)
 
@@ -294,4 +299,4 @@ def test_a_prompt_takes_its_matmuls_and_one_copy_of_the_hosts_experts_a_batch():
     matmuls = 2 * 1024 * (layout.profile.layers_parameters + 32 * 2 * layout.profile.expert_parameters)
     assert split == pytest.approx(copies + matmuls / (71e12 * 0.25), rel=0.05)
     cores = Layout(layout.model, resources(host_memory="128GiB", threads=8), 1024)
-    assert prefill.seconds(cores, 1024) == pytest.approx(matmuls / (8 * 25e9 * 2), rel=0.05)
+    assert prefill.seconds(cores, 1024) == pytest.approx(matmuls / (8 * 22.5e9 * 2), rel=0.05)
