@@ -31,7 +31,7 @@ CONFIDENCE = 0.8
 
 LEFT_OUT = 1.6
 """Errors of machines that no factor was chosen with are so many times as large as of those that were: of the median
-machine 1.3, of rows 1.3 (blind tests) to 3.4. So widened, the others' interval holds 84 to 88% of machines that are
+machine 1.0 to 1.3, of rows 1.3 (blind tests) to 3.5. So widened, the others' interval holds 85% of machines that are
 left out, as `python -m benchmarks.factors` prints."""
 
 
