@@ -139,7 +139,9 @@ class Worker:
                 with torch.inference_mode(), drafting(self._live.model) if self._live.draft else nullcontext():
                     self._run(ContinuousBatch(self._live, self._most))
             except Exception as error:  # of no request: all end, and the next one starts anew
-                self._ended += [(job, error) for job in self._running]
+                for job in self._running:
+                    job.outcome = "error"
+                self._ended = [(job, error) for job in self._running]
                 self._report()
 
     def _run(self, batch: ContinuousBatch) -> None:
