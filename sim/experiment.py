@@ -20,7 +20,7 @@ from sim.profiles.hardware_profile import MACHINES
 from sim.quantities import cache_text, parse_bytes
 from traces.drafts import Drafts
 from traces.errors import InputError, refuse, unknown
-from traces.location import absolute
+from traces.location import absolute, is_url
 from traces.models.profile import MODELS
 from traces.typed import typed
 
@@ -42,7 +42,7 @@ class Option:
     help: as commands print it; empty: a command that takes it has its own. key: whether a cell's key holds it as it
     stands; else the key holds what it stands for, or it makes no difference. timed: whether it needs a clock.
     names: all values that it may have. read: makes a value of its name and of what a user wrote.
-    resolved: makes a path or name that holds wherever one stands.
+    resolved: makes a path or name, relative to a folder, that holds wherever one stands.
     """
 
     help: str = ""
@@ -50,7 +50,7 @@ class Option:
     timed: bool = False
     names: tuple[str, ...] = ()
     read: Callable[[str, Any], Any] | None = None
-    resolved: Callable[[str], str] | None = None
+    resolved: Callable[[str, Path], str] | None = None
 
 
 def _bytes(name: str, value: Any) -> Any:
@@ -278,7 +278,25 @@ def _read(name: str, value: Any) -> Any:
     return read(name, value) if read else str(value) if isinstance(value, Path) else value
 
 
-def resolve(name: str, value: Any) -> Any:
+def resolve(name: str, value: Any, base: Path = Path()) -> Any:
     """Return the value of an option; if it is a path or the name of a profile, one that holds wherever one stands."""
     resolved = OPTIONS[name].resolved
-    return resolved(value) if resolved and value is not None else value
+    return resolved(value, base) if resolved and isinstance(value, str) else value
+
+
+def from_file(file: Path, name: str, value: Any, trust: bool = False) -> Any:
+    """Return the value of an option, or the policy, that a file of ours states; its folder is the base of paths.
+
+    Raise InputError for a URL, and for a policy in a file of Python: somebody else's folder opens and runs none
+    (docs/trust.md). trust: it does.
+    """
+    if isinstance(value, list | tuple):
+        return [from_file(file, name, each, trust) for each in value]
+    of_policy = name not in OPTIONS
+    opens = of_policy or OPTIONS[name].resolved
+    if opens and not trust and isinstance(value, str) and (is_url(value) or (of_policy and ".py" in value)):
+        raise InputError(
+            f"{file} names {value}, which is not opened without you: name it yourself with an option, or use "
+            "--trust-folder if you know who wrote the file"
+        )
+    return value if of_policy else resolve(name, value, file.parent)

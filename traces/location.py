@@ -1,4 +1,4 @@
-"""Where a trace lies: a folder of this machine, or one at any URL that fsspec reads (s3://, gs://, http://, memory://).
+"""Where a trace lies: a folder of this machine, or one at a URL of PROTOCOLS, which fsspec reads.
 
 What has "://" in it is a URL. A file system of the network raises what it likes: here it becomes one line.
 """
@@ -17,6 +17,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from traces.errors import InputError
 
+PROTOCOLS = ("file", "memory", "http", "https", "s3", "gs", "az", "abfs", "hf")
+"""Of URLs that are opened, and no chains of them: some that fsspec knows run code that a file names (docs/trust.md)."""
+
 TAIL = 65_536
 """Bytes read of the end of a file at first; its footer is seldom longer."""
 
@@ -31,10 +34,12 @@ class Location:
 
     @staticmethod
     def of(path: Path | str) -> "Location":
-        """Return that of a path or a URL. Raises InputError for a protocol that is unknown, or lacks its package."""
+        """Return that of a path or a URL. Raises InputError for another protocol, and one that lacks its package."""
         text = str(path)
-        if "://" not in text:
+        if not is_url(text):
             return Location(text, LocalFileSystem(), os.path.abspath(text))
+        if text.partition("://")[0].lower() not in PROTOCOLS or "::" in text:
+            raise InputError(f"{text} is not opened: use a folder or a URL of {', '.join(PROTOCOLS)}")
         try:
             filesystem, root = url_to_fs(text)
         except Exception as error:
@@ -107,9 +112,13 @@ class Location:
         return f"{self.root}/{file}" if file else self.root
 
 
-def absolute(path: str) -> str:
-    """Return the same place wherever one stands: a URL as it is, a path from the root."""
-    return path if "://" in path else os.path.realpath(path)
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def absolute(path: str, base: Path = Path()) -> str:
+    """Return the same place wherever one stands: a URL as it is, a path from the root. base: of relative paths."""
+    return path if is_url(path) else os.path.realpath(base / path)
 
 
 def name_of(path: str) -> str:

@@ -1,7 +1,8 @@
 """How files and folders are written: whole or not at all, by one process at a time, and never in place of others' work.
 
 In a folder of results, MARKER lists the files and folders in it that are ours, each with the command that wrote it;
-nothing else there is replaced or removed. A single file is replaced only where the user says so. LOCK is held while a
+nothing else there is replaced or removed. It may be somebody else's: only plain names count, and links are removed,
+never followed. A single file is replaced only where the user says so. LOCK is held while a
 command writes to a folder: by the operating system, so that it ends with the process.
 """
 
@@ -31,6 +32,7 @@ def replacing(path: Path, keep: bool = True, overwrite: bool = True) -> Iterator
     part = path.absolute().with_name(f".{path.name}.part")  # Arrow takes a `~` at the beginning for a home
     with _writing(path), _locked(path.with_name(f".{path.name}.lock"), path):
         try:
+            part.unlink(missing_ok=True)  # it may be a link
             yield part
             if keep and not overwrite and path.exists():
                 raise InputError(f"another command wrote {path} meanwhile: name another file, or use --overwrite")
@@ -44,6 +46,7 @@ def replacing(path: Path, keep: bool = True, overwrite: bool = True) -> Iterator
 def _locked(lock: Path, what: object) -> Iterator[None]:
     """Hold the file `lock`, which protects `what`. Raises InputError where another process does."""
     with _writing(what):
+        unlink_link(lock)
         lock.touch()  # raises where no file can be made, as filelock does not always
         held = FileLock(lock, timeout=0)
         try:
@@ -65,6 +68,12 @@ def _writing(what: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"cannot write {what}: {error.strerror or error}") from error
+
+
+def unlink_link(path: Path) -> None:
+    """Remove `path` if it is a link: what it leads to stays."""
+    if path.is_symlink():
+        path.unlink()
 
 
 def remove(*files: Path) -> None:
@@ -117,21 +126,22 @@ def claimed(folder: Path, maker: str, names: Iterable[str]) -> Iterator[None]:
 
 
 def claim(folder: Path, maker: str, names: Iterable[str]) -> None:
-    """Make `folder`, mark these names (`a`, `a/b`) in it as of `maker`. InputError for one that it did not write."""
+    """Make `folder`, and mark these names in it as of `maker`. Raises InputError for one that it did not write."""
     make_folder(folder)
     held, wanted = marked(folder), list(names)
     for name in wanted:
         if (folder / name).exists() and held.get(name) != maker:
             by = f"was written by {held[name]}" if name in held else f"was not written by {maker}"
             raise InputError(f"{folder / name} {by}: it is left alone; {ELSEWHERE}")
+        unlink_link(folder / name)
     _mark(folder, {**held, **dict.fromkeys(wanted, maker)})
 
 
 def marked(folder: Path) -> dict[str, str]:
-    """Return the names in `folder` that are ours, each with the command that wrote it."""
+    """Return the plain names in `folder` that are ours, each with the command that wrote it."""
     marker = folder / MARKER
     held: dict[str, str] = json.loads(marker.read_bytes()) if marker.is_file() else {}
-    return held
+    return {name: maker for name, maker in held.items() if name == Path(name).name}
 
 
 def _mark(folder: Path, names: dict[str, str]) -> None:

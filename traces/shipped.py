@@ -3,7 +3,6 @@
 Every key carries its unit in its name. What a field may hold stands at the field, and `traces.typed` checks it.
 """
 
-import os
 from dataclasses import dataclass
 from os.path import exists  # of any name, however long
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypeVar
 
 from traces.errors import InputError, unknown
 from traces.files import expanded, read_toml
+from traces.location import absolute, is_url
 from traces.typed import typed
 
 T = TypeVar("T")
@@ -42,9 +42,9 @@ class Shipped:
             raise InputError(f"no {self.what} profile at {path}")
         raise unknown(f"{self.what} profile", text, self.names())
 
-    def absolute(self, text: str) -> str:
+    def absolute(self, text: str, base: Path = Path()) -> str:
         """Return the absolute path of a profile in a file; the name of a shipped one, and a URL, as they are."""
-        return text if text in self.names() or "://" in text else os.path.realpath(expanded(text))
+        return text if text in self.names() or is_url(text) else absolute(str(expanded(text)), base)
 
     def read(self, cls: type[T], path: Path) -> T:
         """Return a profile as an instance of the dataclass `cls`, its field `name` being the file's stem."""

@@ -19,7 +19,7 @@ from replay.run import Outcome, replay
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, written
-from sim.experiment import OPTIONS, Experiment
+from sim.experiment import OPTIONS, Experiment, from_file
 from sim.loaded import TimedRun
 from sim.loop.log import StepRow
 from sim.loop.requests import Requests
@@ -55,6 +55,7 @@ def run(
     from_: Annotated[
         Path | None, typer.Option("--from", help="Results of moe-sim sweep: replay the winner, as it was swept.")
     ] = None,
+    trust_folder: options.TrustFolder = False,
     timeline: Annotated[
         Path | None, typer.Option(help="File for a timeline, measured and predicted (.json, .json.gz).")
     ] = None,
@@ -80,7 +81,7 @@ def run(
         replayed |= {"model_profile": STAND_IN}
         output.note(f"taking the experts of {STAND_IN}: the shipped trace's own are too small to be timed")
     if from_:
-        request = _of_sweep(from_, cell, replayed)
+        request = _of_sweep(from_, cell, replayed, trust_folder)
     else:
         experiment = options.experiment(replayed, cell.trace)
         request = Request(experiment, cell.policy or defaults.POLICY, cell.size, cell.taken(experiment, replayed))
@@ -122,11 +123,9 @@ class Request:
     cache_experts: int | None = None  # what the size came to in the sweep; None: typed
 
 
-def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated) -> Request:
+def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated, trust: bool) -> Request:
     """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail."""
-    swept, winners = winner.read(folder)
-    stated = replayed | typed(trace=cell.trace)
-    experiment = Experiment.of({**vars(swept), "untimed": False, **stated})
+    experiment, winners = winner.read(folder, {"untimed": False, **replayed, **typed(trace=cell.trace)}, trust)
     if cell.policy and cell.cache_size:
         return Request(experiment, cell.policy, cell.cache_size)
     sizes = {one.cache_size: one for one in winners}
@@ -140,7 +139,8 @@ def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated) -> Requ
     if len(sizes) > 1:
         note += f" (--cache-size: it has others at {', '.join(other for other in sizes if other != size)})"
     notes = () if cell.policy else (note,)
-    return Request(experiment, cell.policy or best.policy, size, notes, best.cache_experts)
+    policy = cell.policy or from_file(folder / winner.NAME, "policy", best.policy, trust)
+    return Request(experiment, policy, size, notes, best.cache_experts)
 
 
 def _choose(request: Request, target: DeviceChoice, whole: bool) -> Choice:

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from sim.board.cases import HITS, MEASURES, QUARTER, SIZES
+from sim.experiment import from_file
 from sim.results.compare import CONFIDENCE, FEWEST
 from traces.board import board
 from traces.errors import InputError
@@ -198,9 +199,10 @@ def write(found: Result, path: Path, overwrite: bool = False) -> None:
         part.write_text(heading + tomli_w.dumps(asdict(found)), encoding="utf-8")
 
 
-def read(path: Path) -> Result:
-    """Return the result of a file. Raise InputError for one that holds none."""
+def read(path: Path, trust: bool = False) -> Result:
+    """Return the result of a file. Raise InputError for one that holds none, and see `from_file` of its policies."""
     found = typed(Result, read_toml(path), str(path))
+    from_file(path, "policies", list(found.policies), trust)
     if found.version != board().version:
         raise InputError(f"{path} is of version {found.version} of the traces, and version {board().version} is here")
     return found

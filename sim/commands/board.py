@@ -46,6 +46,7 @@ def board(
     check: Annotated[
         Path | None, typer.Option(help="Result file: run the same again, and compare every figure.")
     ] = None,
+    trust_folder: options.TrustFolder = False,
     workers: options.Workers = None,
     out: Annotated[Path | None, typer.Option(help="File for the result (TOML).")] = None,
     html: Annotated[Path | None, typer.Option(help="File for a page of all results.")] = None,
@@ -66,7 +67,7 @@ def board(
 
     [b]moe-sim board --all --html board.html[/b]
     """
-    stored = results.read(check) if check else None
+    stored = results.read(check, trust_folder) if check else None
     for file in filter(None, (out, html)):
         check_file(file, overwrite, read=check)
     named = split_list(",".join(policies or ([] if all_policies else POLICIES)))

@@ -48,6 +48,9 @@ SomeCacheSizes = Annotated[str | None, typer.Option(help=f"{_CACHE_SIZES_HELP} D
 Workers = Annotated[int | None, typer.Option(help="Number of processes. Default: one per core.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run that --out holds: keep what is finished.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is already there.")]
+TrustFolder = Annotated[
+    bool, typer.Option("--trust-folder", help="Open URLs and run policies of Python files that the folder names.")
+]
 NoSlots = Annotated[bool, typer.Option("--no-slots", help="Write a timeline without a track for each slot.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]

@@ -17,6 +17,7 @@ from traces.output import check_file, replacing
 def report(
     results: Annotated[list[Path], typer.Argument(help="Folders of moe-sim sweep and moe-replay.")],
     out: Annotated[Path, typer.Option(help="File for the page.")] = Path("report.html"),
+    trust_folder: options.TrustFolder = False,
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -30,8 +31,9 @@ def report(
     check_file(out, overwrite)
     if not any(folder.exists() for folder in results):
         raise InputError(f"no such folder: {', '.join(map(str, results))}; name what moe-sim sweep --out has written")
-    command = shlex.join(["moe-sim", "report", *map(str, results), "--out", str(out), "--overwrite"])
-    text, problems = page.written(inputs.read(results), command)
+    trusted = ["--trust-folder"] if trust_folder else []
+    command = shlex.join(["moe-sim", "report", *map(str, results), "--out", str(out), *trusted, "--overwrite"])
+    text, problems = page.written(inputs.read(results, trust_folder), command)
     with replacing(out, overwrite=overwrite) as part:
         part.write_text(text, "utf-8")
     for problem in problems:

@@ -22,14 +22,13 @@ from sim.results.compare import SweptRun
 from sim.results.metrics import Row, engine_words
 from sim.sweeps import report, verdict
 from sim.sweeps.config import NAME as TOML
-from sim.sweeps.config import Sweep
+from sim.sweeps.config import Sweep, read
 from sim.sweeps.grid import Outcome, Table, grid_of, missing, names, outcome, save
 from sim.sweeps.grid import sweep as run_missing
-from sim.sweeps.store import MAKER, NAME, WRITTEN, Store, drop, held
+from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store, drop, held
 from sim.sweeps.workers import Cluster, Local, Workers
 from traces.commands.options import typed
 from traces.errors import InputError
-from traces.files import read_toml
 from traces.location import name_of
 from traces.output import claim, claimed
 
@@ -44,6 +43,7 @@ def sweep(
     config: Annotated[
         Path | None, typer.Option(help="TOML file with the sweep (keys: sim/README.md); options override it.")
     ] = None,
+    trust_folder: options.TrustFolder = False,
     policies: options.SomePolicies = None,
     scope: options.Scope = None,
     evict: Annotated[str | None, typer.Option(help="Eviction policies, each with every --prefetch.")] = None,
@@ -90,7 +90,8 @@ def sweep(
         max_batch=None if max_batch is None else _numbers("--max-batch", max_batch),
         scope=scope,
     )
-    values = {**(read_toml(config) if config else {}), **axes, **stated}
+    values = {**axes, **stated}
+    values = {**(read(config, values, trust_folder) if config else {}), **values}
     made = Sweep.of(values, str(config or ""))
     _ask(made.cells, yes)
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
@@ -191,7 +192,7 @@ def _folders(loaded: Sequence[Loaded]) -> list[str]:
         machine = [each.hardware.name] if isinstance(each, TimedRun) and len(machines) > 1 else []
         batch = [f"users-{each.experiment.max_batch}"] if len(users) > 1 else []
         name = "-".join([each.trace.name] * (len(traces) > 1) + machine + batch)
-        name = f"{name}-trace" if name == NAME else name  # the store's
+        name = f"{name}-trace" if name == CELLS else name  # the store's
         names.append(name if name not in names else f"{name}-{len(names) + 1}")
     return names
 

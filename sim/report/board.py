@@ -28,7 +28,7 @@ LEFT_OUT = (
     "this project does, whatever else the system does."
 )
 ENTER = "The first command puts a policy in a file of your own on the board, the second runs a result again."
-COMMANDS = "moe-sim board my_file.py:MyPolicy --out mine.toml\nmoe-sim board --check mine.toml"
+COMMANDS = "moe-sim board my_file.py:MyPolicy --out mine.toml\nmoe-sim board --check mine.toml --trust-folder"
 
 
 def page(found: Result, command: str) -> str:

@@ -81,13 +81,16 @@ class Results:
             self.problems.append(problem)
 
 
-def read(folders: Iterable[Path]) -> list[Results]:
-    """Return the results of these folders, and of the folders in one that holds several sweeps; each folder once."""
+def read(folders: Iterable[Path], trust: bool = False) -> list[Results]:
+    """Return the results of these folders, and of the folders in one that holds several sweeps; each folder once.
+
+    trust: open also what `from_file` refuses.
+    """
     places: dict[str, Path] = {}
     for folder in folders:
         for each in _tables(folder):
             places.setdefault(os.path.realpath(each), each)
-    return list(map(_read, places.values()))
+    return [_read(place, trust) for place in places.values()]
 
 
 def _tables(folder: Path) -> list[Path]:
@@ -95,7 +98,7 @@ def _tables(folder: Path) -> list[Path]:
     return below if below and not (folder / files.REQUESTS_FILE).exists() else [folder]
 
 
-def _read(folder: Path) -> Results:
+def _read(folder: Path, trust: bool) -> Results:
     problems: list[str] = []
 
     def attempt(read_it: Callable[[], T]) -> T | None:
@@ -108,7 +111,7 @@ def _read(folder: Path) -> Results:
     table = attempt(lambda: files.read(folder / files.RESULTS_FILE, RESULTS, also=REPLAYED))
     requests = attempt(lambda: files.read(folder / files.REQUESTS_FILE, REQUESTS).to_pandas())
     rows: list[Row] = table.to_pylist() if table else []
-    swept = attempt(lambda: winner.read(folder)) if rows and not any(map(_measured, rows)) else None
+    swept = attempt(lambda: winner.read(folder, trust=trust)) if rows and not any(map(_measured, rows)) else None
     return Results(folder, rows, requests, swept[0] if swept else None, problems)
 
 

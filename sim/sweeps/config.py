@@ -7,7 +7,7 @@ any is made.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +18,11 @@ from msgspec import Meta
 from policies.core.grammar import alternatives, count_alternatives, split_list
 from policies.core.spec import SEED, PolicyLike, PolicySpec, parse
 from sim.defaults import CACHE_SIZES, HARDWARE, POLICIES
-from sim.experiment import OPTIONS, Experiment, Natural, Positive, Text, resolve
+from sim.experiment import OPTIONS, Experiment, Natural, Positive, Text, from_file, resolve
 from sim.results.provenance import commit
 from traces import demo_trace
 from traces.errors import InputError, unknown
+from traces.files import read_toml
 from traces.output import replacing
 from traces.typed import typed
 
@@ -91,8 +92,8 @@ class Sweep:
         stated = {name: getattr(self, name) for name in AXES} | {"hardware": self.machines}
         shared = self.shared.resolved()
         values = {name: stated.get(name, shared.get(name)) for name in KEYS}
-        for name, axis in {"traces": "trace", "hardware": "hardware"}.items():
-            values[name] = [resolve(axis, value) for value in stated[name]]
+        for name in ("traces", "hardware"):
+            values[name] = [resolve(SAME.get(name, name), value) for value in stated[name]]
         text = [
             "# `moe-sim sweep --config THIS` runs the same again; paths of policies are as given in",
             f"# {Path.cwd()} at commit {commit()}. The policies, resolved:",
@@ -115,12 +116,21 @@ DEFAULTS = {
 
 AXES = tuple(field.name for field in fields(Sweep) if field.name != "shared")
 
+SAME = {"traces": "trace"}
+"""Axes whose values are of an option of another name."""
+
 KEYS = tuple(
     dict.fromkeys(
         [name for name in AXES if name != "max_batch"] + [name for name in OPTIONS if name not in ("trace", "seed")]
     )
 )
 """All options of a sweep, in the order of its file."""
+
+
+def read(file: Path, stated: Iterable[str], trust: bool) -> dict[str, Any]:
+    """Return the options that a file states, but for those that a user has stated; see `from_file`. InputError."""
+    values = {name: value for name, value in read_toml(file).items() if name not in stated}
+    return {name: from_file(file, SAME.get(name, name), value, trust) for name, value in values.items()}
 
 
 def specs(policies: Sequence[PolicyLike], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:

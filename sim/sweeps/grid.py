@@ -249,7 +249,7 @@ def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[Row]]:
 def names(tables: Sequence[Table], folder: Path) -> list[str]:
     """What a sweep of these writes to `folder`, folders of tables included (`traces.output`)."""
     below = [str(table.folder.relative_to(folder)) for table in tables if table.folder != folder]
-    return [*WRITTEN, config.NAME, plot.USERS, *CELLS, *below]
+    return [*WRITTEN, config.NAME, plot.USERS, CELLS, *below]
 
 
 def _save(found: Outcome, store: Store) -> list[Path]:

@@ -18,11 +18,10 @@ import pyarrow.compute as pc
 from sim.results import plot
 from sim.results.files import REQUESTS_FILE, RESULTS_FILE, read, write_rows, write_table, writing
 from sim.results.metrics import REQUESTS, RESULTS, Row
-from traces.output import MARKER, claim, make_folder, marked
+from traces.output import MARKER, claim, make_folder, marked, unlink_link
 
 MAKER = "moe-sim sweep"
-NAME = "cells"
-CELLS = (NAME, f"{NAME}/results", f"{NAME}/requests")
+CELLS = "cells"
 WRITTEN = (RESULTS_FILE, REQUESTS_FILE, "winner.toml", *(name for name, _ in plot.DRAWN.values()))
 """Files of a table of a sweep that has ended."""
 
@@ -35,7 +34,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._results, self._requests = (folder / NAME / name for name in ("results", "requests"))
+        self._results, self._requests = (folder / CELLS / name for name in ("results", "requests"))
         self._rows: dict[str, Row] = {}
         self._tables: dict[str, Path] = {}
         for file in sorted(self._results.glob("[!.]*.parquet")):
@@ -56,10 +55,11 @@ class Store:
 
     def put(self, key: str, row: Row, requests: pa.Table) -> None:
         """A cell has ended. InputError where it cannot be written."""
-        if not (self._results.is_dir() and self._requests.is_dir()):
-            claim(self.folder, MAKER, CELLS)
-            for folder in (self._results, self._requests):
-                make_folder(folder)
+        places = _folders(self.folder)
+        if not all(place.is_dir() for place in places):
+            claim(self.folder, MAKER, [CELLS])
+            for place in places:
+                make_folder(place)
         write_table(requests, self._requests / f"{key}.parquet")
         write_rows([row], RESULTS, self._results / f"{key}.parquet")
         self._rows[key], self._tables[key] = row, self._requests / f"{key}.parquet"
@@ -93,7 +93,7 @@ class Store:
 
 def held(folder: Path) -> bool:
     """Whether a sweep has ended in `folder`, or has begun to."""
-    return (folder / NAME).exists() or (folder / RESULTS_FILE).exists()
+    return (folder / CELLS).exists() or (folder / RESULTS_FILE).exists()
 
 
 def drop(folder: Path) -> None:
@@ -115,7 +115,7 @@ _CELL = re.compile(r"\.?[0-9a-f]{16}\.parquet(\.part|\.lock)?")
 
 def _clear(folder: Path) -> None:
     """Remove the cells' files, rows first: a key with a row is done; and folders in which nothing else lies."""
-    for place in (folder / name for name in sorted(CELLS, reverse=True)):
+    for place in _folders(folder):
         for file in list(place.iterdir()) if place.is_dir() else ():
             if _CELL.fullmatch(file.name):
                 file.unlink()
@@ -123,9 +123,17 @@ def _clear(folder: Path) -> None:
             place.rmdir()
 
 
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders of cells, the innermost first; a link in the place of one is removed."""
+    places = [folder / CELLS, folder / CELLS / "requests", folder / CELLS / "results"]
+    for place in places:
+        unlink_link(place)
+    return places[::-1]
+
+
 def _ended(folder: Path) -> list[Path]:
     """Folders with the tables of a sweep that has ended: `folder`, and those in it that are ours."""
-    below = (folder / name for name in sorted(_ours(folder)) if name not in CELLS)
+    below = (folder / name for name in sorted(_ours(folder)) if name != CELLS)
     return [folder, *(table for table in below if table.is_dir() and not table.is_symlink())]
 
 

@@ -6,12 +6,13 @@ memory.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from sim.experiment import Experiment
+from sim.experiment import Experiment, from_file
 from sim.results.files import A_SWEEP
 from sim.results.metrics import Row
 from traces.errors import InputError
@@ -85,15 +86,21 @@ def write(path: Path, experiment: Experiment, judged_by: str, winners: Iterable[
         file.write_text(text + tomli_w.dumps(held), encoding="utf-8")
 
 
-def read(folder: Path) -> tuple[Experiment, list[Winner]]:
-    """Return what the sweep in `folder` ran, and its winners. Raise InputError where there is no such sweep."""
+def read(
+    folder: Path, stated: Mapping[str, Any] = MappingProxyType({}), trust: bool = False
+) -> tuple[Experiment, list[Winner]]:
+    """Return what the sweep in `folder` ran, and its winners. Raise InputError where there is no such sweep.
+
+    stated: options that take the place of the sweep's. trust: open also what `from_file` refuses.
+    """
     path = folder / NAME
     if not path.exists():
         raise InputError(f"{folder} holds no {NAME}: {A_SWEEP}")
     held = read_toml(path)
     where = f"{path} is not what moe-sim sweep writes"
     found = typed(_File, held, where)
-    return Experiment.of(found.setup, where), list(found.winner)
+    setup = {name: from_file(path, name, value, trust) for name, value in found.setup.items() if name not in stated}
+    return Experiment.of({**setup, **stated}, where), list(found.winner)
 
 
 @dataclass(frozen=True)

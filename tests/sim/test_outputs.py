@@ -48,7 +48,7 @@ def test_two_commands_do_not_write_to_one_folder(home, command):
 
 def test_dropping_a_sweep_leaves_alone_what_sweeps_have_not_written(home):
     assert moe_sim(*SWEEP, cwd=home).returncode == 0
-    claim(home / "out", MAKER, CELLS)
+    claim(home / "out", MAKER, [CELLS])
     names = ("cells/notes/keep.txt", "cells/results/keep.txt", "mine.txt", "sub/requests.parquet")
     kept = [home / "out" / name for name in names]
     for file in kept:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError, located, refuse
 from traces.files import expanded
+from traces.location import is_url
 from traces.models import gguf_files
 from traces.models.safetensors_files import StoredTensor, files_of, tensors_of
 
@@ -117,7 +118,7 @@ def _order(layer: str) -> tuple[bool, list[str]]:
 def _tensors(path: str) -> Iterable[StoredTensor]:
     """Return all tensors of a model's files."""
     if path.endswith(".gguf"):
-        return gguf_files.read(path if "://" in path else str(expanded(path))).tensors
+        return gguf_files.read(path if is_url(path) else str(expanded(path))).tensors
     place = expanded(path)
     if not place.is_dir() and place.suffix != ".safetensors":
         raise InputError(f"{path} is neither .gguf nor .safetensors: expert sizes are read from these two")

@@ -11,9 +11,8 @@ from itertools import pairwise
 from math import prod
 from typing import Any, BinaryIO
 
-import fsspec
-
 from traces.errors import InputError
+from traces.location import Location
 from traces.models.safetensors_files import StoredTensor
 
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -40,9 +39,10 @@ def read(path: str) -> GgufFile:
     keys: dict[str, Any] = {}
     tensors: dict[str, StoredTensor] = {}
     for each in parts(path):
+        place = Location.of(each)
         try:
-            with fsspec.open(each, "rb").open() as file:
-                own, found = _header(file, fsspec.open(each).fs.size(each) if "://" in each else _size(file))
+            with place.filesystem.open(place.root, "rb") as file:
+                own, found = _header(file, place.filesystem.size(place.root))
         except FileNotFoundError as error:
             raise InputError(f"no file at {each}") from error
         except (OSError, ValueError, LookupError, OverflowError, MemoryError, struct.error) as error:
@@ -58,12 +58,6 @@ def parts(path: str) -> list[str]:
     """Return all files of a model: of a split one, those that stand beside `path`."""
     split = SPLIT.fullmatch(path)
     return [path] if split is None else [f"{split[1]}-{i:05d}-of-{split[3]}.gguf" for i in range(1, int(split[3]) + 1)]
-
-
-def _size(file: BinaryIO) -> int:
-    position, size = file.tell(), file.seek(0, 2)
-    file.seek(position)
-    return size
 
 
 def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[StoredTensor]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from traces.errors import InputError, located
 from traces.files import expanded
+from traces.location import is_url
 from traces.models import gguf_files
 from traces.models.expert_sizes import GGUF_NAME, bytes_by_layer
 from traces.models.gguf_files import SPLIT, GgufFile
@@ -38,7 +39,7 @@ Tensors = dict[str, StoredTensor]
 
 def of_gguf(path: str) -> ModelProfile:
     """Return the profile of a GGUF file or its URL; of a split model any of its files. Raise InputError, naming it."""
-    place = path if "://" in path else str(expanded(path).absolute())
+    place = path if is_url(path) else str(expanded(path).absolute())
     return _of_gguf(place, os.stat(place).st_mtime_ns if os.path.exists(place) else 0)
 
 
