@@ -14,6 +14,7 @@ from itertools import cycle
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Lock, Thread
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -290,30 +291,43 @@ class Report:
         self.ended.set()
 
 
-class Stream(Thread):
-    """Work in the order of submission, one piece at a time."""
+Submitted = tuple[Callable[[], None], Report] | None
+"""Work, and what hears of its end; None ends the thread."""
+
+
+class Stream:
+    """Work in the order of submission, one piece at a time, on a thread that ends with this object at the latest."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._work: SimpleQueue[tuple[Callable[[], None], Report] | None] = SimpleQueue()
-        self.start()
+        self._work = SimpleQueue[Submitted]()
+        self._thread = Thread(target=_run_all, args=(self._work,), name=name, daemon=True)
+        self._thread.start()
+        self._end = finalize(self, self._work.put, None)
 
     def submit(self, work: Callable[[], None], report: Report) -> None:
         self._work.put((work, report))
 
     def close(self, wait: bool) -> None:
-        self._work.put(None)
+        self._end()
         if wait:
-            self.join()
+            self._thread.join()
 
-    def run(self) -> None:
-        """Run the thread. OpenMP keeps a number of threads for each of ours, so that of the process is set again."""
-        torch.set_num_threads(torch.get_num_threads())
-        with torch.inference_mode():
-            while item := self._work.get():
-                work, report = item
-                try:
-                    work()
-                    report.part_ended()
-                except Exception as error:
-                    report.part_ended(error)
+
+def _run_all(works: SimpleQueue[Submitted]) -> None:
+    """Run a stream's thread. OpenMP keeps a number of threads for each of ours, so that of the process is set again."""
+    torch.set_num_threads(torch.get_num_threads())
+    with torch.inference_mode():
+        while _run_next(works.get()):
+            pass  # nothing of the last work is kept, which would keep the device
+
+
+def _run_next(submitted: Submitted) -> bool:
+    if submitted is None:
+        return False
+    work, report = submitted
+    try:
+        work()
+        report.part_ended()
+    except Exception as error:
+        report.part_ended(error)
+    return True

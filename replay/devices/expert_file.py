@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
+from weakref import finalize
 
 import msgspec
 
@@ -73,6 +74,7 @@ class DirectFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file, self.past_cache = open_direct(path)
+        self._close = finalize(self, os.close, self._file)
         self._stamp = self._stamped()
 
     def read_at(self, target: memoryview, offset: int) -> int:
@@ -95,7 +97,7 @@ class DirectFile:
             )
 
     def close(self) -> None:
-        os.close(self._file)
+        self._close()
 
 
 class ExpertFile(DirectFile):

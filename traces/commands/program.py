@@ -119,6 +119,7 @@ def main(app: typer.Typer, name: str) -> NoReturn:
             shown(text, kind, *rest)
 
     warnings.showwarning = cast(Any, show)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  it was closed, as by `>&-`
     try:
         status = app(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
