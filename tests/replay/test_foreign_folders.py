@@ -1,4 +1,4 @@
-"""Somebody else's folder of results runs no code, opens no URL and changes nothing outside of itself (docs/trust.md)."""
+"""A foreign folder of results runs no code, opens no URL and changes nothing outside of itself (docs/trust.md)."""
 
 import json
 import shutil

@@ -1,8 +1,10 @@
 """`load_model` and `attach`: everything that `generate` does gives what it gives with the whole model, to the bit."""
 
 import copy
+import gc
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -289,6 +291,21 @@ def test_a_closed_model_a_copy_and_another_process_get_one_clear_error(folder: P
     assert model.expert_cache.counters["steps"] == 8
     with pytest.raises(InputError, match="was closed: load it again"):
         model(**ONE)
+
+
+def test_a_model_that_is_dropped_leaves_no_thread_and_no_open_file(folder: Path) -> None:
+    def left() -> tuple[int, int]:
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name.startswith("lane"):
+                thread.join(timeout=60)
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    load_model(folder, cache_size="25%", lanes=2)(**ONE)
+    before = left()
+    for _ in range(3):
+        load_model(folder, cache_size="25%", lanes=2)(**ONE)
+    assert left() == before
 
 
 def test_every_row_of_a_batch_is_a_request_to_the_policy(folder: Path, tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
 
+import sim.commands
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces import LOCK, MARKER, write_trace
@@ -50,6 +52,13 @@ def test_a_size_larger_than_the_model_is_all_experts_and_the_table_has_sizes_as_
     slots = 12 / 3  # a layer
     assert ["25%", f"{slots:g}", f"{mib / 4:.3g}", "lru"] in [line[:4] for line in lines]
     assert ["1GiB", f"{4 * slots:g}", f"{mib:.3g}", "fifo"] in [line[:4] for line in lines]
+
+
+def test_a_closed_standard_output_is_no_error():
+    closed, typed = patch.object(sys, "stdout", None), patch.object(sys, "argv", ["moe-sim", "policies"])
+    with closed, typed, pytest.raises(SystemExit) as ended:
+        sim.commands.main()
+    assert ended.value.code == 0
 
 
 def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
