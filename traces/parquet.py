@@ -36,6 +36,7 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     unfinished = temporary(path.absolute())  # Arrow takes a `~` at the beginning for a home
     lists = {name for name in schema.names if pa.types.is_fixed_size_list(schema.field(name).type)}
     repeating = set(schema.names) - set(_COUNTERS) - set(_FLOATS)
+    unfinished.unlink(missing_ok=True)  # it may be a link
     try:
         with pq.ParquetWriter(
             unfinished,

@@ -25,7 +25,7 @@ from traces.check import check_finite
 from traces.errors import InputError, refuse
 from traces.index import Index
 from traces.location import Location
-from traces.output import ELSEWHERE, LOCK, only_writer, refuse_address
+from traces.output import ELSEWHERE, LOCK, only_writer, refuse_address, unlink_link
 from traces.reader import open_folder
 from traces.schema import (
     GROWING,
@@ -127,11 +127,12 @@ class TraceWriter:
         began = time.monotonic()
         with self._writing():
             if not self.written:
+                unlink_link(self.folder / UNFINISHED)
                 shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)  # of a process that was killed
-                for folder in (ROUTING, GROWING):
-                    (self._place / folder).mkdir(parents=True, exist_ok=True)
                 if self._place == self.folder:
                     self._remove_old()
+                for folder in (ROUTING, GROWING):
+                    (self._place / folder).mkdir(parents=True, exist_ok=True)
             for files in (self._rows, self._requests):
                 if files.grown:
                     parquet.write(files.path, files.table())
@@ -169,7 +170,9 @@ class TraceWriter:
             os.replace(self._place / REQUESTS, self.folder / REQUESTS)
 
     def _remove_old(self) -> None:
-        """Remove an old trace, requests first, so that it is never half a trace."""
+        """Remove an old trace, requests first, so that it is never half a trace; links are not followed."""
+        for folder in (ROUTING, GROWING):
+            unlink_link(self.folder / folder)
         for file in _files(self.folder) or ():
             file.unlink()
 

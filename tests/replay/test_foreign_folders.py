@@ -113,3 +113,15 @@ def test_overwrite_and_resume_change_nothing_outside(theirs: Path) -> None:
         assert done.returncode in (0, 2), done.stderr
         assert all((mine / name).read_text() == '{"results.parquet": "moe-sim sweep"}' for name in names)
     assert done.returncode == 0
+
+
+def test_a_new_trace_follows_no_links(theirs: Path) -> None:
+    mine, trace = theirs.parent / "mine", theirs / "trace"
+    shutil.copytree(trace, mine)
+    held = {file: file.read_bytes() for file in mine.rglob("*.parquet")}
+    shutil.rmtree(trace / "routing")
+    (trace / "routing").symlink_to(mine / "routing")
+    (trace / ".requests.parquet.tmp").symlink_to(mine / "requests.parquet")
+    write_trace(synthetic(3, tokens=4, layers=3, experts=16, top_k=2, seed=4), trace, overwrite=True)
+    assert {file: file.read_bytes() for file in mine.rglob("*.parquet")} == held
+    assert Shards.open(trace).layers == 3
