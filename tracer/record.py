@@ -23,7 +23,6 @@ from tracer.prompts import PANEL as PROMPTS
 from tracer.prompts import Prompt
 from traces.check import first_fault
 from traces.errors import InputError, refuse, unknown
-from traces.schema import TraceMeta
 from traces.trace import Trace, concatenate, in_turn, listed
 from traces.typed import Natural, Option, Positive
 from traces.writer import TraceWriter
@@ -218,10 +217,10 @@ class Recording:
                 decoded + 1,
                 options.mode,
             ),
-            experts=_encoded(experts, meta),
+            experts=meta.stored(experts),
             weights=_rows(answers, "weights") if options.weights else None,
             token_id=np.array(tokens, np.int32) if not options.no_tokens else None,
-            lookahead=_encoded(_rows(answers, "lookahead"), meta) if options.lookahead else None,
+            lookahead=meta.stored(_rows(answers, "lookahead")) if options.lookahead else None,
             gate_probs=_rows(answers, "gate_probs") if options.gate_probs else None,
             embedding=np.stack(embedding) if embedding else None,
             drafted=np.concatenate(drafted).astype(np.int16) if drafted else None,
@@ -232,10 +231,6 @@ class Recording:
 def _rows(answers: Iterable[Answer], what: str) -> NDArray[Any]:
     """One column of the passes, over all tokens of all answers."""
     return np.concatenate([getattr(part, what)[rows] for answer in answers for part, rows in answer.routed])
-
-
-def _encoded(ids: NDArray[np.int32], meta: TraceMeta) -> NDArray[Any]:
-    return np.where(ids < 0, meta.sentinel, ids).astype(meta.id_type)
 
 
 def _request_id(prompt: Prompt, turn: int) -> str:

@@ -347,7 +347,7 @@ def strided_rows(held: Routing) -> Finding | None:
 def sorted_ids(held: Routing) -> Finding | None:
     """Ids that ascend in every choice: which expert came first is lost."""
     ids = held.experts
-    ascending = np.where(ids < 0, np.iinfo(np.int64).max, ids)
+    ascending = np.where(ids < 0, np.iinfo(ids.dtype).max, ids)
     several = held.routed.sum(axis=2) > 1
     if several.sum() < FEW or not (ascending[..., 1:] >= ascending[..., :-1]).all():
         return None

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 import pyarrow as pa
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from traces.errors import InputError, refuse
 from traces.facts import parse_json
@@ -72,6 +73,12 @@ class TraceMeta:
     def sentinel(self) -> int:
         """The id that means: nothing was routed here."""
         return int(np.iinfo(self.id_type).max)
+
+    def stored(self, ids: NDArray[np.integer]) -> NDArray[np.unsignedinteger]:
+        """Return ids as a trace stores them. ids: negative where nothing was routed."""
+        stored = ids.astype(self.id_type)
+        stored[ids < 0] = self.sentinel
+        return stored
 
     def encode(self) -> dict[bytes, bytes]:
         return {KEY: json.dumps({"schema_version": VERSION, **asdict(self)}).encode()}

@@ -237,7 +237,7 @@ class Trace(AnyTrace):
             requests=listed(
                 [str(r) for r in range(len(lengths))], name, "", prompts, np.where(decoded, decoded + 1, 0), meta.mode
             ),
-            experts=np.where(ids < 0, meta.sentinel, ids).astype(meta.id_type),
+            experts=meta.stored(ids),
             token_id=token_id,
             **in_turn(lengths, prompts),
         )

@@ -183,6 +183,13 @@ def test_ids_that_are_sorted_are_ordered_by_their_weights() -> None:
     assert np.array_equal(find(made, fix=True)[1].experts, held.experts)
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.int64])
+def test_sorted_ids_are_found_beside_slots_that_chose_nothing(kind: type[np.signedinteger]) -> None:
+    experts = ascending(healthy()).experts.astype(kind)
+    experts[::2, :, -1] = -1
+    assert "sorted ids" in named(replace(healthy(), experts=experts))
+
+
 def test_the_finding_names_rows_and_layer() -> None:
     found = named(repeats(healthy()))["fill values and repeats"]
     assert "request '0', row 5, layer 1" in str(found)

@@ -79,6 +79,16 @@ def test_synthetic_traces_are_reproducible_and_differ_by_seed() -> None:
     assert not np.array_equal(a.experts, c.experts)
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint64])
+def test_ids_of_any_integer_type_are_those_of_a_trace_of_more_experts(kind: type[np.integer]) -> None:
+    ids = np.array([[[3, 1], [2, 0]]], kind)
+    if ids.dtype.kind == "i":
+        ids[0, 0, 1] = -1
+    trace = Trace.from_arrays([ids], 300)
+    assert trace.experts.dtype == np.uint16
+    assert np.array_equal(np.where(trace.experts == 65_535, -1, trace.experts.astype(int)), ids.astype(int))
+
+
 def test_an_unknown_column_is_refused_with_near_names() -> None:
     with pytest.raises(InputError, match="did you mean weights"):
         Trace.read(demo_trace(), ["weight"])

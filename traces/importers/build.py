@@ -70,7 +70,7 @@ def trace_of(dump: Routing, source: Source) -> Trace:
         meta=meta,
         requests=requests,
         offsets=dump.offsets,
-        experts=np.where(dump.experts < 0, meta.sentinel, dump.experts).astype(meta.id_type),
+        experts=meta.stored(dump.experts),
         phase=phase,
         position=position,
         step=step,
