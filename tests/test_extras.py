@@ -5,44 +5,60 @@ import sys
 
 import pytest
 
-ABSENT = (
-    "torch",
-    "transformers",
-    "safetensors",
-    "matplotlib",
-    "accelerate",
-    "optuna",
-    "distributed",
-    "gguf",
-    "xllamacpp",
-)
+from traces.errors import EXTRAS
 
 WITHOUT = f"""
 import sys
-sys.modules.update(dict.fromkeys({ABSENT!r}))
-from {{}}.commands import main
-main()
+sys.modules.update(dict.fromkeys({sorted(EXTRAS)}))
+"""
+
+COMMANDS = """
+import typer
+from traces.commands import program
+from sim.commands import app as sim
+from tracer.commands import app as tracer
+from replay.commands import app as replay
+
+groups = [*map(typer.main.get_command, (sim, tracer, replay))]
+for group in groups:
+    for name, command in group.commands.items():
+        if not isinstance(command, program.Command):
+            groups.append(command)
+            continue
+        try:
+            command.described()
+        except ModuleNotFoundError:
+            print(name)
 """
 
 
-def run(package, *arguments, cwd):
-    code = WITHOUT.format(package)
+def run(code, *arguments, cwd):
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT + code, *arguments], cwd=cwd, capture_output=True, text=True, check=False
     )
 
 
-@pytest.mark.slow  # compiles the engine in a process of its own
+def run_command(package, *arguments, cwd):
+    return run(f"from {package}.commands import main\nmain()", *arguments, cwd=cwd)
+
+
 def test_a_sweep_and_its_replay_on_a_logical_clock_need_no_extra(tmp_path):
-    asked = ("--requests", "2", "--cache-sizes", "25%", "--policies", "lru", "--out", "swept")
-    done = run("sim", "sweep", *asked, cwd=tmp_path)
+    asked = ("--requests", "2", "--cache-sizes", "25%", "--policies", "lru")
+    done = run_command("sim", "sweep", *asked, "--out", "swept", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (
         "hit_rate.png, tpot.png not drawn: this needs matplotlib: pip install 'moe-expert-cache[plot]'" in done.stderr
     )
     assert (tmp_path / "swept" / "results.parquet").is_file()
-    done = run("replay", "--from", "swept", "--device", "virtual", cwd=tmp_path)
+    for arguments in (("--from", "swept"), ("compare", *asked)):
+        done = run_command("replay", *arguments, "--device", "virtual", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_options_of_a_command_need_an_extra_only_where_a_model_runs(tmp_path):
+    done = run(COMMANDS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["calibrate", "generate", "serve"]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +75,7 @@ def test_a_sweep_and_its_replay_on_a_logical_clock_need_no_extra(tmp_path):
     ],
 )
 def test_what_needs_an_extra_says_which(tmp_path, package, arguments, said):
-    done = run(package, *arguments, cwd=tmp_path)
+    done = run_command(package, *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

@@ -61,6 +61,7 @@ EXTRAS = {
     "xllamacpp": "llama",
     "accelerate": "offload",
     "fastapi": "serve",
+    "greenlet": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
 }

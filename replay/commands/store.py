@@ -8,7 +8,6 @@ import typer
 from replay.commands.shown import typed_again
 from replay.devices.expert_file import Fill, stride_of, write
 from replay.devices.store import Stamps
-from replay.model.weights import Checkpoint
 from sim.commands.printed import progress
 from sim.experiment import OPTIONS
 from sim.quantities import show_bytes
@@ -64,6 +63,8 @@ def store(
         raise InputError(f"--dedup {dedup}: must be 1 to {experts}, the number of experts of {profile.name}")
     fill: Fill
     if weights:
+        from replay.model.weights import Checkpoint  # needs torch, which random weights do not
+
         fill, source = Checkpoint(weights, profile).fill, f"weights of {weights.name}"
     else:
         fill, source = Stamps(distinct, profile.expert_bytes, seed).write, f"random weights, seed {seed}"
