@@ -239,7 +239,7 @@ def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
         finally:
             for process in set(multiprocessing.active_children()) - strangers:
                 process.terminate()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # waits: Python 3.13.0 locks up where a pool is dropped as it breaks
 
 
 def _leave_ctrl_c() -> None:
