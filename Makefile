@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: docs release-check demo test test-policies test-traces test-docs test-all fuzz fuzz-engines audit bench disk-check live-check gpu-check lint format clean
+.PHONY: docs release-check versions newest oldest demo test test-policies test-traces test-docs test-all fuzz fuzz-engines audit bench disk-check live-check gpu-check lint format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -68,6 +68,18 @@ release-check: $(READY) ## wheel and sdist, built and installed in a clean envir
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt build pip-audit
 	PYTHON=$(PYTHON) BIN=$(BIN) .ci/release-check
 
+# Not part of `.ci/run`, which would take twice as long: CI runs each of the two on one Python (.github/workflows/ci.yml).
+versions: newest oldest
+newest: RESOLUTION := highest
+oldest: RESOLUTION := lowest-direct
+newest oldest: ## the tests that need no torch, with the newest versions that pyproject.toml allows, or with the oldest
+	$(PYTHON) -m venv .versions/uv
+	.versions/uv/bin/pip install -q --disable-pip-version-check uv
+	.versions/uv/bin/uv venv -q --clear --python $(PYTHON) .versions/$@
+	.versions/uv/bin/uv pip install -q --python .versions/$@ --resolution $(RESOLUTION) --only-binary :all: \
+		--no-binary moe-expert-cache -e '.[test]'
+	.versions/$@/bin/pytest -n 2 --dist worksteal -m 'not slow' tests/traces tests/policies tests/sim tests/test_extras.py
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -86,4 +98,4 @@ gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show,
 	$(PYTHON) -m benchmarks.checks gpu $(GPU_CHECK)
 
 clean:
-	rm -rf $(VENV) .audit demo
+	rm -rf $(VENV) .audit .versions demo

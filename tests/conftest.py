@@ -5,12 +5,15 @@ tiny models threads that wait for each other take several times as long.
 
 Processes that tests start find the project compiled to bytecode, whatever the environment says of that. They can be
 interrupted, also where the tests run behind a shell's `&`, which ignores Ctrl-C.
+
+Without torch, the tests that need it are left out: whole folders here, single ones by `importorskip`.
 """
 
 import gc
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from multiprocessing import get_context
 
 import pytest
@@ -22,6 +25,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+collect_ignore = [] if find_spec("torch") else ["checks", "replay", "tracer", "traces/test_models.py"]
 
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("project"), derandomize=True)

@@ -53,6 +53,7 @@ def with_flags(text: str, parameters: Collection[str]) -> str:
 EXTRAS = {
     "matplotlib": "plot",
     "torch": "record",
+    "huggingface_hub": "record",
     "transformers": "record",
     "safetensors": "record",
     "optuna": "tune",

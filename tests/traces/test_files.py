@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import torch
+import pytest
 
 from tracer import load
 from traces import expanded, read_toml
@@ -18,6 +18,7 @@ def test_a_home_is_expanded() -> None:
 
 
 def test_a_torch_file_becomes_lists_and_arrays(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
     shared = [1, 2, 3]
     torch.save({"a": shared, "b": (shared, torch.arange(3))}, tmp_path / "x.pt")
     content = load(tmp_path / "x.pt")
