@@ -1,4 +1,4 @@
-"""Why a result is as it is: misses by cause, curves, locality, adaptation, sensitivity."""
+"""Why a result is as it is: misses by cause, curves, locality, adaptation."""
 
 import lazy_loader
 

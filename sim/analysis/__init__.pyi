@@ -7,4 +7,3 @@ from .curves import belady_misses as belady_misses
 from .misses import analyse as analyse
 from .misses import sentences as sentences
 from .misses import to_play as to_play
-from .sensitivity import point_of as point_of

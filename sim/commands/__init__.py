@@ -24,7 +24,6 @@ app = program.group(
         "models": "sim.commands.profiles:models",
         "conformance": "sim.commands.conformance:conformance",
         "analyze": "sim.commands.analysis:analyze",
-        "sensitivity": "sim.commands.sensitivity:sensitivity",
         "speculate": "sim.commands.speculate:speculate",
         "board": "sim.commands.board:board",
         "tune": "sim.commands.tune:tune",

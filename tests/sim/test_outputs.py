@@ -16,7 +16,6 @@ RESULTS = {
     "tune": ("--untimed", "--policy", "eamc", "--search", "capacity=2..4", "--trials", "2", "--workers", "1"),
     "analyze": ("--policies", "lru", "--cache-size", "24"),
     "adapt": ("--policies", "lru", "--by", "task", "--warmup", "1", "--after", "1", "--window", "1"),
-    "sensitivity": ("--policy", "lru", "--workers", "1"),
 }
 """Commands that write results to a folder, with options that keep them short."""
 
