@@ -1,7 +1,7 @@
-"""Label requests by the four areas of MMLU: `python -m benchmarks.mmlu_areas IN.json OUT.json`, for `moe-sim adapt`.
+"""Label requests by the four areas of MMLU: `python -m benchmarks.mmlu_areas IN.json OUT.json`.
 
 IN.json is what `moe-trace import --meta` takes; of its requests of MMLU the category, a subject, becomes the area that
-Hendrycks et al. (2021) put it in, since of one subject there are too few requests to shift between.
+Hendrycks et al. (2021) put it in, since of one subject `benchmarks.adaptation` has too few.
 """
 
 import json

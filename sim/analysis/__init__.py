@@ -1,4 +1,4 @@
-"""Why a result is as it is: misses by cause, curves, locality, adaptation."""
+"""Why a result is as it is: misses by cause, curves, locality."""
 
 import lazy_loader
 

@@ -1,7 +1,3 @@
-from .adaptation import Adaptation as Adaptation
-from .adaptation import Protocol as Protocol
-from .adaptation import adapt as adapt
-from .adaptation import to_run as to_run
 from .curves import Accesses as Accesses
 from .curves import belady_misses as belady_misses
 from .misses import analyse as analyse

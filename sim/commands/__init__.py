@@ -27,7 +27,6 @@ app = program.group(
         "speculate": "sim.commands.speculate:speculate",
         "board": "sim.commands.board:board",
         "tune": "sim.commands.tune:tune",
-        "adapt": "sim.commands.adapt:adapt",
         "train-stride": "sim.commands.train:train_stride",
         "compare": "sim.commands.analysis:compare",
         "backtest": "sim.commands.backtest:backtest",
