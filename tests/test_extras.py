@@ -70,7 +70,6 @@ def test_the_options_of_a_command_need_an_extra_only_where_a_model_runs(tmp_path
             "moe-trace: error: this needs huggingface_hub: pip install 'moe-expert-cache[record]'",
         ),
         ("replay", ("--device", "cpu"), "moe-replay: error: this needs torch: pip install 'moe-expert-cache[replay]'"),
-        ("sim", ("tune", "--policy", "eamc"), "this needs optuna: pip install 'moe-expert-cache[tune]'"),
         ("sim", ("sweep", "--scheduler", "tcp://h:1"), "needs distributed: pip install 'moe-expert-cache[cluster]'"),
     ],
 )

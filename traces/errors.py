@@ -56,7 +56,6 @@ EXTRAS = {
     "huggingface_hub": "record",
     "transformers": "record",
     "safetensors": "record",
-    "optuna": "tune",
     "distributed": "cluster",
     "gguf": "gguf",
     "xllamacpp": "llama",

@@ -98,10 +98,6 @@ class Option:
     value: Any
     stated: bool  # typed, not a default
 
-    @property
-    def numeric(self) -> bool:
-        return isinstance(self.value, int | float) and not isinstance(self.value, bool) and self.key != SEED
-
 
 @dataclass(frozen=True)
 class PolicySpec:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -18,8 +18,6 @@ from policies.core.spec import PolicySpec
 from sim.defaults import CACHE_SIZE, CACHE_SIZES, POLICIES, POLICY
 from sim.experiment import OPTIONS, SIZES, Experiment, Option, options_of
 from sim.loaded import Loaded
-from sim.sweeps import report
-from sim.sweeps.grid import Grid
 from traces import demo_trace
 from traces.commands import console
 from traces.commands.options import Fields, typed
@@ -29,7 +27,6 @@ from traces.location import name_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-R = TypeVar("R", bound=Loaded)
 
 MOST_WORKERS = 1024
 
@@ -102,19 +99,6 @@ class CellOptions:
         """Return the policy and the slots. Raise InputError where the trace cannot be run so."""
         return loaded.chosen(self.policy or POLICY, self.size)
 
-    def charged(self, loaded: R, policy: PolicySpec, output: "OutputOptions") -> R:
-        """Return the run with what the policy costs, measured now if nothing says it."""
-        us = loaded.measured_us([policy])
-        output.note(*report.overhead_notes(us))
-        return loaded.charging(us)
-
-    def announce(
-        self, loaded: Loaded, policy: PolicySpec, slots: int, stated: Mapping[str, Any], output: "OutputOptions"
-    ) -> None:
-        output.note(*self.taken(loaded.experiment, stated))
-        for warning in report.warnings(loaded, Grid((policy,), {self.size: slots})):
-            warn(warning)
-
     def taken(self, experiment: Experiment, stated: Mapping[str, Any]) -> list[str]:
         return taken(
             {
@@ -185,12 +169,6 @@ def taken(defaults: Mapping[str, bool]) -> list[str]:
 def experiment(stated: Mapping[str, Any], trace: str | None = None, **others: Any) -> Experiment:
     """Return the experiment of these options, of the shipped trace where none is named. Raise InputError."""
     return Experiment.of({"trace": trace or str(demo_trace()), **stated, **typed(**others)})
-
-
-def require_clock(stated: Mapping[str, Any]) -> None:
-    """Raise InputError for hardware of an untimed run."""
-    if stated.get("untimed") and "hardware" in stated:
-        raise InputError("--untimed counts without a clock: it cannot have --hardware")
 
 
 def processes(workers: int | None) -> int:

@@ -11,9 +11,6 @@ from sim.quantities import show_ms
 from sim.results.metrics import Row, cell_text, engine_words
 from traces.commands import console
 
-METRICS = {"tpot_mean_ms": "TPOT ms", "ttft_mean_ms": "TTFT ms", "misses": "misses"}
-"""Columns of results by which cells are judged, as tables head them."""
-
 
 def cell_title(row: Row, machine: str | None) -> str:
     where = f" on {machine}" if machine else ""

@@ -16,8 +16,8 @@ from sim.loop.requests import Requests
 from sim.quantities import show_bytes
 from sim.results.compare import swept_run
 from sim.results.metrics import LATENCIES, Row, Summary, users_text
-from sim.sweeps import verdict
-from sim.sweeps.grid import LRU, grid_of, measures, run_grid, summed
+from sim.sweeps import report, verdict
+from sim.sweeps.grid import LRU, Grid, grid_of, measures, run_grid, summed
 from sim.timeline import simulated
 from sim.timeline import window as timeline_window
 from sim.timeline.file import writing
@@ -57,8 +57,12 @@ def run(
     spec, slots = cell.chosen(loaded)
     if window:
         timeline_window.check(window, Requests(loaded.trace))
-    cell.announce(loaded, spec, slots, stated, output)
-    loaded = cell.charged(loaded, spec, output)
+    output.note(*cell.taken(loaded.experiment, stated))
+    for warning in report.warnings(loaded, Grid((spec,), {cell.size: slots})):
+        options.warn(warning)
+    us = loaded.measured_us([spec])
+    output.note(*report.overhead_notes(us))
+    loaded = loaded.charging(us)
     if timeline:
         window = window or timeline_window.first_steps(Requests(loaded.trace))
         summary = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)

@@ -79,8 +79,8 @@ def sweep(
     [b]moe-sim sweep my-trace --policies 'eamc:capacity=100|300,random' --seeds 1,2,3[/b]
     """
     processes = options.processes(workers)
-    if stated.get("untimed"):
-        options.require_clock({**stated, **typed(hardware=hardware)})
+    if stated.get("untimed") and hardware:
+        raise InputError("--untimed counts without a clock: it cannot have --hardware")
     axes = typed(
         traces=traces,
         policies=_names(policies, evict, prefetch),

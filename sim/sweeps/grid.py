@@ -13,7 +13,7 @@ import hashlib
 import json
 import marshal
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -301,14 +301,6 @@ def summed(
     with _named(policy, [slots]):
         play(ended) if play else loaded.play(policy, slots, ended)
     return summary
-
-
-def rows(cells: Iterable[tuple[Loaded, PolicySpec, int]], workers: Workers, advance: Advance) -> list[Row]:
-    """Run cells for their rows alone, which come in the order of the cells."""
-    tasks = [Task(loaded, run_cells, (policy, [slots]), policy.compiled) for loaded, policy, slots in cells]
-    with closing(workers.results(tasks, advance)) as playing:
-        found = {place: row for place, [(row, _)] in playing}
-    return [found[place] for place in sorted(found)]
 
 
 def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:

@@ -13,7 +13,6 @@ from traces.synthetic import synthetic
 
 RESULTS = {
     "sweep": ("--untimed", "--policies", "lru", "--cache-sizes", "24", "--workers", "1"),
-    "tune": ("--untimed", "--policy", "eamc", "--search", "capacity=2..4", "--trials", "2", "--workers", "1"),
     "analyze": ("--policies", "lru", "--cache-size", "24"),
 }
 """Commands that write results to a folder, with options that keep them short."""

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-MISSING = {"tomli_w", "matplotlib", "optuna", "distributed", "dask", "hypothesis", "libcachesim", "aiohttp"}
+MISSING = {"tomli_w", "matplotlib", "distributed", "dask", "hypothesis", "libcachesim", "aiohttp"}
 
 
 class Without:

@@ -1,5 +1,0 @@
-"""The search of a policy's options."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
