@@ -3,9 +3,9 @@
 Every policy runs the decode of synthetic requests at two shapes: popular experts, topics and reuse make its matches
 change. What passes `observe` and `propose` of a `PolicyRunner` is timed, Python included, less the same loop over a
 policy that has nothing to be told (`lru`): what a cache does anyway is left out. A policy that is timed has its
-collections full (`eamc` starts from a file, others run WARM_UP requests), a profile, a trained model, or a trace with
-lookahead. Of SETS x ROUNDS requests the least of the sets' medians counts: what disturbs a measurement only makes it
-longer. An event's share of what is asked when a step starts is included.
+collections full (`eamc` starts from a file, others run WARM_UP requests), a profile, or a trace with lookahead. Of
+SETS x ROUNDS requests the least of the sets' medians counts: what disturbs a measurement only makes it longer. An
+event's share of what is asked when a step starts is included.
 
 Retention is measured alone, a prefetcher beside `lru`, a name that stands for both also as a pair, and a preset where
 it sets other options than the defaults. Learning at the end of a request is shown and not charged; oracles are shown,
@@ -29,7 +29,6 @@ from policies.core.policy import Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
 from policies.eamc.build import build
-from policies.prefetch.stride_training import Tokens, Training, train
 from sim.profiles.policy_overhead import MEASURED, TABLE
 from sim.results.provenance import commit
 from traces.steps import RequestSteps
@@ -84,10 +83,8 @@ def rows() -> Iterator[Row]:
 
 def prepared(learned: Trace, folder: Path) -> dict[str, str]:
     """Options by policy: what some need before they can run, and full collections for `eamc` and its presets."""
-    some = learned.head(4)
-    write_trace(some, folder / "profile")
-    train(Tokens.of(some), Training(epochs=1)).save(folder / "stride.npz")
-    needs = {"static": f"profile={folder / 'profile'}", "stride": f"model={folder / 'stride.npz'}"}
+    write_trace(learned.head(4), folder / "profile")
+    needs = {"static": f"profile={folder / 'profile'}"}
     for name in ("eamc", "eamc-code", "eamc-v1"):
         file = folder / f"{name}.npz"
         capacity = parse(name).resolved()["evict"]["capacity"]

@@ -85,13 +85,6 @@ PRESETS = (
         "without prefetch. Without a profile the slots are even. Unverified.",
     ),
     Preset(
-        "promoe",
-        "lru+stride",
-        "ProMoE: a learned predictor some layers ahead (needs model=FILE of moe-sim train-stride).",
-        "The predictors of the real system (arXiv 2410.22134) read hidden states (moe-sim policies stride). Its "
-        "transfers are chunked and preempted early, which is --chunk-bytes here. That it keeps by LRU is unverified.",
-    ),
-    Preset(
         "finemoe",
         "expert-map",
         "FineMoE (fMoE): expert maps by trajectory, for what to keep and what to fetch.",

@@ -42,7 +42,6 @@ BUILT_IN = (
     "prefetch.markov",
     "eamc.expert_map",
     "prefetch.gate",
-    "prefetch.stride",
     "retention.multi_criteria",
     "retention.class_lru",
 )

@@ -37,10 +37,7 @@ class Latest(NamedTuple):
 
 
 def begin(shape: Shape, options: PreviousOptions) -> Latest:
-    return no_choices(shape, min(layers_ahead(options.depth, shape), shape.layers - 1))
-
-
-def no_choices(shape: Shape, depth: int) -> Latest:
+    depth = min(layers_ahead(options.depth, shape), shape.layers - 1)
     sizes = np.zeros((shape.batch_slots, shape.layers), np.int64)
     return Latest(np.empty((*sizes.shape, shape.experts), np.int64), sizes, depth)
 

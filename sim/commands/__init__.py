@@ -26,7 +26,6 @@ app = program.group(
         "analyze": "sim.commands.analysis:analyze",
         "speculate": "sim.commands.speculate:speculate",
         "board": "sim.commands.board:board",
-        "train-stride": "sim.commands.train:train_stride",
         "compare": "sim.commands.analysis:compare",
         "backtest": "sim.commands.backtest:backtest",
         "systems": "sim.commands.systems:systems",

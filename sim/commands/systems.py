@@ -37,7 +37,6 @@ def systems(
     profile: Annotated[
         str | None, typer.Option(help="Trace to take popular experts from. Default: the trace that is run.")
     ] = None,
-    predictor: Annotated[str | None, typer.Option(help="Predictor of moe-sim train-stride, for promoe.")] = None,
     host_memory: Annotated[
         str | None, typer.Option(help="Host memory for experts over a disk, for llama-cpp-mmap. Default: 16GiB.")
     ] = None,
@@ -69,11 +68,10 @@ def systems(
     uses_profile = any("{profile}" in each.policy for each in systems_to_run)
     for option, value, is_used in (
         ("--profile", profile, uses_profile),
-        ("--predictor", predictor, any("{predictor}" in each.policy for each in systems_to_run)),
         ("--host-memory", host_memory, any(each.mmap for each in systems_to_run)),
     ):
         refuse((value and not is_used, f"{option} is used by none of the systems that are to run: leave it out"))
-    setting = Setting(loaded, cache_size, profile or "", predictor, host_memory or HOST_MEMORY, precision)
+    setting = Setting(loaded, cache_size, profile or "", host_memory or HOST_MEMORY, precision)
     defaults = {
         f"the shipped trace {loaded.experiment.trace}": not trace,
         f"hardware {loaded.experiment.hardware}": "hardware" not in stated,

@@ -324,7 +324,7 @@ def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
 
 
 def _texts(resolved: dict[str, dict[str, Any]]) -> list[str]:
-    """Options that are texts, of which some name files: a profile, a collection, a predictor."""
+    """Options that are texts, of which some name files: a profile, a collection."""
     options = (value for half in resolved.values() for name, value in half.items() if name != "name")
     return [value for value in options if isinstance(value, str)]
 

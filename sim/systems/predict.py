@@ -60,13 +60,12 @@ class Setting:
     """What all systems share.
 
     cache_size: None for what GPU memory leaves. profile: a trace to take popularity from, empty for the one that is
-    run. predictor: a file of `moe-sim train-stride`. precision: of the experts, for systems that name none.
+    run. precision: of the experts, for systems that name none.
     """
 
     loaded: TimedRun
     cache_size: str | None = None
     profile: str = ""
-    predictor: str | None = None
     host_memory: str = HOST_MEMORY
     precision: str | None = None
 
@@ -216,13 +215,7 @@ class SystemRun:
 
 
 def _policy(system: System, setting: Setting, host_layers: int, slots: int) -> PolicySpec:
-    if "{predictor}" in system.policy and not setting.predictor:
-        raise CannotRunError("needs --predictor, a file of moe-sim train-stride")
-    names = {
-        "profile": setting.profile or setting.loaded.experiment.trace,
-        "predictor": setting.predictor,
-        "host_layers": host_layers,
-    }
+    names = {"profile": setting.profile or setting.loaded.experiment.trace, "host_layers": host_layers}
 
     def made(text: str) -> PolicySpec:
         return parse(text.format(**names))

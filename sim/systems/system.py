@@ -25,8 +25,8 @@ Overhead = Annotated[float, Meta(ge=0)]
 class System:
     """A system that serves a model whose experts do not fit GPU memory.
 
-    policy: as --policy takes it; {profile} is a trace to take popularity from, {predictor} a file of `moe-sim
-    train-stride`, {host_layers} the number of layers that do not fit.
+    policy: as --policy takes it; {profile} is a trace to take popularity from, {host_layers} the number of layers that
+    do not fit.
     """
 
     name: str

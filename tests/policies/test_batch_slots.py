@@ -11,7 +11,6 @@ from policies.core.dispatch import is_compiled
 from policies.core.registry import built_in
 from policies.eamc import EamcRetention, expert_map
 from policies.eamc.matching import REQUEST
-from policies.prefetch import Predictor
 from traces.synthetic import synthetic
 
 L, E, K = 4, 6, 2
@@ -22,11 +21,6 @@ REQUESTS = [TRACE.steps(i) for i in range(LEARNED + 2)]
 
 OWN = {
     "previous": lambda state, batch_slot: [chosen_so_far(state.chosen, state.sizes, batch_slot)],
-    "stride": lambda state, batch_slot: [
-        chosen_so_far(state.latest.chosen, state.latest.sizes, batch_slot),
-        chosen_so_far(state.likely, state.predicted, batch_slot),
-        chosen_so_far(state.probable, state.predicted, batch_slot),
-    ],
     "markov": lambda state, batch_slot: [state.before[batch_slot, : state.before[batch_slot, E]].tolist()],
     "least-stale": lambda state, batch_slot: [state.steps[batch_slot]],
     "multi-criteria": lambda state, batch_slot: [state.last[batch_slot].tolist(), state.used[batch_slot].tolist()],
@@ -59,20 +53,9 @@ def at_play(state, batch_slot):
     return bucket.eam, bucket.dots, bucket.squares, bucket.past, bucket.matched
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    file = tmp_path_factory.mktemp("model") / "stride.npz"
-    rng = np.random.default_rng(0)
-    weights = rng.standard_normal((L, 2, E, E)).astype(np.float32)
-    Predictor(2, weights, rng.standard_normal((L, E)).astype(np.float32)).save(file)
-    return file
-
-
-def built(name: str, model, batch_slots: int) -> tuple[ScorePolicy, Prefetcher]:
-    typed = f"lru+stride:model={model}" if name == "stride" else name
-    if typed in ("previous", "markov", "oracle", "oracle1", "gate", "popular", "all"):
-        typed = f"lru+{typed}"
-    keeper, prefetcher = parse(typed).build(Shape(L, E, batch_slots))
+def built(name: str, batch_slots: int) -> tuple[ScorePolicy, Prefetcher]:
+    prefetches = name in ("previous", "markov", "oracle", "oracle1", "gate", "popular", "all")
+    keeper, prefetcher = parse(f"lru+{name}" if prefetches else name).build(Shape(L, E, batch_slots))
     assert isinstance(keeper, ScorePolicy)
     for half in (keeper, prefetcher):
         half.foresee(REQUESTS)
@@ -106,17 +89,17 @@ def play(halves, ordinal: int, batch_slot: int):
         half.end_request(batch_slot)
 
 
-def learned(name: str, model, batch_slots: int):
-    halves = built(name, model, batch_slots)
+def learned(name: str, batch_slots: int):
+    halves = built(name, batch_slots)
     for ordinal in range(LEARNED):
         list(play(halves, ordinal, 0))
     return halves
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_what_is_a_requests_own_is_as_if_it_ran_alone(name, model):
-    together = learned(name, model, 2)
-    alone = [learned(name, model, 1) for _ in range(2)]
+def test_what_is_a_requests_own_is_as_if_it_ran_alone(name):
+    together = learned(name, 2)
+    alone = [learned(name, 1) for _ in range(2)]
     running = [play(together, LEARNED + batch_slot, batch_slot) for batch_slot in range(2)]
     single = [play(alone[batch_slot], LEARNED + batch_slot, 0) for batch_slot in range(2)]
     events = 0
@@ -129,18 +112,18 @@ def test_what_is_a_requests_own_is_as_if_it_ran_alone(name, model):
     assert events == 2 * L * 8
 
 
-@pytest.mark.parametrize("name", ["previous", "stride", "oracle", "oracle1", "oracle:horizon=9"])
-def test_what_a_request_alone_decides_is_proposed_as_if_it_ran_alone(name, model):
-    together = built(name, model, 2) if ":" not in name else built(f"lru+{name}", model, 2)
-    single = [built(name, model, 1) if ":" not in name else built(f"lru+{name}", model, 1) for _ in range(2)]
+@pytest.mark.parametrize("name", ["previous", "oracle", "oracle1", "oracle:horizon=9"])
+def test_what_a_request_alone_decides_is_proposed_as_if_it_ran_alone(name):
+    together = built(name, 2) if ":" not in name else built(f"lru+{name}", 2)
+    single = [built(name, 1) if ":" not in name else built(f"lru+{name}", 1) for _ in range(2)]
     ours = [play(together, batch_slot, batch_slot) for batch_slot in range(2)]
     theirs = [play(single[batch_slot], batch_slot, 0) for batch_slot in range(2)]
     for batch_slot in [0, 1] * (L * len(REQUESTS[0].phase)):
         assert next(ours[batch_slot]) == next(theirs[batch_slot])
 
 
-def test_a_request_that_ends_teaches_the_collection_its_own_and_the_others_go_on_against_it(model):
-    halves = built("eamc:capacity=3:split=false:source=both", model, 2)
+def test_a_request_that_ends_teaches_the_collection_its_own_and_the_others_go_on_against_it():
+    halves = built("eamc:capacity=3:split=false:source=both", 2)
     for ordinal in range(2):
         list(play(halves, ordinal, 0))
     running = [play(halves, ordinal, batch_slot) for batch_slot, ordinal in ((0, 2), (1, 3))]
@@ -160,8 +143,8 @@ def test_a_request_that_ends_teaches_the_collection_its_own_and_the_others_go_on
             assert bucket.dots[1, q].tolist() == products.tolist()
 
 
-def test_a_map_that_is_stored_while_another_request_runs_is_compared_with_that(model):
-    halves = built("expert-map:capacity=5", model, 2)
+def test_a_map_that_is_stored_while_another_request_runs_is_compared_with_that():
+    halves = built("expert-map:capacity=5", 2)
     running = [play(halves, batch_slot, batch_slot) for batch_slot in range(2)]
     for batch_slot in [0, 0, 0, 1] * L * 2:
         next(running[batch_slot])
@@ -183,10 +166,10 @@ def merged(one: Event, other: Event) -> Event:
 
 
 @pytest.mark.parametrize("name", sorted({cls.name for cls in built_in() if is_compiled(cls)} - {"static"}))
-def test_a_step_of_two_requests_is_one_event_with_one_proposal(name, model):
-    halves = built(name, model, 2)
+def test_a_step_of_two_requests_is_one_event_with_one_proposal(name):
+    halves = built(name, 2)
     own = OWN.get(name)
-    alone = [built(name, model, 1) for _ in range(2)]
+    alone = [built(name, 1) for _ in range(2)]
     single = [play(alone[batch_slot], batch_slot, 0) for batch_slot in range(2)]
     events = [Events.of(REQUESTS[batch_slot], L) for batch_slot in range(2)]
     for batch_slot in range(2):
@@ -198,7 +181,7 @@ def test_a_step_of_two_requests_is_one_event_with_one_proposal(name, model):
             assert np.isfinite(halves[0].keep).all()
             assert np.isfinite(list(proposed.values())).all()
             wanted = [next(each) for each in single]
-            if name in ("previous", "stride", "oracle", "oracle1"):
+            if name in ("previous", "oracle", "oracle1"):
                 assert proposed == {i: max(each.get(i, -np.inf) for each in wanted) for each in wanted for i in each}
             if own and name not in ("eamc",):
                 for batch_slot in range(2):

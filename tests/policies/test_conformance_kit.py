@@ -6,7 +6,7 @@ from policies.checker import check_policy
 from policies.core import PolicySpec, available, parse
 from policies.random_routing import scripts
 
-NEEDS_A_TRACE = {"static", "stride"}  # or what was trained on one, of one model's shape: their own tests hold them
+NEEDS_A_TRACE = {"static"}  # or what was trained on one, of one model's shape: their own tests hold them
 
 TYPED = [f"lru+{info.name}" if info.kind == "prefetch" else info.name for info in available() if info.kind != "preset"]
 BUILT_IN = [typed for typed in TYPED if not NEEDS_A_TRACE & {part["name"] for part in parse(typed).resolved().values()}]

@@ -6,7 +6,6 @@ import pytest
 
 from policies.core import PRESETS, Shape, parse, registry
 from policies.core.presets import Preset
-from policies.prefetch import Tokens, Training, train
 from sim.engines.simpy_engine import simulate
 from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -19,15 +18,14 @@ TRACE = replace(TRACE, lookahead=TRACE.experts)
 TIMING = FixedTiming(dense=100, expert=20, expert_per_token=1, combine=2, head=300)
 LINK = Link(latency_ns=10, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=400)
 
-NEEDS = {"brainstorm": "profile={trace}", "fiddler": "profile={trace}", "promoe": "model={trace}/stride.npz"}
-"""Options without which a preset cannot run; {trace}: the folder of TRACE, with a predictor trained on it."""
+NEEDS = {"brainstorm": "profile={trace}", "fiddler": "profile={trace}"}
+"""Options without which a preset cannot run; {trace}: the folder of TRACE."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home") / "trace"
     write_trace(TRACE, folder)
-    train(Tokens.of(TRACE), Training(epochs=1)).save(folder / "stride.npz")
     return folder
 
 

@@ -167,7 +167,7 @@ def test_a_class_that_only_this_process_knows_says_so():
 
 @pytest.mark.parametrize(
     "policy",
-    ["lru", "eamc", "eamc-blend", "belady+oracle", "eamc+eamc:depth=1", "lfu+stride:model=not-read.npz", "lru@layer"],
+    ["lru", "eamc", "eamc-blend", "belady+oracle", "eamc+eamc:depth=1", "lru@layer"],
 )
 def test_a_class_alone_says_that_a_policy_is_compiled(policy):
     assert parse(policy).compiled
@@ -178,7 +178,7 @@ def test_a_class_alone_says_that_it_is_not(policy):
     assert not parse(policy).compiled
 
 
-@pytest.mark.parametrize("policy", ["static:profile=missing", "stride:model=missing", "eamc:collection=missing"])
+@pytest.mark.parametrize("policy", ["static:profile=missing", "eamc:collection=missing"])
 def test_a_file_that_an_option_names_is_required_without_an_instance(policy):
     spec = parse(policy if policy.startswith(("static", "eamc")) else f"lru+{policy}")
     with pytest.raises(InputError, match="missing"):

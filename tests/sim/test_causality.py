@@ -10,11 +10,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from policies.core import Int, Shape, available, parse
-from policies.prefetch import Predictor
 from policies.random_routing import Script, scripts
 from sim.engines import simpy_engine
 from sim.engines.compiled_engine import simulate
@@ -26,20 +24,16 @@ from traces.synthetic import synthetic
 
 SHAPE = Shape(3, 5)
 TIMING, LINK = FixedTiming(7, 3, 1, 2, 5), Link(2, 1, 2, expert_bytes=10, chunk_bytes=4)
-NEEDS = dict.fromkeys(("static", "fiddler", "brainstorm", "adapmoe"), "profile=")
-NEEDS |= dict.fromkeys(("stride", "promoe"), "model=")
+NEED_A_PROFILE = ("static", "fiddler", "brainstorm", "adapmoe")
 NAMES = [info.name if info.kind != "prefetch" else f"lru+{info.name}" for info in available() if not info.oracle]
 ORACLES = ["belady", "lru+oracle", "lru+oracle1"]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A profile trace and a trained model, by the option that takes it."""
-    folder = tmp_path_factory.mktemp("files")
-    write_trace(synthetic(2, tokens=5, layers=3, experts=5, top_k=2, seed=1), folder / "profile")
-    weights = np.random.default_rng(0).standard_normal((3, 2, 5, 5)).astype(np.float32)
-    Predictor(1, weights, np.zeros((3, 5), np.float32)).save(folder / "model.npz")
-    return {"profile=": folder / "profile", "model=": folder / "model.npz"}
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files") / "profile"
+    write_trace(synthetic(2, tokens=5, layers=3, experts=5, top_k=2, seed=1), folder)
+    return folder
 
 
 class Watched(LoopObserver):
@@ -91,9 +85,8 @@ def decisions_that_knew_the_future(policy: str) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_routed_later_changes_no_decision(name: str, files: dict[str, Path]) -> None:
-    option = NEEDS.get(name.removeprefix("lru+"))
-    assert decisions_that_knew_the_future(f"{name}:{option}{files[option]}" if option else name) == 0
+def test_what_is_routed_later_changes_no_decision(name: str, profile: Path) -> None:
+    assert decisions_that_knew_the_future(f"{name}:profile={profile}" if name in NEED_A_PROFILE else name) == 0
 
 
 @pytest.mark.parametrize("oracle", ORACLES)

@@ -32,7 +32,7 @@ def home(tmp_path_factory):
     return home
 
 
-@pytest.mark.parametrize("typed", ["sweep counts", "train-stride counts --out x", "profile build counts --out x"])
+@pytest.mark.parametrize("typed", ["sweep counts", "profile build counts --out x"])
 def test_a_trace_without_sequences_is_refused_as_one(typed, tmp_path):
     (tmp_path / "counts.csv").write_text("0,0\n0,1\n1,1\n")
     counts = import_dump(tmp_path / "counts.csv", None, Options(phase="decode", experts=4, top_k=1))[0]

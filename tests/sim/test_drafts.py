@@ -58,7 +58,7 @@ def test_the_engines_are_equal_in_every_column_under_every_policy(batch: int) ->
         trace = replace(trace, lookahead=rng.permutation(trace.experts, axis=0))
         drafts = Drafts(int(rng.integers(1, 5)), float(rng.random()), seed)
         requests = Requests(trace.in_steps(int(rng.integers(1, 5)), drafts), lambda context: 7 * context)
-        policy = f"{rng.choice(KEEPERS)}+{rng.choice([each for each in FETCHERS if not each.startswith('stride')])}"
+        policy = f"{rng.choice(KEEPERS)}+{rng.choice(FETCHERS)}"
         batches = Users(int(rng.integers(1, 4))) if rng.integers(2) else None
         slots = int(rng.integers(1, L * E + 1))
         run = gpu_run(requests, Shape(L, E), slots, parse(policy), TIMING, LINK, experts_per_layer=1.0, users=batches)

@@ -105,7 +105,7 @@ def test_the_engines_are_equal_on_runs_that_hypothesis_shrinks(
 def test_the_random_runs_reach_every_policy_and_every_counter() -> None:
     runs = [draw_run(random.Random(seed).randint) for seed in range(600)]
     played = Counter(name.partition(":")[0] for run in runs for name in run.policy.partition("@")[0].split("+"))
-    assert set(played) == {cls.name for cls in PLAIN} | {"stride", "none"}
+    assert set(played) == {cls.name for cls in PLAIN} | {"none"}
     assert min(played.values()) >= 10
     logs = [joined(parts) for run in runs if (parts := run.on(compiled_engine.play))]
     for column in ("late", "misses", "prefetch_used", "prefetch_wasted", "evictions"):
@@ -136,7 +136,7 @@ def test_every_score_policy_and_prefetcher_of_today_is_compiled() -> None:
     assert compiled >= {
         *("lru", "lfu", "fifo", "lfu-perfect", "lfu-aged", "lrfu", "static", "belady", "least-stale"),
         *("multi-criteria", "eamc", "eamc-blend", "expert-map"),
-        *("all", "previous", "popular", "markov", "gate", "oracle", "oracle1", "stride"),
+        *("all", "previous", "popular", "markov", "gate", "oracle", "oracle1"),
     }
 
 

@@ -70,7 +70,6 @@ def test_a_file_of_that_name_that_a_sweep_has_not_written_is_left_alone(home, na
 
 FILES = {
     "run": ("tiny", "--policy", "lru", "--quiet", "--timeline"),
-    "train-stride": ("tiny", "--epochs", "1", "--quiet", "--out"),
     "eamc build": ("tiny", "--out"),
 }
 """Commands that write a single file."""

@@ -100,7 +100,7 @@ TODAY = {
         *("arc", "belady", "clock", "fifo", "least-stale", "lfu", "lfu-aged", "lfu-perfect", "lrfu", "lru"),
         *("multi-criteria", "random", "s3fifo", "sieve", "static", *PAIRS),
     ),
-    "prefetch": (*("all", "gate", "markov", "none", "oracle", "oracle1", "popular", "previous", "stride", *PAIRS),),
+    "prefetch": (*("all", "gate", "markov", "none", "oracle", "oracle1", "popular", "previous", *PAIRS),),
     "pair": PAIRS,
     "preset": ("eamc-code", "eamc-v1"),  # these set options
 }
@@ -123,7 +123,7 @@ def test_what_ships_is_what_the_benchmark_measures():
 def test_whatever_watches_events_costs_something_and_what_the_machine_does_anyway_nothing():
     for policy in ("lru", "lfu", "fifo", "clock", "static", "flashmoe"):
         assert at(policy) == at(policy, LARGE) == 0
-    for policy in ("eamc", "eamc-blend", "expert-map", "lru+markov", "lru+stride", "eamc-code"):
+    for policy in ("eamc", "eamc-blend", "expert-map", "lru+markov", "eamc-code"):
         assert 0 < at(policy) < at(policy, LARGE) < 1_000
     for oracle in ("belady", "belady+oracle", "pre-gated"):
         assert at(oracle) == 0

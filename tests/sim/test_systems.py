@@ -32,7 +32,7 @@ TIMES = FixedTiming(dense=100, expert=7, expert_per_token=3, combine=11, head=13
 LINK = Link(latency_ns=9, ns_per_byte_num=3, ns_per_byte_den=2, expert_bytes=50)
 L, E, K = 3, 16, 2
 
-REFUSED = {"promoe": "--predictor", "resident": "room for"}
+REFUSED = {"resident": "room for"}
 """Systems that cannot run the tiny trace with half of its experts in GPU memory, and why."""
 
 

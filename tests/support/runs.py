@@ -2,9 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -12,7 +9,6 @@ import numpy as np
 
 from policies.core import Int, Listener, Policy, PolicyResidency, Prefetcher, Shape, parse, runner
 from policies.core.registry import built_in, is_pair
-from policies.prefetch import Predictor
 from sim.loop import Ended, Run, RunLog, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces import DECODE, PREFILL, InputError, Lookahead, RequestSteps, Trace
@@ -55,7 +51,7 @@ KEEPERS = (
 )
 FETCHERS = (
     *("all:depth=0:budget=0.5", "previous:depth=0", "popular:n=2:threshold=3", "markov:n=2:budget=1"),
-    *("gate:budget=0.5", "oracle:horizon=9:depth=2", "oracle1:budget=1", "stride", "stride:n=2:depth=1"),
+    *("gate:budget=0.5", "oracle:horizon=9:depth=2", "oracle1:budget=1", "none", "previous:depth=2:threshold=-1"),
     *("eamc:capacity=3", "eamc:capacity=3:threshold=-1:decay=none", "eamc-blend:wrong=0.01"),
     *("expert-map:capacity=4", "expert-map:depth=1:capacity=2"),
     *sorted(cls.name for cls in PLAIN if issubclass(cls, Prefetcher)),
@@ -100,19 +96,6 @@ class Drawn(NamedTuple):
         return gpu_run(self.requests, self.shape, self.slots, parse(self.policy), *machine)
 
 
-FOLDER = TemporaryDirectory()
-
-
-@cache
-def stride_model(L: int, E: int) -> str:
-    file = Path(FOLDER.name) / f"{L}x{E}.npz"
-    rng = np.random.default_rng(L * E)
-    stride = min(2, L - 1)
-    weights = rng.standard_normal((L, min(3, L - stride + 1), E, E)).astype(np.float32)
-    Predictor(stride, weights, rng.standard_normal((L, E)).astype(np.float32)).save(file)
-    return str(file)
-
-
 def draw_request(integer: Draw, ordinal: int, shape: Shape) -> RequestSteps:
     """Maybe a prefill, then decoded tokens, of one request or of a few at once; some events have no experts."""
     L, E = shape.layers, shape.experts
@@ -155,8 +138,6 @@ def draw_run(integer: Draw) -> Drawn:
     keep, fetch = choice(KEEPERS), choice(FETCHERS)
     if is_pair(keep.partition(":")[0]) and integer(0, 1):
         fetch = keep
-    if fetch.startswith("stride"):
-        fetch = f"{fetch}:model={stride_model(L, shape.experts)}" if L > 1 else "none"
     scope = "@layer" if integer(0, 4) == 0 else ""
     slots = choice((integer(1, 3), integer(1, total + 2), integer(1, max(1, total // 2))))
     return Drawn(
