@@ -13,8 +13,9 @@ import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from tracer import demo
+from tracer.answers import LoadedModel
 from tracer.loading import Loading
-from tracer.models import LoadedModel, load_model
+from tracer.models import load_model
 from tracer.prompts import Prompt
 from tracer.record import FORCED, Options, record
 

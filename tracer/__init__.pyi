@@ -1,9 +1,9 @@
+from .answers import LoadedModel as LoadedModel
 from .answers import Runner as Runner
 from .commands.convert import load as load
 from .hook import ExpertsHook as ExpertsHook
 from .llama import GgufModel as GgufModel
 from .loading import Loading as Loading
-from .models import LoadedModel as LoadedModel
 from .models import load_model as load_model
 from .observed import Pass as Pass
 from .observed import Sampling as Sampling

@@ -18,7 +18,7 @@ from replay.comparison.errors import in_words
 from replay.comparison.record import ERROR, Record
 from replay.device_choice import require_cuda
 from replay.devices.gpu import Gpu
-from replay.model.network import stored_dtype
+from replay.model.weights import stored_dtype
 from sim.results.metrics import Row
 from traces.commands import console, program
 from traces.errors import InputError, unknown

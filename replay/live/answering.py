@@ -15,8 +15,7 @@ import numpy as np
 from replay.live.model import LiveModel
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
-from tracer.answers import Runner
-from tracer.models import LoadedModel
+from tracer.answers import LoadedModel, Runner
 from tracer.prompts import Columns, Prompt, read_prompts
 from tracer.record import Options, Recording
 from traces.drafts import Drafts

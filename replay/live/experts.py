@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from replay.live.layout import ExpertLayer, Row
+from replay.live.layout import ExpertLayer
+from replay.live.sources import Row
 from traces.errors import InputError
 
 TRIALS = 3

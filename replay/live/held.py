@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from replay.devices.store import Bytes
-from replay.live.layout import ExpertLayer, InSlot, OfExpert, ShardStore
+from replay.live.layout import ExpertLayer, InSlot, ShardStore
 from replay.live.shards import ALIGNMENT
+from replay.live.sources import OfExpert
 
 
 class Held:

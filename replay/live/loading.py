@@ -19,10 +19,13 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 
 from replay.devices.expert_file import ExpertFile, StoredModel, write
 from replay.devices.store import Bytes
-from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_layers, sources
+from replay.live.layout import ExpertLayer, InSlot, ShardStore, expert_layers
 from replay.live.packing import Packing
 from replay.live.shards import Shard, open_shards
-from tracer.models import Found, LoadedModel, blaming, find_model, notes_of, require_weights
+from replay.live.sources import Source, sources
+from tracer.answers import LoadedModel
+from tracer.blaming import blaming
+from tracer.models import Found, find_model, notes_of, require_weights
 from traces.errors import InputError, located, refuse
 from traces.output import check_file, make_folder
 
@@ -70,15 +73,17 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
         with_experts = model.state_dict()
         own, tensors = open_shards(Path(file) for file in files)
         shards.extend(own)
-        wanted, others = sources(tensors, model, load_config, layers)
-        origins.update(wanted)
-        lacking = {f"{layer.name}.{row.name}" for layer in layers for row in layer.rows} - origins.keys()
-        if lacking:
+        wanted = {f"{layer.name}.{row.name}" for layer in layers for row in layer.rows}
+        there, others = sources(tensors, model, load_config, wanted)
+        origins.update(there)
+        if lacking := wanted - origins.keys():
             raise InputError(
                 f"{checkpoint.name} lacks {len(lacking)} stacks of experts of its model, such as {min(lacking)}"
             )
         if load_config.hf_quantizer:
-            layers[:] = [replace(layer, packing=Packing(layer, origins, model)) for layer in layers]
+            for number, layer in enumerate(layers):
+                of_rows = {row: origins[f"{layer.name}.{row.name}"] for row in layer.rows}
+                layers[number] = replace(layer, packing=Packing(of_rows, layer.experts, model))
         for layer in layers:
             for row in layer.rows:
                 del layer.module._parameters[row.name]

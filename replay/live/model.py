@@ -27,6 +27,7 @@ from typing import Any, Self
 from weakref import ref
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -44,14 +45,14 @@ from replay.live.loop import LiveLoop
 from replay.live.memory import Memory
 from replay.live.parts import Parts
 from replay.live.recorder import Batch, Recorder
-from replay.live.report import measured
+from replay.live.rows import measured
 from sim.api import RunResult
 from sim.loop.log import COLUMNS, MOVED, RunLog, StepRow
 from sim.loop.run import Run
 from sim.results import steps
-from tracer.answers import Runner
+from sim.results.metrics import Cell, Row
+from tracer.answers import LoadedModel, Runner
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel
 from traces.errors import InputError, refuse
 from traces.output import check_file, replacing
 from traces.schema import TraceMeta
@@ -183,8 +184,12 @@ class LiveModel:
         """Return the steps since the last `clear` as they were measured: totals, a table of steps, one of requests."""
         trace = self.trace
         log = RunLog.of_rows(self.rows, self.run.gpu.link.expert_bytes, ())
-        row, requests, _ = measured(self, trace, log)
+        row, requests, _ = self.measured(trace, log)
         return RunResult(row, steps.frame(log, trace.requests["id"]), requests.to_pandas())
+
+    def measured(self, trace: Trace, log: RunLog) -> tuple[Row, pa.Table, Cell]:
+        """Return the row of a log of the requests of `trace`, in its order, their table, and what it is a row of."""
+        return measured(self.loaded.name, self.run, self.device, self.lanes, self.draft, trace, log)
 
     @property
     def trace(self) -> Trace:

@@ -32,10 +32,11 @@ from replay.devices.lanes import knee, rates
 from replay.devices.store import RESERVE_BYTES, available_memory_bytes, require_host_memory, stride_of
 from replay.live.device import LiveDevice, LiveGpu, host_experts
 from replay.live.held import held_store
-from replay.live.layout import ExpertLayer, ShardStore, end_of, expert_layers, without_interface
+from replay.live.layout import ExpertLayer, ShardStore, expert_layers, without_interface
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
 from replay.live.memory import EXPERTS, cache_bytes, kv_name_in, memory_of
 from replay.live.model import HOOK, LiveModel, starting_from
+from replay.live.sources import end_of
 from replay.warmup import decide
 from sim.defaults import CACHE_SIZE, POLICY
 from sim.loop.requests import Requests
@@ -44,8 +45,9 @@ from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import CacheSize, cache_text, parse_cache_size, show_bytes
 from sim.sweeps.config import seeded
 from tracer import demo
+from tracer.answers import LoadedModel
+from tracer.blaming import blaming
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel, blaming
 from traces.errors import InputError, refuse, unknown
 from traces.synthetic import synthetic
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
-from replay.live.layout import ExpertLayer, OfExpert, Row, Source, add_row, of_each
 from replay.live.shards import lead_of
+from replay.live.sources import OfExpert, Row, Source, add_row, of_each
 from traces.compiled import loop
 from traces.errors import InputError
 
@@ -36,24 +36,23 @@ class Packed(NamedTuple):
 class Packing:
     """How an expert of one layer lies in a slot: `rows`, where each of them is in the files, and how it is unpacked."""
 
-    def __init__(self, layer: ExpertLayer, sources: Mapping[str, Source], model: nn.Module) -> None:
-        """Raise InputError where an expert has no bytes of its own."""
+    def __init__(self, sources: Mapping[Row, Source], experts: int, model: nn.Module) -> None:
+        """Raise InputError where an expert has no bytes of its own. sources: of each row of a loaded expert."""
         rows: list[Row] = []
         self.ranges: list[list[OfExpert]] = []  # of each row, by expert
-        self._model, self._names = model, [row.name for row in layer.rows]
+        self._model, self._names = model, [row.name for row in sources]
         self._tables: dict[str, tuple[Any, torch.dtype]] = {}  # by parameter of MXFP4, int16[256, 16] of all numbers
         self._packed: dict[str, tuple[Source, torch.dtype, list[Packed]]] = {}  # by parameter
-        for row in layer.rows:
-            source = sources[f"{layer.name}.{row.name}"]
-            if ranges := source.rows(row, layer.experts):
+        for row, source in sources.items():
+            if ranges := source.rows(row, experts):
                 add_row(rows, row.name, row.shape, row.dtype)
                 self.ranges.append(ranges)
                 continue
             packed = []
             for pattern, tensors in source.tensors.items():
-                first, is_stacked = tensors[0], len(tensors) == 1 and layer.experts > 1
-                own = of_each(tensors, layer.experts, merges=not is_stacked)
-                if len(own) != layer.experts or len({(each.shape, each.dtype) for each in tensors}) > 1:
+                first, is_stacked = tensors[0], len(tensors) == 1 and experts > 1
+                own = of_each(tensors, experts, merges=not is_stacked)
+                if len(own) != experts or len({(each.shape, each.dtype) for each in tensors}) > 1:
                     raise InputError(f"{first.name} has no bytes of each expert of its own: it cannot be read so")
                 name = f"{row.name} {pattern}"
                 add_row(rows, name, first.shape[1:] if is_stacked else first.shape, first.dtype)

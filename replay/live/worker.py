@@ -16,9 +16,9 @@ from replay.live.answering import TextStream
 from replay.live.batching import ContinuousBatch
 from replay.live.model import LiveModel
 from sim.loop.log import COLUMNS, STALLS, StepRow
-from tracer.answers import answer_config, without_own_config
+from tracer.answers import LoadedModel, answer_config, without_own_config
+from tracer.blaming import blaming
 from tracer.lookup import drafting
-from tracer.models import LoadedModel, blaming
 from tracer.observed import Sampling
 from traces.errors import InputError
 

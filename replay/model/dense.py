@@ -12,15 +12,12 @@ kernels and carry next to no weights: rotation of queries and keys, their norms,
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
+from replay.model.weights import Checkpoint
 from traces.models.profile import LayerKind, ModelProfile
-
-if TYPE_CHECKING:
-    from replay.model.weights import Checkpoint
 
 Weights = tuple[torch.Tensor, torch.Tensor]  # (gate and up, or up: [n * I, H]; down: [H, I])
 
@@ -28,7 +25,7 @@ Weights = tuple[torch.Tensor, torch.Tensor]  # (gate and up, or up: [n * I, H]; 
 class Source:
     """Where tensors come from: the checkpoint, where it has one of that name and shape, else random numbers."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int, loaded: "Checkpoint | None" = None) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int, loaded: Checkpoint | None = None) -> None:
         self.device, self.dtype = device, dtype
         self.parameters = self.loaded_parameters = self.cached = 0
         self._rng = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)

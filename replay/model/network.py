@@ -9,16 +9,13 @@ and matrices of their shape, which lie ready, are multiplied in their place. Not
 """
 
 from itertools import cycle
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from replay.model.dense import Source, Stack, Weights, activated, rms_norm
+from replay.model.weights import Checkpoint, stored_dtype
 from traces.models.profile import ModelProfile
-
-if TYPE_CHECKING:
-    from replay.model.weights import Checkpoint
 
 BUCKET = 256
 """Contexts are rounded up to multiples of this, so that few CUDA graphs serve all."""
@@ -47,7 +44,7 @@ class Network:
         max_context: int,
         seed: int,
         dense: str = "real",
-        loaded: "Checkpoint | None" = None,
+        loaded: Checkpoint | None = None,
     ) -> None:
         if device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for each shape, in the middle of a run
@@ -165,17 +162,6 @@ class Operands:
 
     def __getitem__(self, slot: int) -> Weights:
         return self._weights[self.rows([slot])[0]]
-
-
-def stored_dtype(profile: ModelProfile) -> torch.dtype | None:
-    """Return the type of an expert's matrices, if its bytes are these, and perhaps biases; None: they are packed.
-
-    Experts that differ in size by layer are.
-    """
-    for dtype in () if profile.differing_bytes else (torch.float32, torch.bfloat16):
-        if dtype.itemsize <= profile.expert_bytes / profile.expert_parameters < dtype.itemsize * 1.05:
-            return dtype
-    return None
 
 
 def _ready_shape(profile: ModelProfile, dtype: torch.dtype) -> tuple[int, int]:

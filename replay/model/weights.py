@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from replay.model.network import stored_dtype
 from traces.errors import InputError
 from traces.models.profile import ModelProfile
 from traces.models.safetensors_files import files_of
@@ -37,6 +36,17 @@ _DENSE = {  # as `replay.model.dense` names it -> as families do
     "router": ("mlp.gate", "block_sparse_moe.gate", "mlp.router"),
     "shared": ("mlp.shared_experts", "mlp.shared_expert"),
 }
+
+
+def stored_dtype(profile: ModelProfile) -> torch.dtype | None:
+    """Return the type of an expert's matrices, if its bytes are these, and perhaps biases; None: they are packed.
+
+    Experts that differ in size by layer are.
+    """
+    for dtype in () if profile.differing_bytes else (torch.float32, torch.bfloat16):
+        if dtype.itemsize <= profile.expert_bytes / profile.expert_parameters < dtype.itemsize * 1.05:
+            return dtype
+    return None
 
 
 class Checkpoint:

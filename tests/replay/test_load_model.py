@@ -23,9 +23,8 @@ from sim.loop import COLUMNS
 from tests.replay.test_live import ARCHITECTURES, GPU, OTHERS
 from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import logits, prompt, saved, saved_in_few_bits, saved_in_int4, whole_model
-from tracer.answers import Runner
+from tracer.answers import LoadedModel, Runner
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel
 from tracer.observed import Sampling
 from traces import InputError, Trace
 

@@ -16,9 +16,8 @@ from sim import simulate
 from tests.support.command import run
 from tests.support.live_models import saved, whole_model
 from tracer import demo
-from tracer.answers import Runner
+from tracer.answers import LoadedModel, Runner
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel
 from tracer.observed import Answer, Sampling
 from traces import Trace
 from traces.drafts import Drafts
