@@ -1,4 +1,7 @@
-"""docs/contract.md and what cites it: each rule that is cited exists, each rule has its owner and its tests."""
+"""docs/contract.md and what cites it: each rule that is cited exists, each rule has its owner and its tests.
+
+Links, paths, modules and commands that pages name exist, too.
+"""
 
 import re
 from collections.abc import Iterator
@@ -6,6 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer
+
+import replay.commands
+import sim.commands
+import tracer.commands
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -19,6 +27,13 @@ RULE = re.compile(r"^## Rule (\d+): (.+)\n+(Status: not implemented yet)?", re.M
 ROW = re.compile(r"^\| \[(\d+): (.+?)\]\(#(.+?)\) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`([\w.-]+/[\w./-]*)`")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+FOLDER = re.compile(r"[\w.-]+(?:/[\w.-]+)+")
+MODULE = re.compile(r"`([\w./-]+\.py)(?::[\w.]+)?`")
+COMMAND = re.compile(r"`(moe-\w+) ([a-z][\w-]*)")
+PROGRAMS = {"moe-trace": tracer.commands.app, "moe-sim": sim.commands.app, "moe-replay": replay.commands.app}
+FOREIGN = {"kt_ep_wrapper.py", "my_file.py"}
+"""Modules of other programs, and a user's own."""
 
 
 class Rule(NamedTuple):
@@ -115,6 +130,28 @@ def test_every_rule_that_is_cited_exists() -> None:
 def test_every_link_leads_somewhere() -> None:
     broken = {str(page): list(broken_links(page)) for page in pages() if page.suffix == ".md"}
     assert {page: links for page, links in broken.items() if links} == {}
+
+
+def missing_names(page: Path) -> Iterator[str]:
+    """Modules and commands in backquotes that do not exist. A module's folder is the page's, or a path of its line."""
+    text = page.read_text(encoding="utf-8")
+    made = " ".join(FENCED.findall(text))  # a page's own examples
+    for line in FENCED.sub("", text).splitlines():
+        paths = [start / path for path in FOLDER.findall(line) for start in (ROOT, page.parent)]
+        folders = [ROOT, page.parent, *paths, *(path.parent for path in paths)]
+        for name in MODULE.findall(line):
+            known = Path(name).name in FOREIGN or Path(name).name in made
+            if not known and not any((folder / name).is_file() for folder in folders):
+                yield name
+        for program, name in COMMAND.findall(line):
+            if name not in typer.main.get_command(PROGRAMS[program]).commands:  # type: ignore[attr-defined]
+                yield f"{program} {name}"
+
+
+def test_every_module_and_command_that_pages_name_exists() -> None:
+    written = [page for page in pages() if page.suffix == ".md" and page.name != "CHANGELOG.md"]
+    missing = {str(page): list(missing_names(page)) for page in written}
+    assert {page: names for page, names in missing.items() if names} == {}
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
