@@ -25,27 +25,12 @@ app = program.group(
     "[b]moe-replay --policy eamc[/b] is short for [b]moe-replay run --policy eamc[/b]. [b]moe-replay run --help[/b] "
     "lists\nits options.",
     {
-        "run": (
-            "replay.commands.run:run",
-            "Run a trace through a policy on a device, one request after another.",
-        ),
-        "calibrate": ("replay.commands.calibrate:calibrate", "Measure this machine and write a hardware profile."),
-        "compare": (
-            "replay.commands.compare:compare",
-            "Run the same cells in the simulator and on a device, and report the difference.",
-        ),
-        "store": (
-            "replay.commands.store:store",
-            "Write the experts of a model to one file, which moe-replay --device disk reads.",
-        ),
-        "generate": (
-            "replay.commands.generate:generate",
-            "Let a model generate with its experts on disk, or in host memory beside a GPU, and a cache of them.",
-        ),
-        "serve": (
-            "replay.commands.serve:serve",
-            "Serve a model whose experts are behind a cache to clients of OpenAI's interface, one request at a time.",
-        ),
+        "run": "replay.commands.run:run",
+        "calibrate": "replay.commands.calibrate:calibrate",
+        "compare": "replay.commands.compare:compare",
+        "store": "replay.commands.store:store",
+        "generate": "replay.commands.generate:generate",
+        "serve": "replay.commands.serve:serve",
     },
     RunByDefault,
     bare_is_help=False,

@@ -29,8 +29,8 @@ app = program.group(
         "compare": "sim.commands.analysis:compare",
         "backtest": "sim.commands.backtest:backtest",
         "systems": "sim.commands.systems:systems",
-        "eamc": (EAMC, "Past EAMs as a file, for eamc to start from."),
-        "profile": (PROFILE, "What eamc-blend has learned, as a file to start from."),
+        "eamc": ("Past EAMs as a file, for eamc to start from.", EAMC),
+        "profile": ("What eamc-blend has learned, as a file to start from.", PROFILE),
     },
 )
 

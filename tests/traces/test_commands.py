@@ -46,7 +46,7 @@ def act(how: str, options: Options, times: int = 1) -> None:
         typer.confirm("Run them all?", abort=True, err=True)
 
 
-app = program.group("Acts.", {"act": (f"{__name__}:act", "Do as one is told.")})
+app = program.group("Acts.", {"act": f"{__name__}:act"})
 
 
 def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> Any:

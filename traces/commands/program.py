@@ -86,15 +86,14 @@ class Command(TyperCommand):
 def group(
     text: str, table: Mapping[str, Any], cls: type[TyperGroup] = TyperGroup, *, bare_is_help: bool = True
 ) -> typer.Typer:
-    """Return a group of commands. table: name -> `module:function`, or another table and its help."""
+    """Return a group of commands. table: name -> `module:function`, or the help and the table of another group."""
     app = typer.Typer(help=text, no_args_is_help=bare_is_help, cls=cls, **SETTINGS)
     app.callback()(lambda: None)  # keeps the name of a single command
     for name, entry in table.items():
-        function, line = (entry, "") if isinstance(entry, str) else entry
-        if isinstance(function, Mapping):
-            app.add_typer(group(line, function), name=name)
+        if isinstance(entry, str):
+            app.command(name, cls=type("Command", (Command,), {"function": entry}))(lambda: None)
         else:
-            app.command(name, cls=type("Command", (Command,), {"function": function}))(lambda: None)
+            app.add_typer(group(*entry), name=name)
     return app
 
 
