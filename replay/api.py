@@ -3,12 +3,13 @@
 Parameters have the names of the command's options, and the same defaults.
 """
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
 
 from policies.core.spec import PolicyLike
 from replay.choice import Choice, first_part
-from replay.device_choice import DeviceChoice
+from replay.device_choice import OPTIONS, DeviceChoice
+from replay.keywords import ReplayKeywords
 from replay.run import replay as run_on_device
 from sim import defaults
 from sim.api import RunResult, TraceLike, load, result_of, with_options
@@ -44,7 +45,7 @@ def replay(
     policy: PolicyLike = defaults.POLICY,
     cache_size: CacheSize = defaults.CACHE_SIZE,
     device: str = "auto",
-    **options: Any,
+    **options: Unpack[ReplayKeywords],
 ) -> ReplayResult:
     """Return what one policy does with one cache over a trace, measured on a device, and what was predicted.
 
@@ -52,10 +53,11 @@ def replay(
     first requests, of about 1,000 steps (disk: 100 tokens). options: the fields of
     `sim.experiment.Experiment`, and the other ones of `replay.device_choice.DeviceChoice`.
 
-    Raises InputError for whatever cannot be run on this machine, and for an unknown option.
+    Raises InputError for whatever cannot be run on this machine, and TypeError for an unknown option.
     """
-    of_device = {each.name: options.pop(each.name) for each in fields(DeviceChoice) if each.name in options}
-    target, loaded = DeviceChoice.of({"device": device, **of_device}), timed(load(trace, options))
+    of_device = {name: value for name, value in options.items() if name in OPTIONS}
+    of_run = {name: value for name, value in options.items() if name not in OPTIONS}
+    target, loaded = DeviceChoice.of({"device": device, **of_device}), timed(load(trace, of_run))
     spec, slots = loaded.chosen(seeded(policy, loaded.experiment.seed), cache_text(cache_size))
     if loaded.experiment.requests is None:
         loaded = first_part(loaded, target.device)

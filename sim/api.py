@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, get_type_hints
 
 import pandas as pd
 
@@ -23,6 +23,7 @@ from policies.core.spec import PolicyLike, text_of
 from sim import defaults
 from sim.engines import compiling
 from sim.experiment import OPTIONS, Experiment
+from sim.keywords import RunKeywords
 from sim.loaded import CountedRun, Loaded, TimedRun, timed
 from sim.loaded import load as read_files
 from sim.loop.log import RunLog
@@ -231,7 +232,7 @@ def simulate(
     trace: TraceLike,
     policy: PolicyLike = defaults.POLICY,
     cache_size: CacheSize = defaults.CACHE_SIZE,
-    **options: Any,
+    **options: Unpack[RunKeywords],
 ) -> RunResult:
     """Return what one policy does with one cache over a trace, on a simulated machine.
 
@@ -264,7 +265,7 @@ def sweep(
     *,
     seeds: Sequence[int] | None = None,
     workers: int = 1,
-    **options: Any,
+    **options: Unpack[RunKeywords],
 ) -> SweepResult:
     """Return what each policy does at each cache size over a trace.
 
@@ -284,7 +285,7 @@ def sweep(
 
 
 def predict_systems(
-    trace: TraceLike, systems: Sequence[str] = (), cache_size: str | None = None, **options: Any
+    trace: TraceLike, systems: Sequence[str] = (), cache_size: str | None = None, **options: Unpack[RunKeywords]
 ) -> pd.DataFrame:
     """Return what other systems would take for a trace's decoded tokens on one machine, a row each.
 

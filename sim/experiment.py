@@ -3,6 +3,7 @@
 The options of commands (`sim.commands.options`), the keys of a sweep's TOML, the keywords of `simulate`, `sweep` and
 `replay`, a cell's key and what a worker is sent are the fields of `Experiment`: a new option is one field. Policy and
 cache size are not among them, as an experiment is what cells of different policies and cache sizes have in common.
+`sim.keywords` is written from them.
 """
 
 import math
@@ -17,7 +18,7 @@ from msgspec import Meta
 from policies.core.grammar import split_list
 from sim.defaults import HARDWARE
 from sim.profiles.hardware_profile import MACHINES
-from sim.quantities import cache_text, parse_bytes
+from sim.quantities import CacheSize, cache_text, parse_bytes
 from traces.drafts import Drafts
 from traces.errors import InputError, refuse, unknown
 from traces.location import absolute, is_url
@@ -41,8 +42,8 @@ class Option:
 
     help: as commands print it; empty: a command that takes it has its own. key: whether a cell's key holds it as it
     stands; else the key holds what it stands for, or it makes no difference. timed: whether it needs a clock.
-    names: all values that it may have. read: makes a value of its name and of what a user wrote.
-    resolved: makes a path or name, relative to a folder, that holds wherever one stands.
+    names: all values that it may have. read: makes a value of its name and of what a user wrote, of the types that its
+    parameter `value` has. resolved: makes a path or name, relative to a folder, that holds wherever one stands.
     """
 
     help: str = ""
@@ -53,11 +54,11 @@ class Option:
     resolved: Callable[[str, Path], str] | None = None
 
 
-def _bytes(name: str, value: Any) -> Any:
+def _bytes(name: str, value: int | str | None) -> Any:
     return parse_bytes(value, f"`{name}`") if isinstance(value, str) else value
 
 
-def _overheads(name: str, value: Any) -> Any:
+def _overheads(name: str, value: float | str | Mapping[str, float] | None) -> Any:
     """Return the microseconds of all policies or, of a mapping or its text, `POLICY=US,POLICY=US`."""
     try:
         if isinstance(value, str) and "=" not in value:
@@ -86,7 +87,7 @@ RECORDED = "recorded"
 """In results the acceptance of drafts as the trace states them."""
 
 
-def _acceptance(name: str, value: Any) -> Any:
+def _acceptance(name: str, value: float | str | list[int] | tuple[int, ...] | None) -> Any:
     """Return a probability or, of a sequence or its text, `2,0,1`."""
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) + "," * (len(value) == 1)
@@ -106,7 +107,7 @@ def accepted(acceptance: float | str | None) -> float | tuple[int, ...] | None:
     return tuple(map(int, lengths))
 
 
-def _size(name: str, value: Any) -> Any:
+def _size(name: str, value: CacheSize | None) -> Any:
     return cache_text(value) if isinstance(value, int | float) else value
 
 

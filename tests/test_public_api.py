@@ -17,6 +17,7 @@ import sim
 import traces
 from policies.core import PolicySpec
 from sim.experiment import Experiment
+from tests import keywords
 
 NAMES = {
     traces: ["DECODE", "PREFILL", "InputError", "Trace", "demo_trace", "statistics"],
@@ -90,6 +91,11 @@ def test_a_researchers_script_runs(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("function", [sim.simulate, sim.sweep, replay.replay])
 def test_the_options_are_the_fields_of_an_experiment(function):
     assert {field.name for field in fields(Experiment)} <= set(inspect.signature(function).parameters)
+
+
+def test_the_typed_options_are_those_that_the_fields_write():
+    for file, text in keywords.written().items():
+        assert (keywords.ROOT / file).read_text("utf-8") == text
 
 
 def test_a_run_has_its_totals_steps_and_requests(trace):
@@ -175,9 +181,14 @@ def test_errors_are_value_errors_that_name_parameters(trace, options, said):
         sim.simulate(trace, **{"policy": "lru", "cache_size": "25%", **options})
 
 
-def test_an_option_that_there_is_not_is_a_type_error(trace):
-    with pytest.raises(TypeError, match="unknown option cash; known: hardware"):
-        sim.simulate(trace, "lru", "25%", cash=1)
+def test_a_misspelt_option_is_an_error_when_it_runs_and_for_mypy(trace: traces.Trace) -> None:
+    """`make lint` reports errors of types that are ignored here and are none."""
+    with pytest.raises(TypeError, match="unknown option warmup_request; known: hardware"):
+        sim.simulate(trace, "lru", 0.25, warmup_request=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unknown option lane; known: hardware"):
+        replay.replay(trace, "lru", 0.25, device="virtual", lane=1)  # type: ignore[call-arg]
+    with pytest.raises(traces.InputError, match="requests"):
+        sim.sweep(trace, ["lru"], requests="few")  # type: ignore[arg-type]
 
 
 def test_what_commands_warn_of_is_a_warning(trace):

@@ -15,6 +15,7 @@ from replay import replay
 from sim import simulate as simulate_trace
 from sim.engines import cases, compiled_engine, simpy_engine
 from sim.experiment import Experiment
+from sim.keywords import RunKeywords
 from sim.loaded import TimedRun
 from sim.loop import RunLog, Users, gpu_run
 from sim.loop.requests import Requests
@@ -217,7 +218,7 @@ def test_a_prompt_in_chunks_has_its_first_token_after_the_last(users: int | None
 
 def test_a_draft_takes_its_time_for_each_of_its_tokens() -> None:
     """As stated, or as the model that drafts takes for a token at that context."""
-    options = {"requests": 2, "draft": 2, "acceptance": [1]}
+    options: dict[str, Any] = {"requests": 2, "draft": 2, "acceptance": [1]}
     free = simulate_trace(demo_trace(), "lru", "100%", **options)
     stated = simulate_trace(demo_trace(), "lru", "100%", **options, draft_us=500)
     of_model = simulate_trace(demo_trace(), "lru", "100%", **options, draft_model="olmoe-1b-7b")
@@ -232,7 +233,7 @@ def test_a_draft_takes_its_time_for_each_of_its_tokens() -> None:
 
 
 def test_the_virtual_device_replays_drafts_and_others_refuse_them() -> None:
-    options = {"requests": 1, "draft": 2, "acceptance": 0.5}
+    options: RunKeywords = {"requests": 1, "draft": 2, "acceptance": 0.5}
     run = replay(demo_trace(), "lru", "25%", device="virtual", **options)
     assert run.row["tokens_per_s"] == simulate_trace(demo_trace(), "lru", "25%", **options).row["tokens_per_s"]
     with pytest.raises(InputError, match="`draft` runs on the virtual device alone"):
