@@ -5,19 +5,19 @@ blocks that it overlaps (`traces.blocks`), and its routing is checked when it is
 Memory: some blocks, and a few hundred bytes a request, whatever the number of tokens.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from traces.blocks import Arrays, Blocks
 from traces.check import check_ids, check_lookahead
-from traces.drafts import Drafts
 from traces.index import Index
 from traces.reader import RUN, changed, open_folder
-from traces.schema import AGGREGATE, TraceMeta
+from traces.schema import AGGREGATE
 from traces.steps import PREFILL, Int
 from traces.trace import AnyTrace
 
@@ -30,22 +30,15 @@ class Shards(AnyTrace):
     rows of a request are far apart, all between them is decoded for it. Pickled, it is opened again at the same place.
     """
 
-    name: str
     path: str  # as it was typed
-    meta: TraceMeta
     fingerprint: str  # differs where the trace was replaced by another (`traces.reader`)
-    requests: pd.DataFrame
-    offsets: Int  # counted by request
-    prompts: Int
-    has_lookahead: bool  # whether the requests' steps hold what gates pick ahead of time
-    has_drafts: bool
-    _span: Int  # [2, R] first and last row in the files
+    _prompts: Int  # [R]
     _skipped: Int  # [R] first rows that are left out
-    _checked: NDArray[np.bool_]  # [R] whether the request's routing was checked
+    _numbers: Int  # [R] of the requests in the files, of which there are F
+    _span: Int  # [2, F] first and last row
+    _checked: NDArray[np.bool_]  # [F] whether the request's routing was checked
     _rows: Blocks
     _eams: Blocks  # by request
-    prefill_chunk: int | None = None
-    drafts: Drafts | None = None
 
     @staticmethod
     def open(path: Path | str, lookahead: bool = True) -> "Shards":
@@ -66,63 +59,62 @@ class Shards(AnyTrace):
             fingerprint=folder.fingerprint,
             requests=requests,
             offsets=index.offsets,
-            prompts=index.counts[PREFILL],
-            has_lookahead="lookahead" in columns,
-            has_drafts="drafted" in columns,
-            _span=np.stack([index.first, index.last]),
+            _prompts=index.counts[PREFILL],
             _skipped=np.zeros(len(requests), np.int64),
+            _numbers=np.arange(len(requests)),
+            _span=np.stack([index.first, index.last]),
             _checked=np.zeros(len(requests), bool),
             _rows=Blocks(folder.routing, columns, by_request),
             _eams=eams,
         )
 
-    def in_steps(self, prefill_chunk: int | None = None, drafts: Drafts | None = None) -> "Shards":
-        return replace(self, prefill_chunk=prefill_chunk, drafts=drafts)
+    @property
+    def prompts(self) -> Int:
+        return self._prompts
 
-    def _first(self, n: int) -> "Shards":
-        return replace(
-            self,
-            requests=self.requests.iloc[:n],
-            offsets=self.offsets[: n + 1],
-            prompts=self.prompts[:n],
-            _span=self._span[:, :n],
-            _skipped=self._skipped[:n],
-            _checked=self._checked[:n],
-        )
+    @property
+    def columns(self) -> Set[str]:
+        return self._rows.empty.keys()
+
+    def _kept(self, requests: NDArray[np.integer], skipped: Int, offsets: Int) -> dict[str, Any]:
+        return {
+            "_prompts": self._prompts[requests] - skipped,
+            "_skipped": self._skipped[requests] + skipped,
+            "_numbers": self._numbers[requests],
+        }
 
     def _decoded(self, name: str) -> "Shards":
-        return replace(self, name=name, prompts=np.zeros_like(self.prompts))
-
-    def _without_prompts(self, name: str) -> "Shards":
-        offsets = self.offsets - np.concatenate([[0], np.cumsum(self.prompts)])
-        none = np.zeros_like(self.prompts)
-        return replace(self, name=name, offsets=offsets, prompts=none, _skipped=self._skipped + self.prompts)
+        return replace(self, name=name, _prompts=np.zeros_like(self._prompts))
 
     def _rows_of(self, i: int) -> Arrays:
         """Return the rows of request `i`, by column; copies if it spans several blocks, which then need not stay."""
-        first, last = np.searchsorted(self._rows.starts, self._span[:, i], "right") - 1
+        number = int(self._numbers[i])
+        first, last = np.searchsorted(self._rows.starts, self._span[:, number], "right") - 1
         parts = []
         for n in range(first, last + 1):
             block = self._rows[n] if n >= 0 else self._rows.empty
-            own = slice(*(int(np.searchsorted(block["request"], np.uint32(i), side)) for side in ("left", "right")))
-            parts.append({name: array[own] if first == last else array[own].copy() for name, array in block.items()})
+            begin = np.searchsorted(block["request"], np.uint32(number))
+            end = np.searchsorted(block["request"], np.uint32(number), "right")
+            part = {name: array[begin:end] for name, array in block.items()}
+            parts.append(part if first == last else {name: array.copy() for name, array in part.items()})
         rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts[1:] else parts[0]
         skipped = int(self._skipped[i])
         if len(rows["request"]) - skipped != self.offsets[i + 1] - self.offsets[i]:
             raise changed(self.path)
         for name in {"experts", "lookahead"} & rows.keys():
             rows[name] = rows[name].reshape(-1, self.layers, self.top_k)
-        if not self._checked[i]:
+        if not self._checked[number]:
             self._check(i, rows)
-            self._checked[i] = True
+            self._checked[number] = True
         return {name: array[skipped:] for name, array in rows.items()} if skipped else rows
 
     def _check(self, i: int, rows: Arrays) -> None:
-        n = int(np.searchsorted(self._eams.starts, i, "right")) - 1
-        block, row = self._eams[n], i - self._eams.starts[n]
+        number = int(self._numbers[i])
+        n = int(np.searchsorted(self._eams.starts, number, "right")) - 1
+        block, row = self._eams[n], number - self._eams.starts[n]
         eams = np.stack([block["eam_prefill"][row], block["eam_decode"][row]])[:, None]
         ends = np.array([0, len(rows["experts"])])
-        check_ids(self.meta, rows["experts"], ends, rows["phase"], eams, self.path, first=i)
+        check_ids(self.meta, rows["experts"], ends, rows["phase"], eams, self.path, first=number)
         if "lookahead" in rows:
             check_lookahead(self.meta, rows["lookahead"], self.path, first=int(self.offsets[i]))
 

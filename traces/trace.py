@@ -5,9 +5,9 @@ Tokens are rows, grouped by request; within a request they are in the order of e
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,11 +23,12 @@ from traces.errors import InputError, refuse
 from traces.index import Index
 from traces.reader import RUN, Folder, Listed, numpy, open_folder, require_known
 from traces.schema import AGGREGATE, TraceMeta
-from traces.steps import DECODE, PREFILL, RequestSteps, steps_of_rows
+from traces.steps import DECODE, PREFILL, Int, RequestSteps, steps_of_rows
 
 Phases = Literal["prefill", "decode", "both"]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class AnyTrace(ABC):
     """R requests and T tokens of a model with L MoE layers of E experts, top-k, as engines and sweeps run them.
 
@@ -39,11 +40,29 @@ class AnyTrace(ABC):
     name: str  # of the trace's folder
     meta: TraceMeta
     requests: pd.DataFrame  # [R]
-    offsets: NDArray[np.int64]  # [R + 1] request r owns the rows offsets[r] to offsets[r + 1]
-    prompts: NDArray[np.int64]  # [R] tokens of each request that are run as one prefill
-    prefill_chunk: int | None  # tokens of a prefill that are run as one step; None: all
-    drafts: Drafts | None  # what is drafted for its decode steps (rule 20)
-    has_drafts: bool  # whether it states what was drafted and accepted when it was recorded
+    offsets: Int  # [R + 1] request r owns the rows offsets[r] to offsets[r + 1]
+    prefill_chunk: int | None = field(default=None, kw_only=True)  # tokens of a prefill that run as one step; None: all
+    drafts: Drafts | None = field(default=None, kw_only=True)  # what is drafted for its decode steps (rule 20)
+
+    @property
+    @abstractmethod
+    def prompts(self) -> Int:
+        """Return the tokens of each request that are run as one prefill, [R]."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> Set[str]:
+        """Return what is known of a row, of `traces.reader.RUN` too."""
+
+    @property
+    def has_lookahead(self) -> bool:
+        """Return whether the requests' steps state what gates pick ahead of time."""
+        return "lookahead" in self.columns
+
+    @property
+    def has_drafts(self) -> bool:
+        """Return whether it states what was drafted and accepted when it was recorded."""
+        return "drafted" in self.columns
 
     @property
     def layers(self) -> int:
@@ -74,7 +93,11 @@ class AnyTrace(ABC):
     def head(self, n: int) -> Self:
         if not 1 <= n <= len(self.requests):
             raise InputError(f"{self.name} holds {len(self.requests)} requests; it cannot give the first {n}")
-        return self._first(n)
+        return self.select(np.arange(n))
+
+    def select(self, requests: NDArray[np.integer]) -> Self:
+        """Return some of the requests, by number, ascending."""
+        return self._part(requests, np.zeros(len(requests), np.int64))
 
     def as_decode(self) -> Self:
         """Return the tokens with the prefill run token by token, as if decoded: routing is causal. The name says so."""
@@ -86,11 +109,11 @@ class AnyTrace(ABC):
         """Return the decoded tokens alone. The name says so."""
         if self.phases == "prefill":
             raise InputError(f"{self.name} decodes no token: leave `decode_only` out")
-        return self._without_prompts(f"{self.name} (decode only)")
+        return self._part(np.arange(len(self.requests)), self.prompts, name=f"{self.name} (decode only)")
 
-    @abstractmethod
     def in_steps(self, prefill_chunk: int | None = None, drafts: Drafts | None = None) -> Self:
         """Return the same requests in other steps (rule 20): prefills in chunks, decoded tokens behind drafted ones."""
+        return replace(self, prefill_chunk=prefill_chunk, drafts=drafts)
 
     def steps(self, i: int) -> RequestSteps:
         """Return request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one.
@@ -105,14 +128,19 @@ class AnyTrace(ABC):
         recorded = rows["drafted"][prompt:].astype(np.int64) if self.has_drafts else None
         return self.drafts.of(steps, self.layers, self.num_experts, recorded)
 
+    def _part(self, requests: NDArray[np.integer], skipped: Int, **changes: Any) -> Self:
+        """Return some of the requests; skipped: rows of the prompt of each that are left out."""
+        lengths = np.diff(self.offsets)[requests] - skipped
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        kept = self._kept(requests, skipped, offsets)
+        return replace(self, requests=self.requests.iloc[requests], offsets=offsets, **kept, **changes)
+
     @abstractmethod
-    def _first(self, n: int) -> Self: ...
+    def _kept(self, requests: NDArray[np.integer], skipped: Int, offsets: Int) -> dict[str, Any]:
+        """Return the other fields of such a part; offsets: of its rows."""
 
     @abstractmethod
     def _decoded(self, name: str) -> Self: ...
-
-    @abstractmethod
-    def _without_prompts(self, name: str) -> Self: ...
 
     @abstractmethod
     def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
@@ -123,10 +151,6 @@ class AnyTrace(ABC):
 class Trace(AnyTrace):
     """A trace in memory."""
 
-    name: str
-    meta: TraceMeta
-    requests: pd.DataFrame
-    offsets: NDArray[np.int64]
     experts: NDArray[Any]  # uint8 or uint16 [T, L, k] ids within a layer; `sentinel`: nothing routed here
     phase: NDArray[np.uint8]  # [T] traces.steps.PREFILL or DECODE
     position: NDArray[np.uint32]  # [T] place in the request's sequence of tokens, from 0
@@ -138,8 +162,6 @@ class Trace(AnyTrace):
     drafted: NDArray[np.int16] | None = None  # [T] tokens drafted behind this one; -1: it was drafted, and accepted
     embedding: NDArray[np.float16] | None = None  # [R, H] mean input embedding of each prompt
     aggregate: NDArray[np.uint32] | None = None  # [2, R, L * E] EAMs of a trace that holds no sequences (T is 0)
-    prefill_chunk: int | None = None
-    drafts: Drafts | None = None
 
     @staticmethod
     def read(path: Path | str, columns: Iterable[str] = ()) -> "Trace":
@@ -259,23 +281,18 @@ class Trace(AnyTrace):
         return digest.hexdigest()
 
     @property
-    def has_lookahead(self) -> bool:
-        """Whether the requests' steps tell what gates pick ahead of time."""
-        return self.lookahead is not None
-
-    @property
-    def has_drafts(self) -> bool:  # type: ignore[override]
-        return self.drafted is not None
+    def columns(self) -> Set[str]:
+        return {name for name in PER_ROW if getattr(self, name) is not None}
 
     @cached_property
-    def prompts(self) -> NDArray[np.int64]:  # type: ignore[override]
+    def prompts(self) -> Int:
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.phase == PREFILL)])
         return np.diff(before[self.offsets])
 
-    def eams(self, phase: int) -> NDArray[np.int64]:
+    def eams(self, phase: int) -> Int:
         """Return expert activation matrices, tokens per expert: int64[R, L, E]. `phase`: PREFILL or DECODE."""
         if self.aggregate is not None:
-            counted: NDArray[np.int64] = self.aggregate[phase].astype(np.int64)
+            counted: Int = self.aggregate[phase].astype(np.int64)
             return counted.reshape(-1, self.layers, self.num_experts)
         return count_eams(self.experts, self.offsets, self.phase == phase, self.num_experts)
 
@@ -285,52 +302,32 @@ class Trace(AnyTrace):
         lengths = self.requests["output_tokens"].to_numpy(np.int64, copy=True)
         lengths[-1] = max(0, lengths[-1] - rows)
         requests = self.requests.assign(output_tokens=lengths)
-        arrays = {name: array[:held] for name in PER_ROW if (array := getattr(self, name)) is not None}
+        arrays = {name: getattr(self, name)[:held] for name in self.columns}
         return replace(self, requests=requests, offsets=np.append(self.offsets[:-1], held), **arrays)
 
-    def select(self, requests: NDArray[np.integer]) -> "Trace":
-        """Return some of the requests, by number, ascending."""
-        lengths = np.diff(self.offsets)[requests]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        first, last = (int(requests[0]), int(requests[-1])) if len(requests) else (0, -1)
-        rows: slice | NDArray[np.int64]
-        if last - first + 1 == len(requests):  # consecutive: views instead of copies
-            rows = slice(int(self.offsets[first]), int(self.offsets[last + 1]))
-        else:
-            rows = np.arange(offsets[-1]) + np.repeat(self.offsets[requests] - offsets[:-1], lengths)
-        held = {name: array for name in PER_ROW if (array := getattr(self, name)) is not None}
-        return replace(
-            self,
-            requests=self.requests.iloc[requests],
-            offsets=offsets,
-            embedding=None if self.embedding is None else self.embedding[requests],
-            aggregate=None if self.aggregate is None else self.aggregate[:, requests],
-            **{name: array[rows] for name, array in held.items()},
-        )
-
-    def in_steps(self, prefill_chunk: int | None = None, drafts: Drafts | None = None) -> "Trace":
-        return replace(self, prefill_chunk=prefill_chunk, drafts=drafts)
-
-    def _first(self, n: int) -> "Trace":
-        return self.select(np.arange(n))
+    def _kept(self, requests: NDArray[np.integer], skipped: Int, offsets: Int) -> dict[str, Any]:
+        numbers = np.arange(offsets[-1]) + np.repeat(self.offsets[requests] + skipped - offsets[:-1], np.diff(offsets))
+        is_range = len(numbers) and numbers[-1] - numbers[0] + 1 == len(numbers)
+        rows = slice(numbers[0], numbers[-1] + 1) if is_range else numbers  # views instead of copies
+        return {name: getattr(self, name)[rows] for name in self.columns} | {
+            "embedding": None if self.embedding is None else self.embedding[requests],
+            "aggregate": None if self.aggregate is None else self.aggregate[:, requests],
+        }
 
     def _decoded(self, name: str) -> "Trace":
         return replace(self, name=name, phase=np.full_like(self.phase, DECODE))
 
-    def _without_prompts(self, name: str) -> "Trace":
-        return replace(self.of_phase(DECODE), name=name)
-
     def of_phase(self, phase: int) -> "Trace":
         """Return the rows of one phase, PREFILL or DECODE."""
         keep = self.phase == phase
-        held = {name: array[keep] for name in PER_ROW if (array := getattr(self, name)) is not None}
+        held = {name: getattr(self, name)[keep] for name in self.columns}
         offsets = np.concatenate([[0], np.cumsum(keep)])[self.offsets].astype(np.int64)
         requests = self.requests.assign(output_tokens=0) if phase == PREFILL else self.requests
         return replace(self, requests=requests, offsets=offsets, **held)
 
     def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
-        rows, names = slice(int(self.offsets[i]), int(self.offsets[i + 1])), ("experts", "position", *RUN)
-        return {name: array[rows] for name in names if (array := getattr(self, name)) is not None}
+        rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        return {name: getattr(self, name)[rows] for name in {"experts", "position", *RUN} & self.columns}
 
 
 def listed(
@@ -356,7 +353,7 @@ def listed(
     )
 
 
-def in_turn(lengths: NDArray[np.int64], prompts: NDArray[np.int64]) -> dict[str, Any]:
+def in_turn(lengths: Int, prompts: Int) -> dict[str, Any]:
     """Return offsets, phase, position and step of requests in turn; lengths, prompts: [R] rows, of them prefill."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
@@ -395,7 +392,7 @@ FLOATS = {"weights", "gate_probs"}
 """Of these the ones that hold floating-point numbers."""
 
 
-def _integers(what: str, values: Any) -> NDArray[np.int64]:
+def _integers(what: str, values: Any) -> Int:
     """Return whole numbers as an array. Raises InputError for others."""
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":

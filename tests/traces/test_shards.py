@@ -86,7 +86,9 @@ def test_a_trace_played_from_shards_is_the_trace_read_whole(trace: Trace, data: 
             requests = data.draw(st.permutations(range(len(whole.requests))))
             assert_same_shards(whole, shards, [*requests, *range(len(whole.requests))])
             n = integer(1, len(whole.requests))
+            chosen = np.sort(requests[:n])
             assert_same_shards(whole.head(n), shards.head(n))
+            assert_same_shards(whole.select(chosen), shards.select(chosen))
             if whole.phases == "decode":
                 with pytest.raises(InputError, match="holds no prefill"):
                     shards.as_decode()
@@ -96,7 +98,9 @@ def test_a_trace_played_from_shards_is_the_trace_read_whole(trace: Trace, data: 
                 with pytest.raises(InputError, match="decodes no token"):
                     shards.without_prompts()
             else:
-                assert_same_shards(whole.without_prompts(), shards.without_prompts())
+                decoded = shards.without_prompts()
+                assert_same_shards(whole.without_prompts(), decoded)
+                assert_same_shards(whole.without_prompts().select(chosen), decoded.select(chosen))
 
 
 def test_rows_may_lie_in_any_order_of_requests(tmp_path: Path) -> None:
