@@ -83,8 +83,6 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None, layers: in
         if not expert_bytes:
             raise InputError(f"cache size {text}: nothing states how large an expert is; give a share or a number")
         slots = size // expert_bytes
-        if not slots:
-            raise InputError(f"a cache of {text} does not hold one expert of {show_bytes(expert_bytes)}")
     elif slots is None:
         raise InputError(f"invalid cache size {text!r}: use 25%, 64, 12/layer or 8GiB")
     if not slots:

@@ -34,9 +34,7 @@ def read_described(
         about = parse_json(str(held.pop("about")), "what it says of itself")
         if about.get("format") != form:
             raise InputError(f"it is not of this version ({form})")
-    except OSError as error:
-        raise InputError(f"cannot read the {what} {path}: {error.strerror or error}; {advice}") from error
-    except (InputError, KeyError, AttributeError) as error:
+    except (InputError, OSError, KeyError, AttributeError) as error:
         raise InputError(f"{path} holds no {what}, or half of one ({error}): {advice}") from error
     return about, held
 

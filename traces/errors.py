@@ -33,12 +33,12 @@ def located(where: str) -> Iterator[None]:
         raise InputError(f"{where}: {error}") from error
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> InputError:
-    """The error for a name that is not in `known`: offers the near ones, else all of them."""
+def unknown(what: str, name: str, known: Iterable[str], where: object = "") -> InputError:
+    """Return the error for a name that is not in `known`, in `where`: it offers the near ones, else all of them."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     offer = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
-    return InputError(f"unknown {what} {name!r}; {offer}")
+    return InputError(f"{where}{': ' if where else ''}unknown {what} {name!r}; {offer if names else 'there are none'}")
 
 
 def with_flags(text: str, parameters: Collection[str]) -> str:

@@ -49,7 +49,7 @@ def _require_known(cls: Any, values: Mapping[str, Any], prefix: str) -> None:
     kinds = get_type_hints(cls)
     for key, value in values.items():
         if key not in known:
-            raise InputError(f"{prefix}{unknown('key', key, known)}")
+            raise unknown("key", key, known, prefix.removesuffix(": "))
         inner = next(filter(dataclasses.is_dataclass, get_args(kinds[key])), None)
         tables = value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list) else ())
         for place, table in tables if inner else ():

@@ -234,7 +234,7 @@ class PolicySpec:
         halves, changed = list(self.typed.halves), dict[str, dict[str, Any]]()
         for name, value in values.items():
             if name not in known:
-                raise _no_such_option(self.preset or self.text, name, known)
+                raise unknown(f"option of {self.preset or self.text}", name, known)
             option = known[name]
             for part in option.parts:
                 changed.setdefault(part, {})[option.key] = value
@@ -383,12 +383,6 @@ def _alike(evict: Part, prefetch: Part) -> bool:
     return evict.name == prefetch.name and evict.values == prefetch.values
 
 
-def _no_such_option(policy: str, key: str, known: Iterable[str]) -> InputError:
-    if not known:
-        return InputError(f"{policy} has no options: leave {key} out")
-    return unknown(f"option of {policy}", key, known)
-
-
 def _options(cls: type[Listener | Scope | Placement], values: Iterable[tuple[str, Any]] = ()) -> Any:
     """Return the options of a class: its defaults and over them `values`, or their text. Raise InputError."""
     return guard.guarded(cls, "Options", _chosen)(cls, values)
@@ -400,7 +394,7 @@ def _chosen(cls: type[Listener | Scope | Placement], values: Iterable[tuple[str,
     chosen = {}
     for key, value in values:
         if key not in defaults:
-            raise _no_such_option(cls.name, key, defaults)
+            raise unknown(f"option of {cls.name}", key, defaults)
         try:
             chosen[key] = _like(defaults[key], value)
         except ValueError:

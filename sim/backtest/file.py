@@ -229,8 +229,7 @@ def read(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[Ro
             values["machine"] = machines[machine]
         elif isinstance(machine, str):
             if machine not in MACHINES.names() and not machine.endswith(".toml"):
-                known = [*machines, *MACHINES.names()]
-                raise InputError(f"{where}: {unknown('machine', machine, known)}")
+                raise unknown("machine", machine, [*machines, *MACHINES.names()], where)
             values["machine"] = Machine(name=machine, profile=machine)
         if isinstance(setting, dict):
             own, shared = stated.get("setting", {}), tables.defaults.get("setting", {})

@@ -190,8 +190,7 @@ def _slots(cells: Sequence[SweptRun], size: str) -> int:
 
 def _unknown(policy: str, known: Iterable[str], folder: Path) -> InputError:
     """Return the error for a policy that was not run, with the folder of the results where there is one."""
-    error = unknown("policy", policy, known)
-    return InputError(f"{folder}: {error}") if folder != Path() else error
+    return unknown("policy", policy, known, "" if folder == Path() else folder)
 
 
 def pairs_within(cells: Sequence[SweptRun], policies: Sequence[PolicyLike]) -> list[tuple[SweptRun, SweptRun]]:

@@ -49,7 +49,7 @@ class Sweep:
         """Return the sweep of options as users write them. Raise InputError, beginning with `where`, for bad ones."""
         for name in values:
             if name not in KEYS:
-                raise InputError(f"{where}: {unknown('key', name, KEYS)}")
+                raise unknown("key", name, KEYS, where)
         axes = DEFAULTS | {name: value for name, value in values.items() if name in AXES}
         others = {name: value for name, value in values.items() if name not in AXES}
         one = {"trace": str(demo_trace()), "max_batch": 1 if axes.get("max_batch") else None}

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures import ThreadPoolExecutor as Threads
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -122,12 +122,11 @@ class Cluster:
     def __init__(self, address: str) -> None:
         import distributed
 
-        self.address = address
-        self._distributed: Any = distributed
+        self.address, self._lost = address, distributed.KilledWorker
         for name in LOGGERS:  # what is wrong is told once, below
             logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
-            self._client = self._distributed.Client(address, timeout=ANSWER_S, set_as_default=False)
+            self._client = distributed.Client(address, timeout=ANSWER_S, set_as_default=False)
             versions = self._client.run(_version, on_error="return")  # the error of what cannot import this package
         except (OSError, ValueError) as error:
             raise InputError(f"no Dask scheduler answers at {address}, as in tcp://HOST:8786: {error}") from error
@@ -152,12 +151,10 @@ class Cluster:
                 for place, result in finished:
                     advance(tasks[place].requests)
                     yield place, result
-        except self._distributed.KilledWorker as error:
-            raise InputError(f"a cell kills its workers, possibly out of memory: {error}") from error
-        except (CancelledError, OSError) as error:
-            if self._client.status == "running":
+        except Exception as error:
+            if self._client.status == "running" and not isinstance(error, self._lost):
                 raise
-            raise InputError(f"the Dask scheduler at {self.address} is gone") from error
+            raise InputError(f"the cluster at {self.address} lost a cell, possibly out of memory: {error}") from error
         finally:
             self._client.close(timeout=2)
 

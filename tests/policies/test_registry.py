@@ -36,7 +36,7 @@ def test_coverage_is_measured_against_the_same_retention_alone(typed, alone):
         ("popular", "lru+popular"),
         ("lru+fifo", "cannot stand after"),
         ("eamc:capacty=3", "did you mean capacity"),
-        ("lru:k=2", "lru has no options: leave k out"),
+        ("lru:k=2", "unknown option of lru 'k'; there are none"),
     ],
 )
 def test_a_wrong_name_or_option_is_one_line_that_helps(typed, says):

@@ -315,13 +315,7 @@ def _of_config(file: Path, _: int) -> ModelProfile:
             parse_json(beside.read_bytes(), beside.name) if file.name == "config.json" and beside.is_file() else None
         )
         precision = precision_of(config, stated)
-        try:
-            return models.counted(config, name, precision)
-        except ImportError as error:
-            raise InputError(
-                "reading it needs torch and transformers: pip install 'moe-expert-cache[record]', or name a profile "
-                "that moe-trace profile has written elsewhere"
-            ) from error
+        return models.counted(config, name, precision)
 
 
 @cache
