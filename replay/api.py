@@ -58,7 +58,8 @@ def replay(
     of_device = {name: value for name, value in options.items() if name in OPTIONS}
     of_run = {name: value for name, value in options.items() if name not in OPTIONS}
     target, loaded = DeviceChoice.of({"device": device, **of_device}), timed(load(trace, of_run))
-    spec, slots = loaded.chosen(seeded(policy, loaded.experiment.seed), cache_text(cache_size))
+    spec = seeded(policy, loaded.experiment.seed)
+    slots = loaded.slots_for(spec, cache_text(cache_size))
     if loaded.experiment.requests is None:
         loaded = first_part(loaded, target.device)
     loaded = loaded.charging(loaded.measured_us([spec]))

@@ -5,7 +5,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from policies.core.policy import Int, Shape
-from policies.core.spec import FETCHED, PolicyLike, PolicySpec, parse
+from policies.core.spec import FETCHED, PolicySpec
 from policies.overhead import measured_us
 from sim.engines import compiled_engine, untimed
 from sim.experiment import Experiment
@@ -136,11 +136,11 @@ class Loaded(ABC):
         policy.divide(self.shape, slots, self.sizes)
         policy.require(self.shape)
 
-    def chosen(self, policy: PolicyLike, cache_size: str) -> tuple[PolicySpec, int]:
-        """Return a policy and a cache size as this trace runs them. Raise InputError where it cannot."""
-        spec, slots = parse(policy), self.slots(cache_size)
-        self.require(spec, slots)
-        return spec, slots
+    def slots_for(self, policy: PolicySpec, cache_size: str) -> int:
+        """Return the capacity of a cache of this size for a policy. Raise InputError where this trace cannot run it."""
+        slots = self.slots(cache_size)
+        self.require(policy, slots)
+        return slots
 
     def measured_us(self, policies: Iterable[PolicySpec], before: Mapping[str, float] = NONE) -> dict[str, float]:
         """Measure what an event takes of each policy whose overhead is not known; return microseconds, by policies.
@@ -220,6 +220,7 @@ class TimedRun(Loaded):
     profile: ModelProfile
     hardware: Hardware
     drafter: ModelProfile | None = None
+    engine: Callable[[Run, Ended], None] = field(default=compiled_engine.play, kw_only=True)
 
     @classmethod
     def of(cls, experiment: Experiment, trace: Trace | None = None) -> "TimedRun":
@@ -327,7 +328,7 @@ class TimedRun(Loaded):
             )
 
     def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
-        compiled_engine.play(self.run(policy, slots), ended)
+        self.engine(self.run(policy, slots), ended)
 
     def play_cells(self, policy: PolicySpec, slots: Sequence[int], ended: Sequence[Ended]) -> None:
         """Run cells of one policy, which learns once for all of them where that is possible."""

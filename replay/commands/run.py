@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from policies.core.spec import parse
 from replay import files
 from replay.choice import Choice, first_part
 from replay.commands import shown
@@ -149,7 +150,8 @@ def _choose(request: Request, target: DeviceChoice, whole: bool) -> Choice:
     whole: run all that the experiment names, however long.
     """
     loaded = TimedRun.of(request.experiment)
-    policy, slots = loaded.chosen(request.policy, request.cache_size)
+    policy = parse(request.policy)
+    slots = loaded.slots_for(policy, request.cache_size)
     if request.cache_experts not in (None, experts := loaded.experts_in(slots)):
         raise InputError(
             f"a cache of {request.cache_size} was {request.cache_experts} experts in the sweep and is {experts} with "

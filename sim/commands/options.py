@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from policies.core.spec import PolicySpec
+from policies.core.spec import PolicySpec, parse
 from sim.defaults import CACHE_SIZE, CACHE_SIZES, POLICIES, POLICY
 from sim.experiment import OPTIONS, SIZES, Experiment, Option, options_of
 from sim.loaded import Loaded
@@ -97,7 +97,8 @@ class CellOptions:
 
     def chosen(self, loaded: Loaded) -> tuple[PolicySpec, int]:
         """Return the policy and the slots. Raise InputError where the trace cannot be run so."""
-        return loaded.chosen(self.policy or POLICY, self.size)
+        policy = parse(self.policy or POLICY)
+        return policy, loaded.slots_for(policy, self.size)
 
     def taken(self, experiment: Experiment, stated: Mapping[str, Any]) -> list[str]:
         return taken(

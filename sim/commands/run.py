@@ -1,6 +1,7 @@
 """The command `moe-sim run`: one cell in full and, with a timeline, moment by moment."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from sim.engines import compiling
 from sim.loaded import TimedRun
 from sim.loop.log import Ended
 from sim.loop.requests import Requests
+from sim.loop.run import Run
 from sim.quantities import show_bytes
 from sim.results.compare import swept_run
 from sim.results.metrics import LATENCIES, Row, Summary, users_text
@@ -104,11 +106,11 @@ def _shown(
     with writing(path, lambda: {"made by": "moe-sim run", **row}, overwrite) as timeline:
         names = loaded.trace.requests["id"].astype(str).tolist()
 
-        def play(ended: Ended) -> None:
-            simulated.play(loaded.run(policy, slots), ended, timeline, names, window, slot_tracks)
+        def play(run: Run, ended: Ended) -> None:
+            simulated.play(run, ended, timeline, names, window, slot_tracks)
 
-        with progress(len(loaded.trace.requests), output.quiet) as advance:
-            summary = summed(loaded, policy, slots, advance, play)
+        with progress(len(names), output.quiet) as advance:
+            summary = summed(replace(loaded, engine=play), policy, slots, advance)
             row |= {**summary.row(), **summary.latencies()}
     if not window.stops:
         output.note(

@@ -13,7 +13,7 @@ import hashlib
 import json
 import marshal
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -147,15 +147,7 @@ def run_grid(loaded: Loaded, grid: Grid, workers: int = 1) -> tuple[Outcome, pd.
 
 def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, metrics.Summary]:
     parts: list[RunLog] = []
-
-    def play(ended: Ended) -> None:
-        def kept(log: RunLog) -> None:
-            parts.append(log)
-            ended(log)
-
-        loaded.play(policy, slots, kept)
-
-    summary = summed(loaded, policy, slots, lambda requests: None, play)
+    summary = summed(loaded, policy, slots, lambda requests: None, parts.append)
     return joined(parts), summary
 
 
@@ -286,20 +278,17 @@ def _named(policy: PolicySpec, slots: Sequence[int]) -> Iterator[None]:
 
 
 def summed(
-    loaded: Loaded,
-    policy: PolicySpec,
-    slots: int,
-    advance: Advance,
-    play: Callable[[Ended], None] | None = None,
+    loaded: Loaded, policy: PolicySpec, slots: int, advance: Advance, on_log: Ended = lambda log: None
 ) -> metrics.Summary:
-    """One cell summed up. `play` runs it, if not the setup's engine; `advance` gets the number of requests."""
+    """Run one cell and sum it up. `advance` gets the number of requests, `on_log` each part of the log."""
     summary = metrics.Summary(loaded.cell(policy, slots), loaded.trace.requests)
 
     def ended(log: RunLog) -> None:
+        on_log(log)
         advance(summary.add(log))
 
     with _named(policy, [slots]):
-        play(ended) if play else loaded.play(policy, slots, ended)
+        loaded.play(policy, slots, ended)
     return summary
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from policies import Event, Policy, ScorePolicy, make_policy
+from policies.core.spec import parse
 from replay import replay
 from replay.device_choice import DeviceChoice
 from replay.live import open_live
@@ -68,7 +69,8 @@ TRACE = replace(MADE, meta=replace(MADE.meta, model="tiny", **SIZES))
 
 def in_simpy(trace: Trace, policy: Any, **options: Any) -> int:
     loaded = TimedRun.of(Experiment(trace.name, **options), trace)
-    return int(simpy_engine.simulate(loaded.run(*loaded.chosen(policy, "50%"))).hits.sum())
+    spec = parse(policy)
+    return int(simpy_engine.simulate(loaded.run(spec, loaded.slots_for(spec, "50%"))).hits.sum())
 
 
 MODES: dict[str, Callable[[Any], int]] = {

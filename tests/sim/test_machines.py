@@ -174,7 +174,7 @@ def test_bytes_divided_among_layers_are_as_many_slots_of_each(home: Path, policy
     compiled_engine.play(timed, parts.append)
     assert_logs_equal(joined(parts), simpy_engine.simulate(timed))
     with pytest.raises(InputError, match="cannot be divided among 3 layers: scope layer needs 169,283 or more"):
-        sized.chosen(layered, "169000B")
+        sized.slots_for(layered, "169000B")
 
 
 def test_layers_that_all_state_one_size_run_as_a_model_of_that_size(home: Path, tmp_path: Path) -> None:
