@@ -31,7 +31,7 @@ from sim.quantities import CacheSize, cache_text
 from sim.results import plot, steps
 from sim.results.compare import Difference, differences, pairs_within, swept_run, swept_runs
 from sim.results.metrics import Row, cell_text
-from sim.sweeps import grid, report, verdict
+from sim.sweeps import grid, notes, verdict
 from sim.sweeps.config import seeded, specs
 from sim.systems.predict import Setting
 from sim.systems.system import chosen
@@ -320,9 +320,9 @@ def _prepared(loaded: Run, requested: grid.Grid) -> Run:
     """
     us = loaded.measured_us(requested.policies)
     versions = loaded.versions(policy for policy, _ in requested.cells())
-    for text in (*compiling.notes(versions), *report.overhead_notes(us)):
+    for text in (*compiling.notes(versions), *notes.overhead_notes(us)):
         print(text, file=sys.stderr)
-    for text in report.warnings(loaded, requested):
+    for text in notes.warnings(loaded, requested):
         warnings.warn(text, stacklevel=3)
     return loaded.charging(us)
 

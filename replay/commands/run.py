@@ -26,7 +26,7 @@ from sim.loop.log import StepRow
 from sim.loop.requests import Requests
 from sim.quantities import show_bytes
 from sim.sweeps import winner
-from sim.sweeps.report import overhead_notes
+from sim.sweeps.notes import overhead_notes
 from sim.timeline.file import writing
 from traces.commands import console
 from traces.commands.options import typed

@@ -13,7 +13,7 @@ from sim.loaded import TimedRun, load
 from sim.loop.requests import Requests
 from sim.results import compare
 from sim.results.metrics import Row
-from sim.sweeps import grid, report
+from sim.sweeps import grid, notes
 from sim.sweeps.config import specs
 from sim.sweeps.grid import Table
 from sim.sweeps.store import Store
@@ -88,7 +88,7 @@ class Board:
             store = Store(Path(scratch))
             grid.sweep(self.tables, store, Local(workers), advance)
             for case, table in zip(self.cases, self.tables, strict=True):
-                found = report.runs(outcome := grid.outcome(table, store), store)
+                found = notes.runs(outcome := grid.outcome(table, store), store)
                 for place, policy in enumerate(self.policies):
                     at = slice(place, None, len(self.policies))  # rows come by size, then by policy
                     values = tuple(_figure(row, case) for row in outcome.rows[at])

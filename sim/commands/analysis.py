@@ -14,7 +14,7 @@ from sim.commands.printed import progress, table, written
 from sim.loaded import Loaded, load
 from sim.results.compare import Difference, SweptRun, choose, differences, pairs_across, pairs_within, read, split_name
 from sim.results.metrics import engine_words, size_text
-from sim.sweeps import report, verdict
+from sim.sweeps import notes, verdict
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
 from traces.commands import console
@@ -43,7 +43,7 @@ def analyze(
     if loaded is not stated_sizes:
         output.note("experts differ in size: the curves count experts, here of their mean size")
     grid = grid_of(loaded, specs(split_list(policies), scope), sizes)
-    output.note(*report.sizes_note(loaded, grid, sizes), *report.untimed_note(loaded, grid.policies))
+    output.note(*notes.sizes_note(loaded, grid, sizes), *notes.untimed_note(loaded, grid.policies))
     folder = output.folder(loaded.experiment.trace, "/analysis")
     with claimed(folder, MAKER, NAMES):
         with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sim.backtest import file, report, score
+from sim.backtest import file, printed, score
 from sim.commands.printed import progress
 from traces.commands import console
 
@@ -28,14 +28,14 @@ def backtest(
     [b]moe-sim backtest my-rows.toml --rows[/b]
     """
     if update:
-        report.around(update)  # before what takes minutes
+        printed.around(update)  # before what takes minutes
     rows = file.unique([row for path in files or file.shipped() for row in file.read(path, console.warn)])
     with progress(sum(not row.unsimulated for row in rows), as_json, "rows run") as advance:
         test = score.backtest(rows, ended=lambda: advance(1), warn=console.warn)
     if update:
-        report.put_into(update, test)
+        printed.put_into(update, test)
     if as_json:
         summary = score.summary(test)
-        console.say_json({"rows": report.rows_of(test), "summary": summary, "token_by_token": test.token_by_token})
+        console.say_json({"rows": printed.rows_of(test), "summary": summary, "token_by_token": test.token_by_token})
     else:
-        console.say(report.text(test, every_row))
+        console.say(printed.text(test, every_row))

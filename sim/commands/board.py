@@ -18,7 +18,7 @@ from sim.board.running import Board
 from sim.commands import options, printed
 from sim.engines import compiling
 from sim.report import board as pages
-from sim.sweeps import report
+from sim.sweeps import notes
 from traces.commands import console
 from traces.output import check_file, replacing
 
@@ -76,7 +76,7 @@ def board(
         tuple(stored.policies) if stored else (*named, *(each for each in every() if all_policies)),
         stored,
     )
-    output.note(*report.overhead_notes({} if stored else runs.own))
+    output.note(*notes.overhead_notes({} if stored else runs.own))
     versions = (each for table in runs.tables for each in table.loaded.versions(p for p, _ in table.grid.cells()))
     output.note(*compiling.notes(list(versions)))
     with printed.progress(runs.requests, output.quiet) as advance:

@@ -14,7 +14,7 @@ from sim.commands.printed import progress, table, written
 from sim.engines import compiling
 from sim.loaded import TimedRun
 from sim.quantities import show_mib
-from sim.sweeps import report
+from sim.sweeps import notes
 from sim.sweeps.grid import grid_of
 from traces.errors import InputError
 from traces.output import claimed
@@ -51,7 +51,7 @@ def speculate(
     grid = grid_of(loaded, [parse(each) for each in split_list(policies)], split_list(cache_sizes))
     us = loaded.measured_us(grid.policies)
     loaded = loaded.charging(us)
-    output.note(*report.overhead_notes(us), *compiling.notes(loaded.versions(grid.policies)))
+    output.note(*notes.overhead_notes(us), *compiling.notes(loaded.versions(grid.policies)))
     folder = output.folder(loaded.experiment.trace, "/speculation")
     with claimed(folder, speculation.MAKER, speculation.NAMES):
         with progress(speculation.runs(grid, lengths) * len(loaded.trace.requests), output.quiet) as advance:

@@ -20,7 +20,7 @@ from sim.loaded import Loaded, TimedRun, load
 from sim.quantities import parse_whole, show_bytes, show_share
 from sim.results.compare import SweptRun
 from sim.results.metrics import Row, engine_words
-from sim.sweeps import report, verdict
+from sim.sweeps import notes, verdict
 from sim.sweeps.config import NAME as TOML
 from sim.sweeps.config import Sweep, read
 from sim.sweeps.grid import Outcome, Table, grid_of, missing, names, outcome, save
@@ -178,7 +178,7 @@ def _charging(
     us: dict[str, float] = {}
     for table in sorted(tables, key=lambda table: -table.loaded.all_experts):
         us |= table.loaded.charging(us).measured_us(made.specs, before)
-    output.note(*report.overhead_notes(us))
+    output.note(*notes.overhead_notes(us))
     charged = [replace(table, loaded=table.loaded.charging(us)) for table in tables]
     return replace(made, shared=made.shared.charging(us)), charged
 
@@ -201,14 +201,14 @@ def _surprises(tables: list[Table], cache_sizes: "Sequence[str]") -> Iterator[st
     """Yield what sizes of experts come from, which caches are not run, and which policies do less than they say."""
     for table in {table.loaded.experiment.trace: table for table in tables}.values():
         loaded = table.loaded
-        yield from report.sizes_note(loaded, table.grid, cache_sizes)
+        yield from notes.sizes_note(loaded, table.grid, cache_sizes)
         if loaded.profile and not loaded.profile.hub_ids and not loaded.experiment.model_profile:
             yield f"{loaded.profile.name} has no model profile: derived one from the sizes in its trace"
         recorded, counted = loaded.trace.meta.expert_bytes, loaded.expert_bytes
         if recorded and counted and recorded != counted:
             sizes = f"trace says {show_bytes(recorded)}, profile says {show_bytes(counted)}"
             yield f"expert size: {sizes} (the profile is used)"
-    yield from report.untimed_note(tables[0].loaded, tables[0].grid.policies)
+    yield from notes.untimed_note(tables[0].loaded, tables[0].grid.policies)
 
 
 def _open(tables: list[Table], folder: Path, output: options.ResumableOptions) -> Store:
@@ -223,7 +223,7 @@ def _open(tables: list[Table], folder: Path, output: options.ResumableOptions) -
 
 
 def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, output: options.OutputOptions) -> None:
-    for warning in dict.fromkeys(warning for table in tables for warning in report.warnings(table.loaded, table.grid)):
+    for warning in dict.fromkeys(warning for table in tables for warning in notes.warnings(table.loaded, table.grid)):
         options.warn(warning)
     folder = store.folder
     made.write(folder / TOML)
@@ -238,7 +238,7 @@ def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, outpu
     with keeping("moe-sim", store, folder), progress(due, output.quiet) as advance:
         run_missing(tables, store, workers, advance)
     outcomes = [outcome(table, store) for table in tables]
-    runs = [report.runs(found, store) for found in outcomes]
+    runs = [notes.runs(found, store) for found in outcomes]
     files = save(outcomes, store, folder)
     names = [str(file.relative_to(folder)) for file in files]
     folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
@@ -254,12 +254,12 @@ def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, outpu
 
 def _shown(outcomes: Sequence[Outcome], runs: Sequence[Sequence[SweptRun]]) -> Iterator[str | RichTable]:
     for found, of_it in zip(outcomes, runs, strict=True):
-        marks = report.marks(found, of_it)
+        marks = notes.marks(found, of_it)
         yield from verdict.sentences(found.rows, of_it)
         yield ""
         yield _title(found)
         yield _cells(found, marks)
-        yield from report.legend(marks, of_it, found.judged_by)
+        yield from notes.legend(marks, of_it, found.judged_by)
         yield ""
 
 
@@ -285,7 +285,7 @@ def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
         cells = [size, *engine_words(row), row["policy"], show_share(row["hit_rate"]), _whole_share(row["gap_hits"])]
         cells += [text(row) for text in times.values()]
         cells.append(_idle(row) if times else f"{row['misses']:,}")
-        style = {report.BEST: "bold green", report.EQUAL: "green", report.NO_ROOM: "dim"}.get(mark)
+        style = {notes.BEST: "bold green", notes.EQUAL: "green", notes.NO_ROOM: "dim"}.get(mark)
         shown.add_row(*cells, mark, style=style, end_section=following != size)
     return shown
 

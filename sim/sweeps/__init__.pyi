@@ -9,7 +9,7 @@ from .grid import outcome as outcome
 from .grid import run_grid as run_grid
 from .grid import save as save
 from .grid import sweep as sweep
-from .report import warnings as warnings
+from .notes import warnings as warnings
 from .store import CELLS as CELLS
 from .store import MAKER as MAKER
 from .store import Store as Store

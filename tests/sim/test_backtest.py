@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import tomli_w
 
-from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, report, routing, score, table
+from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, printed, routing, score, table
 from sim.backtest import rates as rates_under
 from sim.backtest.machine import engine_of, gpu_data_sheet, kernels_per_layer, thread_gflop_per_s
 from sim.backtest.tables import DATA
@@ -475,7 +475,7 @@ def test_the_document_shows_a_file_that_is_valid(tmp_path):
 def test_the_document_shows_what_came_of_the_blind_test():
     test = score.backtest(file.read(DATA / "unseen.toml"))
     text = DOCUMENT.read_text()
-    assert report.markdown(test).split("### Rows: unseen\n\n")[1].strip() in text
+    assert printed.markdown(test).split("### Rows: unseen\n\n")[1].strip() in text
     assert f"The median error is {score.summary(test)['median_abs_error']:.0%}" in text
     inside = sum(bool(result.inside) for result in test.results)
     assert f"interval in {inside} of {len(test.results)} rows" in text
@@ -484,4 +484,4 @@ def test_the_document_shows_what_came_of_the_blind_test():
 @pytest.mark.slow
 def test_the_documents_numbers_are_what_the_command_prints():
     rows = [row for path in file.shipped() for row in file.read(path)]
-    assert report.markdown(score.backtest(rows)) in DOCUMENT.read_text()
+    assert printed.markdown(score.backtest(rows)) in DOCUMENT.read_text()

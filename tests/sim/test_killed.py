@@ -16,7 +16,7 @@ from sim.commands import main  # before the forks
 from sim.engines import untimed
 from sim.sweeps import verdict
 from sim.results import plot
-from sim.sweeps import report
+from sim.sweeps import notes
 
 OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 OUT = Path("out").resolve()
