@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from sim.backtest.file import Model
+from sim.planner import random_gguf
 from sim.planner.calibration import calibrate
 from sim.planner.llama_bench import TOKENS, Bench
 from sim.planner.placements import Layout
@@ -21,7 +22,6 @@ from sim.planner.verification import DEPTHS, Variant, predicted_s
 from sim.probe import busy
 from sim.probe.cores import core_classes, processor
 from sim.probe.stream import triad
-from traces.models import random_gguf
 from traces.models.profile import model
 
 FILES = {

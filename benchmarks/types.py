@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from sim.backtest.tables import FACTORS
+from sim.planner import random_gguf
 from sim.planner.llama_bench import Bench
 from sim.probe.cores import core_classes
 from sim.probe.stream import triad
-from traces.models import random_gguf
 from traces.models.gguf_files import GgufFile
 from traces.models.profile import model
 

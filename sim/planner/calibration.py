@@ -13,10 +13,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import psutil
 
+from sim.planner import random_gguf
 from sim.planner.llama_bench import Bench
 from sim.planner.placements import Layout
 from traces.errors import InputError
-from traces.models import gguf_files, random_gguf
+from traces.models import gguf_files
 from traces.models.gguf_files import GgufFile
 from traces.models.gguf_profile import of_file
 from traces.models.profile import ModelProfile

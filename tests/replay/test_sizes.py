@@ -33,6 +33,7 @@ from replay.model.network import Network
 from sim.commands import main as simulator
 from sim.engines import SimpyDevice, compiled_engine
 from sim.loop import Requests, Run, gpu_run, play
+from sim.planner import random_gguf
 from sim.profiles.timing import FixedTiming, Link
 from sim.results import RESULTS
 from tests.support.command import run
@@ -42,7 +43,6 @@ from tests.support.logs import assert_logs_equal
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import PROFILE, E, L
 from traces import InputError
-from traces.models import random_gguf
 from traces.models.expert_sizes import expert_bytes_by_layer
 from traces.models.profile import written
 from traces.synthetic import synthetic

@@ -11,6 +11,7 @@ import pytest
 from sim.backtest import file
 from sim.backtest.file import Model
 from sim.backtest.machine import thread_gflop_per_s
+from sim.planner import random_gguf
 from sim.planner.calibration import Calibration, _fitted, bytes_read, values
 from sim.planner.placements import Layout
 from sim.planner.resources import resources
@@ -18,7 +19,7 @@ from sim.planner.verification import Checked, rows, variants
 from sim.probe import detection, limits
 from sim.probe.stream import triad
 from sim.profiles.hardware_profile import hardware
-from traces.models import gguf_files, random_gguf
+from traces.models import gguf_files
 from traces.models.gguf_profile import of_file
 from traces.models.profile import ModelProfile, model
 
