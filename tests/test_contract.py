@@ -18,7 +18,7 @@ import tracer.commands
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
-FOLDERS = ("benchmarks", "docs", "notebooks", "policies", "replay", "sim", "tests", "tracer", "traces")
+FOLDERS = ("benchmarks", "docs", "notebooks", "policies", "replay", "sim", "terminal", "tests", "tracer", "traces")
 SUFFIXES = {".py", ".md", ".toml", ".ipynb"}
 
 CITATION = re.compile(r"\brules?\s+(\d+(?:(?:,(?:\s+and)?|\s+and|\s+or|\s+to)\s+\d+)*)\b", re.IGNORECASE)

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("traces", "policies", "tracer", "sim", "replay")
+PACKAGES = ("terminal", "traces", "policies", "tracer", "sim", "replay")
 MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 PAGES = sorted(
     {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(p for k in PACKAGES for p in (ROOT / k).rglob("*.md"))}

@@ -13,7 +13,7 @@ import pytest
 from tracer import Loading
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("traces", "policies", "tracer", "sim", "replay", "benchmarks")
+PACKAGES = ("terminal", "traces", "policies", "tracer", "sim", "replay", "benchmarks")
 SOURCES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 
 PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve"}

@@ -20,7 +20,7 @@ from replay.device_choice import require_cuda
 from replay.devices.gpu import Gpu
 from replay.model.weights import stored_dtype
 from sim.results.metrics import Row
-from traces.commands import console, program
+from terminal import console, program
 from traces.errors import InputError, unknown
 from traces.models import profile as model_profile
 from traces.output import check_file

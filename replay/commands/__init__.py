@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from traces.commands import program
+from terminal import program
 
 
 class RunByDefault(TyperGroup):

@@ -16,8 +16,8 @@ from replay.devices.stage import machine_name
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
+from terminal import console
 from traces import demo_trace
-from traces.commands import console
 from traces.errors import refuse
 from traces.output import check_file, replacing
 

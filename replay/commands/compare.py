@@ -29,7 +29,7 @@ from sim.loop.requests import Requests
 from sim.results.metrics import Row, cell_text, size_text
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
-from traces.commands import console
+from terminal import console
 from traces.errors import InputError, unknown
 from traces.output import claimed
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from replay.device_choice import DeviceChoice
 from sim.commands import options
-from traces.commands.options import Fields
+from terminal.options import Fields
 from traces.errors import InputError
 
 _SHOWN = {each.name: each.default for each in fields(DeviceChoice) if isinstance(each.default, str)}

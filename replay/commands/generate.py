@@ -15,8 +15,8 @@ from replay.warmup import undisturbed
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.sweeps.config import seeded
+from terminal import console
 from tracer.record import Options
-from traces.commands import console
 from traces.errors import InputError
 from traces.writer import check_target
 

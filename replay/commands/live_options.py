@@ -15,7 +15,7 @@ from replay.live.opening import MOST, open_live
 from sim.commands import options
 from sim.defaults import CACHE_SIZE, POLICY
 from sim.experiment import SIZES
-from traces.commands import console
+from terminal import console
 from traces.errors import refuse
 
 

@@ -28,8 +28,8 @@ from sim.quantities import show_bytes
 from sim.sweeps import winner
 from sim.sweeps.notes import overhead_notes
 from sim.timeline.file import writing
-from traces.commands import console
-from traces.commands.options import typed
+from terminal import console
+from terminal.options import typed
 from traces.errors import InputError, refuse
 from traces.output import claimed
 

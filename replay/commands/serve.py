@@ -12,7 +12,7 @@ from replay.live.requests import unused
 from replay.live.server import MAX_BATCH, Listener, Server, listen
 from sim.commands import options
 from sim.commands.printed import progress
-from traces.commands import console
+from terminal import console
 from traces.errors import InputError
 
 

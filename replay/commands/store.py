@@ -11,7 +11,7 @@ from replay.devices.store import Stamps
 from sim.commands.printed import progress
 from sim.experiment import OPTIONS
 from sim.quantities import show_bytes
-from traces.commands import console
+from terminal import console
 from traces.errors import InputError
 from traces.models.expert_sizes import with_sizes_of
 from traces.models.profile import model, of_trace

@@ -1,6 +1,6 @@
 """The command `moe-sim`: which expert-cache policy serves a trace best, on which hardware, how large a cache."""
 
-from traces.commands import program
+from terminal import program
 
 EAMC = {
     "build": "sim.commands.eamc:build",

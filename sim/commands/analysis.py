@@ -17,7 +17,7 @@ from sim.results.metrics import engine_words, size_text
 from sim.sweeps import notes, verdict
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
-from traces.commands import console
+from terminal import console
 from traces.errors import InputError
 from traces.output import claimed
 

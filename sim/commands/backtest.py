@@ -7,7 +7,7 @@ import typer
 
 from sim.backtest import file, printed, score
 from sim.commands.printed import progress
-from traces.commands import console
+from terminal import console
 
 
 def backtest(

@@ -19,7 +19,7 @@ from sim.commands import options, printed
 from sim.engines import compiling
 from sim.report import board as pages
 from sim.sweeps import notes
-from traces.commands import console
+from terminal import console
 from traces.output import check_file, replacing
 
 LEGEND = (

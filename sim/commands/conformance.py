@@ -8,7 +8,7 @@ import typer
 
 from sim.commands import options
 from sim.engines.cases import COMPILED, run_file
-from traces.commands import console
+from terminal import console
 from traces.output import check_file, replacing
 
 

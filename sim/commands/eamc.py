@@ -13,7 +13,7 @@ from policies.eamc.eamc import Predictor
 from policies.eamc.file import Part, SavedEamc
 from sim.commands.options import Overwrite
 from sim.quantities import show_bytes
-from traces.commands import console
+from terminal import console
 from traces.output import check_file, replacing
 from traces.trace import Trace
 

@@ -1,7 +1,7 @@
 """Options that several commands of moe-sim and moe-replay have, each declared once.
 
 Those of a run are the fields of `sim.experiment.Experiment`: a command names which of them it takes, and gets a dict of
-those that were typed. Others stand here, some in groups, which are dataclasses (`traces.commands.options`).
+those that were typed. Others stand here, some in groups, which are dataclasses (`terminal.options`).
 """
 
 import inspect
@@ -18,9 +18,9 @@ from policies.core.spec import PolicySpec, parse
 from sim.defaults import CACHE_SIZE, CACHE_SIZES, POLICIES, POLICY
 from sim.experiment import OPTIONS, SIZES, Experiment, Option, options_of
 from sim.loaded import Loaded
+from terminal import console
+from terminal.options import Fields, typed
 from traces import demo_trace
-from traces.commands import console
-from traces.commands.options import Fields, typed
 from traces.errors import InputError, with_flags
 from traces.location import name_of
 

@@ -7,7 +7,7 @@ import typer
 
 from policies.core.catalog import PolicyInfo, available
 from sim.commands.options import Json
-from traces.commands import console
+from terminal import console
 from traces.errors import unknown
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from sim.quantities import show_ms
 from sim.results.metrics import Row, cell_text, engine_words
-from traces.commands import console
+from terminal import console
 
 
 def cell_title(row: Row, machine: str | None) -> str:

@@ -11,7 +11,7 @@ from sim.probe import busy
 from sim.probe.detection import detected
 from sim.probe.measuring import Probe, measured, profile
 from sim.profiles.hardware_profile import OWN, THIS_MACHINE
-from traces.commands import console
+from terminal import console
 from traces.output import replacing
 
 

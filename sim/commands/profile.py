@@ -9,7 +9,7 @@ from policies.blend.build import build as learn
 from policies.core.policy import Shape
 from sim.commands.options import Overwrite
 from sim.loop.requests import Requests
-from traces.commands import console
+from terminal import console
 from traces.errors import InputError
 from traces.output import check_file, replacing
 from traces.shards import Shards

@@ -6,7 +6,7 @@ from sim.commands.options import Json
 from sim.profiles.hardware_profile import MACHINES
 from sim.profiles.hardware_profile import hardware as read_hardware
 from sim.quantities import show_bytes
-from traces.commands import console
+from terminal import console
 from traces.models.profile import shipped
 
 

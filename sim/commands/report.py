@@ -9,7 +9,7 @@ import typer
 from sim.commands import options
 from sim.quantities import show_bytes
 from sim.report import inputs, page
-from traces.commands import console
+from terminal import console
 from traces.errors import InputError
 from traces.output import check_file, replacing
 

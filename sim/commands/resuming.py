@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 
-from traces.commands import console
+from terminal import console
 from traces.errors import InputError
 
 

@@ -27,7 +27,7 @@ from sim.sweeps.grid import Outcome, Table, grid_of, missing, names, outcome, sa
 from sim.sweeps.grid import sweep as run_missing
 from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store, drop, held
 from sim.sweeps.workers import Cluster, Local, Workers
-from traces.commands.options import typed
+from terminal.options import typed
 from traces.errors import InputError
 from traces.location import name_of
 from traces.output import claim, claimed

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from traces.commands import console
 from traces.errors import InputError, missing_extra
 from traces.output import claim, replacing
 
@@ -82,7 +81,7 @@ def write_figure(figure: "Figure", path: Path) -> None:
 def write_figures(figures: Mapping[str, "Drawn"], folder: Path) -> list[Path]:
     """Draw figures and write each as a PNG of its name; return the files. Without matplotlib: warn, and write none."""
     if figures and not find_spec("matplotlib"):
-        console.warn(f"{', '.join(figures)} not drawn: {missing_extra('matplotlib')}")
+        warnings.warn(f"{', '.join(figures)} not drawn: {missing_extra('matplotlib')}", stacklevel=2)
         return []
     for name, draw in figures.items():
         write_figure(draw(), folder / name)

@@ -27,12 +27,12 @@ from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop import Requests
 from sim.profiles.hardware_profile import hardware
+from terminal import program
 from tests.support.fake_gpu import FakeGpu
 from tests.support.profiles import HALF, plain
 from tests.support.short_calibrations import shorten
 from tests.support.small_check import FULL, MODELS, PLAN, shrink
 from traces import DECODE, InputError, Trace
-from traces.commands import program
 from traces.models import profile as model_profile
 from traces.models.profile import written
 from traces.synthetic import synthetic

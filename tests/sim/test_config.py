@@ -13,8 +13,8 @@ from sim.commands.sweep import sweep as sweep_command
 from sim.experiment import OPTIONS, Experiment
 from sim.sweeps import Sweep
 from sim.sweeps.config import KEYS
+from terminal.options import expanded
 from traces import InputError, read_toml
-from traces.commands.options import expanded
 
 GIVEN: dict[str, Any] = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}
 

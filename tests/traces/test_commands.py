@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer.testing import CliRunner
 
+from terminal import console, program
 from traces import InputError
-from traces.commands import console, program
 
 PROGRAMS = ("sim", "tracer", "replay")
 

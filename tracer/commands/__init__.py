@@ -3,7 +3,7 @@
 Only `record`, and `import` of a file that torch wrote, need torch.
 """
 
-from traces.commands import program
+from terminal import program
 
 app = program.group(
     "Record, inspect, edit and convert routing traces of mixture-of-experts models.",

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from terminal import console
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, TraceArgument, report
-from traces.commands import console
 from traces.errors import refuse, unknown
 from traces.export import FORMATS, of_phase
 from traces.export import check_target as check_export

@@ -7,8 +7,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from terminal import console
 from tracer.commands.shared import Overwrite, Quiet, TraceArgument, report, warn_if_unfinished
-from traces.commands import console
 from traces.edit import Source, join
 from traces.errors import InputError, unknown
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from terminal import console
 from tracer.commands.convert import source_of
 from tracer.commands.shared import TraceArgument, size, warn_if_unfinished
-from traces.commands import console
 from traces.defects import of_trace
 from traces.importers import Options, read_dump
 from traces.reader import EXTRA, open_folder

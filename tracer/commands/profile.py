@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from terminal import console
 from tracer.commands.shared import Overwrite
 from traces import check_file, replacing
-from traces.commands import console
 from traces.files import expanded
 from traces.models import written
 from traces.models.architectures import architectures as known

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from terminal import console
 from tracer import demo
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, report
 from tracer.loading import Loading
@@ -16,7 +17,6 @@ from tracer.observed import Loaded
 from tracer.prompts import Columns, read_prompts
 from tracer.record import GENERATE, Options
 from tracer.record import record as record_routing
-from traces.commands import console
 from traces.errors import refuse
 from traces.writer import check_target
 

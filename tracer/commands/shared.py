@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from traces.commands import console
+from terminal import console
 from traces.reader import Folder, open_folder
 
 RECORDED = Path("traces/recorded")

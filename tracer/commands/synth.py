@@ -10,9 +10,9 @@ import typer
 from msgspec import Meta
 from rich.table import Table
 
+from terminal import console
 from tracer.commands.inspect import LENGTH_ROWS, ROWS, cells
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, report
-from traces.commands import console
 from traces.errors import InputError
 from traces.fit import fit, thinned
 from traces.location import Location

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, NoReturn, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from traces.commands.console import fail, warn
-from traces.commands.options import expanded
+from terminal.console import fail, warn
+from terminal.options import expanded
 from traces.errors import InputError, missing_extra
 
 SETTINGS: dict[str, Any] = {
