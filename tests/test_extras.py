@@ -14,7 +14,7 @@ sys.modules.update(dict.fromkeys({sorted(EXTRAS)}))
 
 COMMANDS = """
 import typer
-from traces.commands import program
+from terminal import program
 from sim.commands import app as sim
 from tracer.commands import app as tracer
 from replay.commands import app as replay

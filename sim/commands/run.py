@@ -18,7 +18,7 @@ from sim.loop.run import Run
 from sim.quantities import show_bytes
 from sim.results.compare import swept_run
 from sim.results.metrics import LATENCIES, Row, Summary, users_text
-from sim.sweeps import report, verdict
+from sim.sweeps import notes, verdict
 from sim.sweeps.grid import LRU, Grid, grid_of, measures, run_grid, summed
 from sim.timeline import simulated
 from sim.timeline import window as timeline_window
@@ -60,10 +60,10 @@ def run(
     if window:
         timeline_window.check(window, Requests(loaded.trace))
     output.note(*cell.taken(loaded.experiment, stated))
-    for warning in report.warnings(loaded, Grid((spec,), {cell.size: slots})):
+    for warning in notes.warnings(loaded, Grid((spec,), {cell.size: slots})):
         options.warn(warning)
     us = loaded.measured_us([spec])
-    output.note(*report.overhead_notes(us))
+    output.note(*notes.overhead_notes(us))
     loaded = loaded.charging(us)
     if timeline:
         window = window or timeline_window.first_steps(Requests(loaded.trace))

@@ -22,8 +22,8 @@ from sim.sweeps import (
     Winner,
     grid_of,
     key,
+    notes,
     outcome,
-    report,
     run_grid,
     save,
     specs,
@@ -75,8 +75,8 @@ def test_a_size_that_holds_as_many_experts_as_another_one_is_not_run_and_said(fo
     loaded, sizes = TimedRun.of(Experiment(folder)), ["25%", "16", "25.1%", "25%", "50%"]
     asked = grid_of(loaded, [parse("lru")], sizes)
     assert list(asked.sizes) == ["25%", "50%"]
-    notes = [f"a cache of {size} holds 16 experts, as many as one of 25%, which alone is run" for size in sizes[1:3]]
-    assert list(report.sizes_note(loaded, asked, sizes)) == notes
+    said = [f"a cache of {size} holds 16 experts, as many as one of 25%, which alone is run" for size in sizes[1:3]]
+    assert list(notes.sizes_note(loaded, asked, sizes)) == said
 
 
 def test_gpu_memory_holds_the_cache_dense_weights_kv_cache_of_all_users_and_the_draft_model(folder):
@@ -172,7 +172,7 @@ def test_slots_a_layer_are_shared_unless_the_scope_divides_them(folder):
     loaded = load(Experiment(folder, untimed=True))
     sizes = ["3/layer", "12"]
     assert grid_of(loaded, specs(["lru"], None), sizes).sizes == {"3/layer": 12}
-    shared, apart = (list(report.sizes_note(loaded, grid_of(loaded, specs([p], None), sizes), sizes)) for p in SCOPES)
+    shared, apart = (list(notes.sizes_note(loaded, grid_of(loaded, specs([p], None), sizes), sizes)) for p in SCOPES)
     assert shared[-1] == ("3/layer: all layers share these slots under lru; --scope layer gives each layer its own")
     assert len(shared) == len(apart) + 1
     assert parse("lru@layer").divide(loaded.shape, 12) == (3, 3, 3, 3)
