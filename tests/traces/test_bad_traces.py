@@ -91,7 +91,7 @@ META = GOOD.meta.encode()[KEY]
         (PART, with_meta(META.replace(b'"synthetic"', b'"another"')), "another trace"),
         (REQUESTS, lambda table: table.drop_columns(["task"]), "'task'"),
         (REQUESTS, lambda table: table.slice(0, 0), "no requests"),
-        (REQUESTS, with_column("eam_prefill", lambda rows: [rows[0], None, rows[2]]), ""),
+        (REQUESTS, with_column("id", lambda rows: [None, *rows[1:]]), ""),
         (PART, with_column("position", lambda rows: [None, *rows[1:]]), ""),
         (PART, with_column("experts", lambda rows: [[0, 6, 0, 1], *rows[1:]]), "request 0, token 0, MoE layer 0"),
         (PART, with_column("experts", lambda rows: [*rows[:-1], [0, 1, 5, 5]]), "request 2, token 6, MoE layer 1"),
