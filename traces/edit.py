@@ -1,7 +1,7 @@
 """Join traces, and take requests out of them, piece by piece: memory does not grow with the traces."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def join(
 def _common(folders: Sequence[Folder]) -> TraceMeta:
     """Return what holds for all traces. Raises InputError if they are not of one model."""
     first = folders[0]
-    common: dict[str, Any] = vars(first.meta).copy()
+    common: dict[str, Any] = asdict(first.meta)
     for folder in folders[1:]:
         for fact in fields(TraceMeta):
             held, value = common[fact.name], getattr(folder.meta, fact.name)

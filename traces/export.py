@@ -5,6 +5,7 @@ A file gets its name when it is whole. Of a trace with both phases one may be as
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def _facts(trace: Trace) -> dict[str, Any]:
         "revision",
         *_SIZES,
     )
-    facts = vars(meta) | {"moe_layers": meta.layers}
+    facts = asdict(meta) | {"moe_layers": meta.layers}
     return {name: facts[name] for name in names if facts[name] not in (None, ())} | {"requests": requests}
 
 

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
@@ -200,7 +201,7 @@ class TraceWriter:
             return  # killed before any request was written
         held = open_folder(self.folder)
         if held.meta != self.meta:
-            a, b = ({**vars(meta), **meta.settings, "settings": None} for meta in (held.meta, self.meta))
+            a, b = ({**asdict(meta), **meta.settings, "settings": None} for meta in (held.meta, self.meta))
             odd = [f"{key} was {a.get(key)!r}, now {b.get(key)!r}" for key in {**a, **b} if a.get(key) != b.get(key)]
             raise InputError(f"{self.folder} cannot be resumed, it was recorded otherwise: {'; '.join(odd)}")
         try:

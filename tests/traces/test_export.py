@@ -1,6 +1,7 @@
 """What is exported is what untimed mode runs, and what import takes back."""
 
 import csv
+import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from policies.core import parse
 from sim.engines import count
 from tests.support import strategies
 from tests.support.dumps import known
-from traces import DECODE, PREFILL, InputError, Trace, demo_trace, export
+from traces import DECODE, PREFILL, InputError, Source, Trace, demo_trace, export, join, write_trace
 from traces.importers import import_dump
+from traces.reader import open_folder
 from traces.trace import Phases
 
 WHY = "libcachesim, the independent oracle, is not installed"
@@ -124,6 +126,15 @@ def test_a_csv_tells_each_choice_of_an_expert(trace: Trace) -> None:
     if trace.weights is not None and written:
         weights = trace.weights[at, frame["layer"], frame["rank"]]
         assert np.array_equal(frame["weight"].to_numpy(np.float16), weights)
+
+
+def test_an_older_trace_whose_metadata_lacks_fields_is_exported_and_joined(tmp_path: Path) -> None:
+    trace, shipped = Trace.read(demo_trace()).head(2), Source.open(demo_trace())
+    export.export_npz(trace, tmp_path / "x.npz")
+    assert json.loads((tmp_path / "x.json").read_text())["model"] == trace.meta.model
+    write_trace(replace(trace, requests=trace.requests.assign(id=["a", "b"])), tmp_path / "other")
+    join([shipped, Source.open(tmp_path / "other")], tmp_path / "both")
+    assert open_folder(tmp_path / "both").meta.layer_expert_bytes == ()
 
 
 def test_one_phase_is_the_rows_of_that_phase() -> None:
