@@ -15,7 +15,7 @@ import pandas as pd
 
 from traces.arrays import read_npy, read_npz
 from traces.defects import Routing
-from traces.errors import InputError
+from traces.errors import InputError, located
 from traces.files import unpacked, unpacked_name
 from traces.importers import answers, plain, recorder, tree
 from traces.importers.build import aggregate_of, trace_of
@@ -67,8 +67,8 @@ def _read(source: Source) -> Routing | Counts:
         return answers.read(source, loaded)
     if plain.reads(first):
         return plain.read(source, loaded)
-    frames = [(unpacked_name(path).stem, _rows(source, held)) for path, held in loaded]
-    frames = [one for one in frames if len(one[1])] or [(frames[0][0], pd.DataFrame(loaded[0][1]))]
+    frames = [(path, _rows(source, path, held)) for path, held in loaded]
+    frames = [one for one in frames if len(one[1])] or [(frames[0][0], pd.DataFrame(loaded[0][1], dtype=object))]
     return routing_of(frames, _known(source, loaded[-1][1]))
 
 
@@ -94,10 +94,13 @@ def _known(source: Source, held: Any) -> Source:
     return replace(source, columns=Columns({**declared.columns, **source.columns.stated}))
 
 
-def _rows(source: Source, held: Any) -> pd.DataFrame:
+def _rows(source: Source, path: Path, held: Any) -> pd.DataFrame:
     """Return records as flat rows, each file's by its own format; rows with columns of several layers are records."""
+    lines: Any = range(1, len(held) + 1)
     if isinstance(held, pd.DataFrame):
         if not tree.nested(dict.fromkeys(held.columns)):
             return held
-        held = held.to_dict("records")
-    return pd.DataFrame(list(tree.rows(held, _known(source, held).columns, source.stated)))
+        lines, held = held.index, held.to_dict("records")
+    with located(str(path)):
+        found = list(tree.rows(held, _known(source, held).columns, source.stated))
+    return pd.DataFrame([row for _, row in found], [lines[number] for number, _ in found], dtype=object)

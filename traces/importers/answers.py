@@ -21,6 +21,7 @@ import numpy as np
 from traces.arrays import read_npy
 from traces.defects import Routing
 from traces.errors import InputError
+from traces.importers.cells import whole
 from traces.importers.dump import Sequence, join
 from traces.importers.source import Request, Source
 
@@ -64,14 +65,25 @@ def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Routing:
     return join(source, sequences)
 
 
+def _counted(place: str, usage: Body | None) -> Body:
+    """Return what an answer says of itself, with its tokens counted in whole numbers."""
+    counts = {name: count for name, count in (usage or {}).items() if name.endswith("_tokens") and count is not None}
+    return (usage or {}) | {name: int(whole(count, f"{place}: {name}", 0)) for name, count in counts.items()}
+
+
 def _of_vllm(source: Source, place: str, name: str, body: Body, choice: Body) -> Sequence:
-    usage, held, apart = body.get("usage") or {}, choice.get("routed_experts"), body.get("prompt_routed_experts")
+    usage, held, apart = (
+        _counted(place, body.get("usage")),
+        choice.get("routed_experts"),
+        body.get("prompt_routed_experts"),
+    )
     if held is None:
         raise InputError(
             f"{place}: routed_experts is missing: the server was started without --enable-return-routed-experts, "
             "or dropped it (0.21 does so when it preempts a request)"
         )
-    ids, generated = choice.get("prompt_token_ids") or body.get("prompt_token_ids"), choice.get("token_ids")
+    both = (holder.get("prompt_token_ids") for holder in (choice, body))
+    ids, generated = next((ids for ids in both if ids is not None), None), choice.get("token_ids")
     prompt = usage.get("prompt_tokens") if ids is None else len(ids)
     counted = usage.get("completion_tokens") if len(body["choices"]) == 1 else None
     output: Any = counted if generated is None else len(generated)
@@ -85,7 +97,7 @@ def _of_vllm(source: Source, place: str, name: str, body: Body, choice: Body) ->
     if isinstance(held, str):
         experts = read_npy(BytesIO(b64decode(held, validate=True)), f"{place}: routed_experts")
     else:
-        experts = np.array(held)
+        experts = whole(held, f"{place}: routed_experts", 3, -1)
     if output is None and prompt is not None:
         output = len(experts) - prompt + 1
     return Sequence(place, experts, Request(name, prompt_tokens=prompt, output_tokens=output), ids, generated)
@@ -96,7 +108,7 @@ def _of_sglang(source: Source, place: str, name: str, body: Body, holder: Body |
         raise InputError(f"{place} has no routed_experts in meta_info, sglext or sgl_ext: ask return_routed_experts")
     if len(body.get("choices") or ()) > 1:
         raise InputError(f"{place} has {len(body['choices'])} choices and does not say whose experts these are")
-    counts = body.get("meta_info") or body.get("usage") or {}
+    counts = _counted(place, body.get("meta_info") or body.get("usage"))
     prompt, output = counts.get("prompt_tokens"), counts.get("completion_tokens")
     kind = np.dtype(holder.get("routed_experts_dtype") or "int32").newbyteorder("<")
     flat = np.frombuffer(b64decode(holder["routed_experts"], validate=True), kind)

@@ -81,7 +81,7 @@ def trace_of(dump: Routing, source: Source) -> Trace:
 
 def _sound(dump: Routing, source: Source, E: int | None) -> Routing:
     """Return the dump as `traces.defects` leaves it: its findings are the source's, and those unfixed may refuse it."""
-    experts = dump.experts if dump.experts.dtype.kind == "i" else dump.experts.astype(np.int32)
+    experts = dump.experts
     routed = experts[experts >= 0]
     if E is not None and routed.size >= 64 and routed.min() == 1 and routed.max() == E:
         source.notes.append(f"expert ids run from 1 to {E}: they are taken as 0 to {E - 1}")

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from traces.defects import Routing
 from traces.errors import InputError
+from traces.importers.cells import UINT32, whole
 from traces.importers.source import Request, Source
 from traces.trace import in_turn
 
@@ -37,11 +38,19 @@ class Sequence:
     output_ids: list[int] | None = None
 
 
-def integers(array: NDArray[Any], place: str, what: str = "experts", ndim: int = 3) -> NDArray[np.integer]:
-    """Return an array of integers with `ndim` axes in the machine's byte order. Raises InputError for any other."""
+def integers(
+    array: NDArray[Any], place: str, what: str = "experts", ndim: int = 3, least: int = -(2**31), most: int = UINT32
+) -> NDArray[np.integer]:
+    """Return an array as signed integers in the machine's byte order. Raises InputError for other types and axes, and
+    for the first number outside the range.
+    """
     if array.dtype.kind not in "iu" or array.ndim != ndim:
         raise InputError(f"{place}: {what} is {array.dtype} {array.shape}; integers with {ndim} axes are needed")
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
+    if (beyond := np.argwhere((array < least) | (array > most))).size:
+        at = beyond[0].tolist()
+        raise InputError(f"{place}: {what}{at} is {array[tuple(at)]}, not from {least} to {most}")
+    size = array.dtype.itemsize * (2 if array.dtype.kind == "u" else 1)
+    return array.astype(f"i{min(8, size)}", copy=False)
 
 
 def join(source: Source, sequences: list[Sequence]) -> Routing:
@@ -75,8 +84,9 @@ def join(source: Source, sequences: list[Sequence]) -> Routing:
         experts[end - len(array) : end] = array
         counted = request.prompt_tokens
         for first, ids, count in ((0, one.prompt_ids, counted), (counted, one.output_ids, request.output_tokens)):
-            if ids and first is not None and len(ids) == count:
-                token_id[begin + first : end][: len(ids)] = ids[: end - begin - first]
+            held = whole([] if ids is None else ids, f"{one.place}: token ids", 1)
+            if first is not None and len(held) == count:
+                token_id[begin + first : end][: len(held)] = held[: end - begin - first]
     prompts = [request.prompt_tokens or 0 for request in requests]
     phase = in_turn(lengths, np.array(prompts))["phase"] if all(known) else None
     return Routing(experts, offsets, requests, phase, token_id=token_id if (token_id >= 0).any() else None)

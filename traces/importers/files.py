@@ -5,6 +5,7 @@ K3 route trace version 1: a header, records of one length, a trailer with a CRC-
 experts (llama.cpp, tools/imatrix/imatrix.cpp); its older format, .dat, has means by expert but no counts.
 """
 
+import csv
 import io
 import re
 import struct
@@ -19,6 +20,7 @@ import pandas as pd
 
 from traces.errors import InputError
 from traces.facts import parse_json
+from traces.importers.cells import whole
 from traces.importers.source import Source
 from traces.importers.words import fact
 
@@ -44,7 +46,7 @@ def records_of(path: Path, raw: bytes) -> list[Any]:
     """Return the JSON values of a file: one, those of a list, or one a line. Raises InputError."""
     try:
         value = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         lines = enumerate(filter(bytes.strip, raw.split(b"\n")))
         return [parse_json(line, f"{path} answer {number}") for number, line in lines]
     return value if isinstance(value, list) and value and isinstance(value[0], dict) else [value]
@@ -53,7 +55,8 @@ def records_of(path: Path, raw: bytes) -> list[Any]:
 def frame_of(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
     """Return a file that is no JSON as rows. Raises InputError for what is of no known kind."""
     if kind := next((one for one in BINARY.values() if raw.startswith(one.begins)), None):
-        return kind.read(source, path, raw)
+        frame = kind.read(source, path, raw)
+        return frame.set_axis(range(1, len(frame) + 1))
     if 0 < int.from_bytes(raw[4:8], "little") < 256 and re.match(rb"blk\.\d+\.|output|token_embd", raw[8:32]):
         raise InputError(f"{path} is an imatrix of the older format, with no counts by expert: write it again as GGUF")
     try:
@@ -65,19 +68,35 @@ def frame_of(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
 
 def _csv(source: Source, path: Path, text: str) -> pd.DataFrame:
     """Return a table of any delimiter; header comments state facts. Without a header: layer, expert, count."""
-    lines = text.split("\n", 4096)[:4096]
-    _state(source, [line for line in lines if line.startswith("#")])
+    lines = list(io.StringIO(text, newline=""))
+    _state(source, [line for line in lines[:4096] if line.startswith("#")])
     head = next((line for line in lines if line.strip() and not line.startswith("#")), "")
     delimiter = max("\t,;|", key=head.count)
-    columns, names = head.count(delimiter) + 1, None
-    if head.split(delimiter)[0].strip().isdigit():
-        names = ["layer", "expert", "count"][:columns]
-        if columns not in (2, 3):
-            raise InputError(f"{path} has {columns} columns without names: write a line with their names first")
+    first = lines.index(head) if head else 0  # behind it a row may begin with #
+    notes = [
+        line[0] == "#" and (n < first or line.count(delimiter) != head.count(delimiter)) for n, line in enumerate(lines)
+    ]
+    cells = ("\n" if note else line for line, note in zip(lines, notes, strict=True))
+    reader = csv.reader(cells, delimiter=delimiter, skipinitialspace=True, strict=True)
     try:
-        return pd.read_csv(io.StringIO(text), sep=delimiter, comment="#", names=names, skipinitialspace=True)
-    except ValueError as error:
-        raise InputError(f"{path} is no table with columns: {error}") from None
+        rows = [(reader.line_num, row) for row in reader if any(row) or len(row) > 1]
+    except csv.Error as error:
+        raise InputError(f"{path}, row {reader.line_num} is no row of a table: {error}") from None
+    names = rows[0][1] if rows else []
+    if names and names[0].strip().isdecimal():
+        if len(names) not in (2, 3):
+            raise InputError(f"{path} has {len(names)} columns without names: write a line with their names first")
+        names = ["layer", "expert", "count"][: len(names)]
+    else:
+        rows = rows[1:]
+    odd = next(
+        (f": row {line} has {len(row)} cells for {len(names)} names" for line, row in rows if len(row) != len(names)),
+        "",
+    )
+    if odd or not rows:
+        raise InputError(f"{path} is no table with columns{odd}")
+    names = [name if name not in names[:i] else f"{name}.{i}" for i, name in enumerate(names)]
+    return pd.DataFrame([row for _, row in rows], [line for line, _ in rows], names, dtype=object)
 
 
 def _state(source: Source, comments: list[str]) -> None:
@@ -86,7 +105,8 @@ def _state(source: Source, comments: list[str]) -> None:
     for line in comments:
         pairs = dict(re.findall(r"([\w.]+)\s*[=:]\s*(\S+)", line))
         if {"layer", "expert_bytes"} <= pairs.keys():
-            sizes[int(pairs["layer"])] = int(pairs["expert_bytes"])
+            layer, size = (int(whole(pairs[name], f"{line.strip()}: {name}", 0)) for name in ("layer", "expert_bytes"))
+            sizes[layer] = size
             continue
         for name, value in pairs.items():
             if fact(name) == "model":
@@ -125,7 +145,7 @@ def _imatrix(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
     counted = {int(name[1]): one.data for one in gguf.GGUFReader(path).tensors if (name := TENSOR.fullmatch(one.name))}
     if not counted:
         raise InputError(f"{path} has no counts by expert: it is no imatrix of an MoE model")
-    held = [(layer, e, int(n)) for layer, data in sorted(counted.items()) for e, n in enumerate(np.ravel(data))]
+    held = [(layer, e, n) for layer, data in sorted(counted.items()) for e, n in enumerate(np.ravel(data))]
     return pd.DataFrame(held, columns=["layer", "expert", "count"])
 
 

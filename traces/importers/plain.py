@@ -16,16 +16,23 @@ from numpy.typing import NDArray
 from traces import arrays
 from traces.defects import Routing
 from traces.errors import InputError
+from traces.importers.cells import FLOAT16, INT32, UINT32
 from traces.importers.dump import Sequence, integers, join
 from traces.importers.source import Request, Source
 from traces.importers.words import layer_number
+from traces.steps import DECODE, PREFILL
 
 BESIDE = ".offsets.npy"
 
 LENGTHS = ("seq_lens", "lengths", "lens", "sequence_lengths", "tokens_per_request")
 
-_PER_TOKEN = {"phase": np.uint8, "position": np.uint32, "step": np.uint32, "token_id": np.int32}
-"""Optional arrays [tokens], and their types in a trace."""
+_PER_TOKEN: dict[str, tuple[type[np.integer], int, int]] = {
+    "phase": (np.uint8, PREFILL, DECODE),
+    "position": (np.uint32, 0, UINT32),
+    "step": (np.uint32, 0, UINT32),
+    "token_id": (np.int32, -1, INT32),
+}
+"""Optional arrays [tokens]: their types in a trace, and what they hold."""
 
 
 def reads(content: Any) -> bool:
@@ -77,7 +84,7 @@ def token_ids(path: Path, tokens: int) -> NDArray[np.int32]:
 def _lengths(values: dict[str, NDArray[Any]]) -> NDArray[Any]:
     """Return how many tokens each request has: by offsets, as stated, or those of one request."""
     if "offsets" in values:
-        return np.diff(values["offsets"])
+        return np.diff(integers(values["offsets"], "offsets", ndim=1))
     return next((values[name] for name in LENGTHS if name in values), np.array([len(values["experts"])]))
 
 
@@ -102,12 +109,16 @@ def _dump(
     if position is not None:
         again = np.setdiff1d(np.flatnonzero(position[1:] <= position[:-1]) + 1, offsets)
         columns |= {"position": None, "restarts": again} if again.size else {}
+    if weights is not None and (odd := np.argwhere(~(np.abs(weights) <= FLOAT16))).size:
+        at = odd[0].tolist()
+        raise InputError(f"{path}: weights{at} is {weights[tuple(at)]}, no number that float16 holds")
     weights = None if weights is None else weights.astype(np.float16)
     return Routing(experts, offsets, requests, weights=weights, layers=layers, **columns)
 
 
 def _column(path: Path, name: str, values: NDArray[Any], tokens: int) -> NDArray[Any]:
-    column = integers(values, str(path), name, ndim=1).astype(_PER_TOKEN[name])
-    if len(values) != tokens or not np.array_equal(column, values):
-        raise InputError(f"{path}: {name} must hold a {column.dtype} for each of {tokens} tokens")
+    kind, least, most = _PER_TOKEN[name]
+    column = integers(values, str(path), name, 1, least, most).astype(kind)
+    if len(values) != tokens:
+        raise InputError(f"{path}: {name} must hold a number for each of {tokens} tokens")
     return column

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from traces.defects import Routing
 from traces.errors import InputError, located
+from traces.importers.cells import whole
 from traces.importers.dump import UNROUTED, Counts, integers
 from traces.importers.source import Request, Source
 from traces.steps import DECODE, PREFILL
@@ -104,15 +105,17 @@ def read(source: Source, files: list[File]) -> Routing | Counts:
 def _of_counts(source: Source, files: list[File]) -> Counts:
     """Return the counts [layers, logical experts] of each rank: of all passes, or of each pass by physical experts."""
     counted = []
-    for _, content in files:
+    for path, content in files:
         if "records" in content:
-            mapping, passes = content["last_physical_to_logical_map"], content["records"]
+            mapping = integers(content["last_physical_to_logical_map"], path.name, "map", 2, 0)
             counts = np.zeros((len(mapping), int(mapping.max()) + 1), np.int64)
-            physical = sum(one["global_physical_count"] for one in passes)
+            physical = np.stack([one["global_physical_count"] for one in content["records"]])
+            physical = integers(physical, path.name, "global_physical_count", 3, 0).sum(axis=0, dtype=np.int64)
             np.add.at(counts, (np.arange(len(mapping))[:, None], mapping), physical)
         else:
             held = np.asarray(content["logical_count"])
-            counts = integers(held[None] if held.ndim == 2 else held, "logical_count").astype(np.int64).sum(axis=0)
+            held = integers(held[None] if held.ndim == 2 else held, path.name, "logical_count", 3, 0)
+            counts = held.sum(axis=0, dtype=np.int64)
         counted.append(counts)
     return Counts(np.stack(counted), source.requests([Request(id=path.stem) for path, _ in files]))
 
@@ -144,7 +147,8 @@ def _of_passes(source: Source, files: list[File]) -> Routing:
             with located(f"{path.name}, forward pass {one['forward_pass_id']}"):
                 experts = _logical(one, content["last_physical_to_logical_map"])
                 of = rebuilt.extend(positions, one["extend_seq_lens"]) if mode == EXTEND else rebuilt.decode(positions)
-            n, known = len(positions), one["input_ids"] or [-1] * len(positions)
+            n = len(positions)
+            known = whole(one["input_ids"] or [-1] * n, f"{path.name}: input_ids", 1, -1)
             kind = PREFILL if mode == EXTEND else DECODE
             rows.append((np.array(of) + len(names), [kind] * n, [len(rows)] * n, positions, experts, known))
         source.notes.extend(f"{path}: {amount} {text}" for text, amount in rebuilt.said.items() if amount)
@@ -168,7 +172,8 @@ def _of_passes(source: Source, files: list[File]) -> Routing:
 
 def _logical(one: dict[str, Any], mapping: NDArray[np.integer]) -> NDArray[np.integer]:
     """[tokens, layers, 8] logical ids of a pass, -1: not routed."""
-    mode, physical, tokens = one["forward_mode"], one["topk_ids_of_layer"], len(one["positions"])
+    mode, tokens = one["forward_mode"], len(one["positions"])
+    physical = integers(one["topk_ids_of_layer"], "pass", "topk_ids_of_layer", 3, -1, mapping.shape[1] - 1)
     if mode not in (EXTEND, DECODING):
         raise InputError(
             f"forward_mode {mode}: only prefill (1) and decode (2) can be divided by request; record without mixed "

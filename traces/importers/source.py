@@ -6,7 +6,7 @@ agree.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,15 +16,15 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from traces.defects import Finding
-from traces.errors import InputError
+from traces.errors import InputError, refuse
 from traces.facts import parse_json
 from traces.files import unpacked_name
-from traces.importers.words import ROLES, Columns, phase_codes
+from traces.importers.words import ROLES, Columns, phase_of
 from traces.models import ModelProfile, known_shape
+from traces.schema import Size
 from traces.typed import Natural, Option, Positive
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
-Size = Annotated[int, Meta(ge=1, lt=2**31)]
 Nanoseconds = Annotated[int, Meta(ge=0, lt=2**63 - 1)]
 Label = str | int  # ids and tasks are often numbered
 
@@ -93,8 +93,8 @@ class Facts:
     top_k: Size | None = None
     first_moe_layer: Count | None = None
     layer_names: tuple[str, ...] | None = None
-    expert_bytes: int | None = None
-    layer_expert_bytes: tuple[int, ...] = ()
+    expert_bytes: Size | None = None
+    layer_expert_bytes: tuple[Size, ...] = ()
     dtype: str | None = None
     revision: str | None = None
     hidden_size: Size | None = None
@@ -104,7 +104,7 @@ class Facts:
     requests: list[Request] | Count | None = None
     start: Count | None = None
     concurrency: Size | None = None  # requests that were sent at a time
-    offsets: list[int] | None = None  # of a .npy
+    offsets: list[Count] | None = None  # of a .npy
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,10 @@ class Source:
     def phase(self) -> int | None:
         """PREFILL or DECODE, where one of them is stated of all tokens beside the routing."""
         stated = self.options.phase or self.facts.phase or self.stated.get("phase")
-        codes = phase_codes(np.array(re.findall(r"\w+", stated or "")[:1]), "phase")
-        return int(codes[0]) if codes is not None and len(codes) else None
+        word = next(iter(re.findall(r"\w+", stated or "")), None)
+        code = None if word is None else phase_of(word)
+        refuse((word is not None and code is None, f"phase {word!r} is neither prefill nor decode"))
+        return code
 
     def experts_of(self, ids: NDArray[np.integer]) -> int:
         """Return the number of experts by the largest id, where nothing states it, and note so."""
@@ -190,7 +192,7 @@ class Source:
         requests = []
         for number, (own, beside) in enumerate(zip(dumped, stated, strict=True)):
             default = Request(number, self.facts.dataset or "", beside.category or "", start=self.start)
-            held = [*vars(default).items(), *vars(own).items(), *vars(beside).items()]
+            held = [*asdict(default).items(), *asdict(own).items(), *asdict(beside).items()]
             known = {key: value for key, value in held if value is not None}
             requests.append(Request(**known | {key: str(known[key]) for key in ("id", "dataset", "task")}))
         return requests

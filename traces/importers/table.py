@@ -7,7 +7,7 @@ request, step and token where they are there, and by the order in the file where
 
 import re
 from collections.abc import Sequence
-from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,23 +16,31 @@ from numpy.typing import NDArray
 
 from traces.defects import Routing
 from traces.errors import InputError
+from traces.files import unpacked_name
+from traces.importers.cells import FLOAT16, INT32, UINT32, Place, fits, labels, lists, numbers, parsed
 from traces.importers.dump import Counts
 from traces.importers.source import Request, Source
-from traces.importers.words import fact, layer_number, phase_codes
+from traces.importers.words import fact, layer_number, phase_of, plain
 from traces.steps import DECODE, PREFILL
 
 Int = NDArray[Any]
 KEYS = ("step", "token")
+NUMBERS = dict.fromkeys((*KEYS, "slot", "count"), (0, UINT32)) | {"token_id": (-1, INT32)}
+"""Roles of columns of whole numbers, and their ranges. A column of other texts has none of these roles."""
+MOST = 65_534
+"""The largest number of a layer or expert of which counts are kept."""
+Frames = Sequence[tuple[Path, pd.DataFrame]]
+"""The rows of files; their index is what people call the rows."""
 
 
-def routing_of(frames: Sequence[tuple[str, pd.DataFrame]], source: Source) -> Routing | Counts:
-    """Return what the rows of files hold, each with its name. Raises InputError where a role is missing."""
-    frame, found = _joined([(name, _without_facts(frame, source)) for name, frame in frames], source)
+def routing_of(frames: Frames, source: Source) -> Routing | Counts:
+    """Return what the rows of files hold. Raises InputError where a role is missing or a cell is invalid."""
+    frame, found = _joined([(path, _without_facts(frame, source)) for path, frame in frames], source)
     there = ", ".join(map(str, frame.columns))
-    columns = {role: frame[name].to_numpy() for role, name in found.items() if role not in ("expert", "weight")}
+    columns = {role: _column(frame, role, name) for role, name in found.items() if role not in ("expert", "weight")}
     for role, name in source.columns.stated.items():
         if name and role not in found:
-            if not name.isdigit():
+            if not name.isdecimal():
                 raise InputError(f"{source.path} has no column {name!r}; there are: {there}")
             columns[role] = np.full(len(frame), int(name))
     if "layer" not in columns:
@@ -40,37 +48,67 @@ def routing_of(frames: Sequence[tuple[str, pd.DataFrame]], source: Source) -> Ro
             f"{source.path} does not say the layer of its rows: name its column with --columns layer=NAME, state the "
             f"layer as --columns layer=7, or put it into the file's name as layer7; there are: {there}"
         )
-    columns["layer"] = _layers(columns["layer"], source)
-    single = "expert" in found and pd.api.types.is_numeric_dtype(frame[found["expert"]])
+    single = "expert" in found and fits(frame[found["expert"]])
     counted = single and ("count" in columns or not {*KEYS, "slot", "request", "phase"} & columns.keys())
-    experts, weights = (frame[found["expert"]].to_numpy(), None) if counted else _experts(frame, found, source)
+    experts, weights = (None, None) if counted else _experts(frame, found, source)
     said = ", ".join(role if role == column else f"{role} is {column}" for role, column in found.items())
     source.found.append(f"counts: {said}" if counted else said)
-    if counted:
-        return _counts(columns, experts.astype(np.int64), source)
-    return _dump(columns, experts, weights, frames[0][0], source)
+    if experts is None:
+        return _counts(columns, frame[found["expert"]], _place(frame, found["expert"]), source)
+    return _dump(columns, experts, weights, _stem(frames[0][0]), source)
+
+
+def _column(frame: pd.DataFrame, role: str, name: str) -> NDArray[Any]:
+    """Return a column as numbers, phases or texts, by its role. Raises InputError for the first invalid cell."""
+    cells, place = frame[name], _place(frame, name)
+    if role in NUMBERS:
+        return numbers(cells, place, *NUMBERS[role])
+    if role == "phase":
+        why = "neither prefill nor decode: say --phase, or --columns phase=NAME"
+        return parsed(cells, place, lambda text: phase_of(text, name), why).astype(np.uint8)
+    if role == "layer":
+        why = f"no layer from 0 to {MOST}: --columns layer=NAME names another"
+        return parsed(cells, place, lambda text: n if (n := layer_number(text)) in range(MOST + 1) else None, why)
+    return parsed(cells.where(labels(cells)), place, lambda text: text or None, "no name").astype(object)
+
+
+def _place(frame: pd.DataFrame, name: str) -> Place:
+    """Return how to say where a cell of a column stands."""
+
+    def place(row: int) -> str:
+        file, line = frame.index[row]
+        axes = [key for key in ("layer", "token") if "#record" in frame and key in frame and key != name]
+        beside = "".join(f", {key} {frame[key].iloc[row]}" for key in axes)
+        return f"{file}, row {line}{beside}, column {name!r}"
+
+    return place
+
+
+def _stem(path: Path) -> str:
+    return unpacked_name(path).stem
 
 
 def _without_facts(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
     """Return a frame without columns that state one fact in all rows, such as top_k."""
     frame, stated = frame.rename(columns=str), source.columns.stated.values()
     known = {name: fact(name) for name in frame.columns if name not in stated and len(frame)}
-    facts = {name: what for name, what in known.items() if what and np.ndim(frame[name].iloc[0]) == 0}
-    facts = {name: what for name, what in facts.items() if frame[name].nunique() == 1}
+    facts = {name: what for name, what in known.items() if what and labels(frame[name]).all()}
+    facts = {name: what for name, what in facts.items() if frame[name].map(str).nunique() == 1}
     for name, what in facts.items():
-        source.stated.setdefault(what, frame[name].iloc[0])
-    beside = [name for name in frame.columns if name[0] == "#" and name != "#record"]
+        value = frame[name].iloc[0]
+        source.stated.setdefault(what, int(value) if str(value).isdecimal() else value)
+    beside = [name for name in frame.columns if name[:1] == "#" and name != "#record"]
     return frame.drop(columns=[*facts, *beside])
 
 
-def _joined(frames: list[tuple[str, pd.DataFrame]], source: Source) -> tuple[pd.DataFrame, dict[str, str]]:
+def _joined(frames: Frames, source: Source) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return the rows of all files, and the column of each role. Files of other layers each have the same tokens."""
-    placed = [_placed(name, frame, source) for name, frame in frames]
-    if len(frames) == 1:
-        return placed[0], _found(placed[0], source)
-    file = np.repeat([name for name, _ in frames], list(map(len, placed)))
-    whole = pd.concat(placed, ignore_index=True).assign(**{"#file": file})
+    placed = {str(path): _placed(_stem(path), frame, source) for path, frame in frames}
+    whole = pd.concat(placed)
     found = _found(whole, source)
+    if len(frames) == 1:
+        return whole, found
+    whole["#file"] = np.repeat([_stem(path) for path, _ in frames], list(map(len, placed.values())))
     layer, request = found.get("layer"), found.get("request")
     apart = layer is not None and (whole.groupby(layer)["#file"].nunique() == 1).all()
     keys = [found[role] for role in ("request", "phase", *KEYS, "layer") if role in found]
@@ -123,75 +161,62 @@ def _found(frame: pd.DataFrame, source: Source) -> dict[str, str]:
     """Return the column of each role that can have it: texts are no tokens, lists no keys."""
     fitting = []
     for name in frame.columns:
-        role = source.columns.role(name)
-        first: Any = next((one for one in frame[name] if one is not None and one is not pd.NA), "") if role else ""
-        lists = np.ndim(first) > 0 or (isinstance(first, dict))
-        numbers = role in ("token", "token_id", "step", "slot", "count")
-        if role in ("expert", "weight") or (
-            role and not lists and not (numbers and pd.to_numeric(frame[name], errors="coerce").isna().any())
-        ):
+        role, cells = source.columns.role(name), frame[name]
+        if role in ("expert", "weight") or (role and name in source.columns.stated.values()):
             fitting.append(name)
+        elif role in NUMBERS:
+            fitting += [name] if fits(cells) else []
+        elif role:
+            named = cells.map(lambda cell: phase_of(str(cell)) is not None) if plain(name) == "stage" else labels(cells)
+            fitting += [name] if 2 * named.sum() >= len(cells) else []
     return source.columns.pick(fitting)
 
 
 def _experts(frame: pd.DataFrame, found: dict[str, str], source: Source) -> tuple[Int, NDArray[np.float64] | None]:
     """Return experts [n, k], -1 behind the last, and weights [n, k] if there are any. Raises InputError."""
     names, weighted = (source.columns.numbered(frame.columns, role) for role in ("expert", "weight"))
+
+    def table(names: Sequence[str], least: float, most: float, real: bool = False) -> NDArray[Any]:
+        return np.stack([numbers(frame[name], _place(frame, name), least, most, real) for name in names], axis=1)
+
     weights: NDArray[np.float64] | None = None
     if names and found.get("expert") not in source.columns.stated.values():
         found["expert"] = f"{names[0]} to {names[-1]}"
-        values = frame[names].to_numpy(np.float64)
-        one_hot = len(names) > 2 and set(np.unique(values)) == {0, 1} and len(np.unique(values.sum(axis=1))) == 1
-        if one_hot or (not np.isnan(values).any() and (values % 1).any()):
+        shown = frame[names].apply(pd.to_numeric, errors="coerce").to_numpy(np.float64)  # to choose how to read them
+        one_hot = len(names) > 2 and 2 * ((shown == 0) | (shown == 1)).all(axis=1).sum() > len(frame)
+        if one_hot or 2 * (np.abs(np.modf(shown)[0]) > 0).any(axis=1).sum() > len(frame):
             found["expert"] += ", a weight for each of all experts"
             source.stated.setdefault("experts", len(names))
+            values = table(names, 0, 1 if one_hot else FLOAT16, real=True)
             k = max(1, int((values != 0).sum(axis=1).max()))
             order = np.argsort(-values, axis=1, kind="stable")[:, :k]
             weights = np.take_along_axis(values, order, axis=1)
             return np.where(weights != 0, order, -1).astype(np.int64), weights
-        experts = np.where(np.isnan(values), -1, values).astype(np.int64)
-        weights = frame[weighted].to_numpy(np.float64) if weighted else None
+        experts = table(names, -1, UINT32)
+        weights = table(weighted, -FLOAT16, FLOAT16, real=True) if weighted else None
     elif "expert" in found:
-        experts = _lists(frame[found["expert"]], -1).astype(np.int64)
-        weights = _lists(frame[found["weight"]], 0.0) if "weight" in found else None
+        name, weight = found["expert"], found.get("weight")
+        experts = lists(frame[name], _place(frame, name), -2, -1)
+        if weight is not None:
+            weights = lists(frame[weight], _place(frame, weight), np.nan, -FLOAT16, FLOAT16, real=True)
+            other = (experts != -2).sum(axis=1) != (~np.isnan(weights)).sum(axis=1)
+            if other.any() and 2 * other.sum() <= len(frame):
+                raise InputError(f"{_place(frame, weight)(int(other.argmax()))}: not as many weights as experts")
+            weights = np.nan_to_num(weights)
     else:
         there = ", ".join(map(str, frame.columns))
         raise InputError(f"no experts in {source.path}: name them with --columns expert=NAME; there are: {there}")
-    return experts, weights if weights is not None and weights.shape == experts.shape else None
+    if unrouted := int((experts == -1).sum()):
+        source.notes.append(f"{unrouted} expert ids are -1: nothing was routed there")
+    return np.maximum(experts, -1), weights if weights is not None and weights.shape == experts.shape else None
 
 
-def _lists(values: "pd.Series[Any]", fill: float) -> NDArray[np.float64]:
-    """Return numbers, lists of them or texts of lists as an array [n, k], filled up."""
-    if pd.api.types.is_numeric_dtype(values):
-        return values.fillna(fill).to_numpy(np.float64)[:, None]
-    rows: list[Any] = values.tolist()
-    if any(isinstance(row, str) for row in rows[:1]):
-        rows = [[float(one) for one in re.findall(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?", str(row))] for row in rows]
-    rows = [list(row) if np.ndim(row) else [] if pd.isna(row) else [row] for row in rows]
-    filled = np.array(list(zip_longest(*rows, fillvalue=fill)), np.float64)
-    return filled.T if filled.size else np.full((len(rows), 1), fill)
-
-
-def _layers(values: NDArray[Any], source: Source) -> Int:
-    names, place = np.unique(values.astype(str), return_inverse=True)
-    numbers = [layer_number(name) for name in names]
-    if None in numbers:
-        raise InputError(
-            f"{source.path}: layer {names[numbers.index(None)]!r} has no number: --columns layer=NAME names another"
-        )
-    return np.array(numbers, np.int64)[place]
-
-
-def _numbers(values: NDArray[Any]) -> Int:
-    """Return a column as whole numbers: as they are, else in the order of their first appearance."""
-    numbers = pd.to_numeric(pd.Series(values), errors="coerce")
-    return numbers.to_numpy(np.int64) if numbers.notna().all() else pd.factorize(values)[0].astype(np.int64)
-
-
-def _counts(columns: dict[str, NDArray[Any]], expert: Int, source: Source) -> Counts:
+def _counts(columns: dict[str, NDArray[Any]], cells: "pd.Series[Any]", place: Place, source: Source) -> Counts:
     """Return rows of layer, expert and count, 1 where there is none, as counts by request."""
-    count = _numbers(columns["count"]) if "count" in columns else np.ones(len(expert), np.int64)
-    E = source.agreed("experts") or source.experts_of(expert)
+    E = source.agreed("experts")
+    expert = numbers(cells, place, 0, MOST if E is None else E - 1)
+    E = E or source.experts_of(expert)
+    count = columns.get("count", np.ones(len(expert), np.int64))
     request, names = pd.factorize(columns.get("request", np.full(len(expert), source.stem)))
     counts = np.zeros((len(names), int(columns["layer"].max()) + 1, E), np.int64)
     np.add.at(counts, (request, columns["layer"], expert), count)
@@ -204,12 +229,12 @@ def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: st
     layers: Any
     layers, layer = np.unique(columns["layer"], return_inverse=True)
     if "token_id" in columns and not columns.keys() & set(KEYS):
-        counted = np.unique(_numbers(columns["token_id"])[layer == layer[0]])
+        counted = np.unique(columns["token_id"][layer == layer[0]])
         if len(counted) > 1 and np.array_equal(counted, np.arange(len(counted))):  # it is no id: it counts the tokens
             columns["token"] = columns.pop("token_id")
-    phase = phase_codes(columns["phase"], "phase") if "phase" in columns else None
+    phase = columns.get("phase")
     request, names = pd.factorize(columns.get("request", np.zeros(len(experts), np.int64)))
-    keys = {key: _numbers(columns[key]) for key in KEYS if key in columns}
+    keys = {key: columns[key] for key in KEYS if key in columns}
     frame = pd.DataFrame({"request": request, **({} if phase is None else {"phase": phase}), **keys})
     cells = frame.assign(layer=layer)
     slot: Any = np.arange(experts.shape[1])[None]
@@ -254,7 +279,7 @@ def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: st
         source.requests([Request(id=label) for label in labels]),
         phase=phases,
         weights=held,
-        token_id=_numbers(columns["token_id"])[first].astype(np.int32) if "token_id" in columns else None,
+        token_id=columns["token_id"][first].astype(np.int32) if "token_id" in columns else None,
         layers=tuple(layers.tolist()),
         restarts=np.setdiff1d(again_at, offsets).astype(np.int64),
     )
@@ -268,7 +293,9 @@ def _before(frame: pd.DataFrame) -> Int:
 def _slots(cells: pd.DataFrame, slot: NDArray[Any] | None) -> tuple[Int, Int]:
     """Return of rows with one expert each its place among the token's k, and how often the place was there before."""
     if slot is not None:
-        number = np.unique(_numbers(slot), return_inverse=True)[1]
+        slots, number = np.unique(slot, return_inverse=True)
+        if slots[-1] - slots[0] >= len(slots):
+            raise InputError(f"slots are not consecutive: {', '.join(map(str, slots[-9:]))}")
         return number, _before(cells.assign(slot=number))
     starts = np.flatnonzero((cells.diff() != 0).any(axis=1))  # of runs of one cell
     lengths = np.diff(np.append(starts, len(cells)))

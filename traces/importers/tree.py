@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from traces.errors import InputError, located
 from traces.importers.words import Columns, fact, layer_number
 
 Row = dict[str, Any]
@@ -24,34 +25,60 @@ AXES = {"layer": "layer", "token": "token", "step": "token", "request": "request
 """What the places in a list of records are, by the role of its key."""
 
 
-def rows(records: Iterable[Any], columns: Columns, stated: Row) -> Iterator[Row]:
-    """Yield the rows of records, with the names of their keys; add the facts that stand beside them to `stated`.
+def rows(records: Iterable[Any], columns: Columns, stated: Row) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of records, with their numbers; add the facts that stand beside them to `stated`.
 
-    `#record` is the record's number, other names with # are facts.
+    Names with # are facts, `#record` the record's number.
     """
+    kinds = Kinds()
     for number, record in enumerate(records):
         row: Row = {}
         record = {"experts": record} if depth(record) > 0 else record
+        where = f"record {number + 1}"
+        if _lone(record):
+            raise InputError(f"{where} is {record!r}, no object or list")
         flat = isinstance(record, Mapping) and not nested(record)
         found = _rows(record, {"#record": number}, "", columns) if not flat else [record] * _routes(record, columns)
-        for row in found:
-            stated |= {name[1:]: one for name, one in row.items() if str(name)[:1] == "#" and name[1:] not in stated}
-            yield row
+        for row in kinds.rows(record, where, found):
+            stated |= {name[1:]: one for name, one in row.items() if name[:1] == "#" and name[1:] not in stated}
+            yield number, row
         if not row and isinstance(record, Mapping):  # it holds facts alone
-            stated |= {known: one for name, one in record.items() if (known := fact(name)) and np.ndim(one) == 0}
+            stated |= {known: one for name, one in record.items() if (known := fact(name)) and _lone(one)}
+
+
+class Kinds:
+    """Refuses records without experts beside others of the same keys that have some: a value there is invalid."""
+
+    def __init__(self) -> None:
+        self._routed: dict[frozenset[Any], tuple[bool, str]] = {}
+
+    def rows(self, record: Any, where: str, rows: Iterable[Row]) -> Iterator[Row]:
+        """Yield the rows of a record. Raises InputError, with `where` it stands."""
+        row = None
+        with located(where):
+            for row in rows:
+                yield row
+        if isinstance(record, Mapping):
+            routed, first = self._routed.setdefault(frozenset(record), (bool(row), where))
+            if routed != bool(row):
+                raise InputError(f"{where if routed else first} has no experts or counts, as others of its keys have")
 
 
 def _routes(record: Mapping[Any, Any], columns: Columns) -> bool:
     """Return whether a flat record holds experts: a list, a number that is no fact, or numbered ones."""
-    name = columns.pick(name for name, one in record.items() if np.ndim(one) or fact(name) is None).get("expert")
-    return record.get(name) is not None or bool(columns.numbered(record, "expert"))
+    name = columns.pick(name for name, one in record.items() if not _lone(one) or fact(name) is None).get("expert")
+    return name is not None or bool(columns.numbered(record, "expert"))
 
 
 def nested(record: Mapping[Any, Any]) -> bool:
     """Return whether a record holds more than values and lists of values, or keys that are numbers or of layers."""
-    inner = (one[0] if isinstance(one, list) and one else one for one in record.values())
+    inner = (one for value in record.values() for one in (value if isinstance(value, list) else [value]))
     several = str(next(iter(record), ""))[:1].isdigit() or sum(bool(FLAT.fullmatch(str(name))) for name in record) > 1
-    return several or any(isinstance(one, list | Mapping | np.ndarray) for one in inner)
+    return several or not all(map(_lone, inner))
+
+
+def _lone(value: Any) -> bool:
+    return not isinstance(value, list | Mapping | np.ndarray)
 
 
 def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
@@ -67,17 +94,21 @@ def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
                 yield {**above, "layer": layer, "expert": expert, "count": count}
         else:
             yield from _record(value, above, columns)
-    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-        axis = AXES.get(str(role))
+    elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+        axis, kinds = AXES.get(str(role)), Kinds()
         for number, each in enumerate(value):
+            if not isinstance(each, Mapping):
+                raise InputError(f"{key}[{number}] is {each!r} beside objects")
             if axis == "slot" and "id" in each:
                 each = {**each, "expert": each["id"]}
             own = axis is not None and not any(columns.role(name) == axis for name in each)
-            yield from _rows(each, {**above, str(axis): number} if own else above, key, columns)
+            within = {**above, str(axis): number} if own else above
+            yield from kinds.rows(each, f"{key}[{number}]", _rows(each, within, key, columns))
     elif role == "count" and isinstance(value, list | np.ndarray):
-        value = np.asarray(value)
-        value = value.sum(axis=0) if value.ndim == 3 else value
-        pairs: Any = enumerate(value) if value.ndim == 2 else [(above.get("layer"), value)]
+        value = np.array(value, object)
+        pairs: Any = [(above.get("layer"), value)]
+        if value.ndim > 1:
+            pairs = ((layer, row) for part in value.reshape(-1, *value.shape[-2:]) for layer, row in enumerate(part))
         for layer, row in pairs:
             yield from ({**above, "layer": layer, "expert": e, "count": count} for e, count in enumerate(row.tolist()))
     elif role in ("layer", "token") and depth(value) >= 2:
@@ -88,27 +119,33 @@ def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
 def _numbered(value: Mapping[Any, Any], above: Row, key: str, columns: Columns) -> Iterator[Row]:
     """Yield the rows of a mapping from numbers: of experts with counts, of tokens, else of layers."""
     role, layered = columns.role(key), _has_layer(above, columns)
-    counts = (layered or role == "count") and all(isinstance(one, int | float) for one in value.values())
+    lone, kinds = list(map(_lone, value.values())), Kinds()
+    counts = (layered or role == "count") and 2 * sum(lone) > len(lone)
+    depths = [depth(one) for one in value.values() if _lone(one) or len(one)] or [0]
+    listed, usual = not all(lone) or max(depths) > 0, max(depths, key=depths.count)
     axis = "expert" if counts else "token" if layered or role in ("token", "step") else "layer"
-    for name, one in value.items():
+    for (name, one), alone in zip(value.items(), lone, strict=True):
         within = {**above, axis: int(name)}
         if axis == "expert":
             yield {**within, "count": one}
+        elif listed and (depth(one) < 1 if alone else depth(one) > usual > 0):
+            raise InputError(f"{axis} {name} is {one!r}, unlike those beside it")
         elif depth(one) >= 0 and role != "count":
             yield from _cells(one, None, within, "expert", _axes(one, within, columns))
         else:
-            yield from _rows(one, within, "experts" if isinstance(one, list) and role != "count" else key, columns)
+            inner = "experts" if isinstance(one, list) and role != "count" else key
+            yield from kinds.rows(one, f"{axis} {name}", _rows(one, within, inner, columns))
 
 
 def _record(value: Mapping[Any, Any], above: Row, columns: Columns) -> Iterator[Row]:
-    lone = {name: one for name, one in value.items() if not isinstance(one, Mapping | list | np.ndarray)}
+    lone = {name: one for name, one in value.items() if _lone(one)}
     facts = {f"#{fact(name)}": one for name, one in lone.items() if fact(name) and one is not None}
     picked = columns.pick(name for name in value if name not in lone or fact(name) is None)
     expert, weight, count = (picked.get(role) for role in ("expert", "weight", "count"))
     along = {
         name: list(one)
         for name, one in value.items()
-        if isinstance(one, list | np.ndarray) and len(one) and np.ndim(one[0]) == 0 and not isinstance(one[0], Mapping)
+        if isinstance(one, list | np.ndarray) and 2 * sum(map(_lone, one)) > len(one)
         if name not in (expert, weight, count)
     }
     within = {**above, **facts, **{name: one for name, one in lone.items() if fact(name) is None}}
@@ -132,7 +169,7 @@ def _axes(value: Any, above: Row, columns: Columns) -> list[str]:
     tokens = next((len(one) for one in above.values() if isinstance(one, list)), tokens)
     if axes == 1:
         return ["token" if tokens == len(value) != layers and "token" not in above else "layer"]
-    first, second = (len(value), len(value[0])) if axes > 1 else (0, 0)
+    first, second = len(value), len(next((each for each in value if not _lone(each)), ()))
     if first != second and (layers == first or tokens == second):
         return ["layer", "token"]
     if first != second and (layers == second or tokens == first):
@@ -141,13 +178,13 @@ def _axes(value: Any, above: Row, columns: Columns) -> list[str]:
 
 
 def _has_layer(above: Row, columns: Columns) -> bool:
-    return any(columns.role(name) == "layer" and np.ndim(one) == 0 for name, one in above.items() if name[0] != "#")
+    return any(columns.role(name) == "layer" and _lone(one) for name, one in above.items() if name[0] != "#")
 
 
 def _cells(value: Any, weights: Any, above: Row, key: str, axes: list[str]) -> Iterator[Row]:
     """Yield a row for each innermost list: of the k experts of a token in a layer."""
     name, weight = weights or (None, None)
-    if not axes:
+    if not axes or _lone(value) or (axes[0] == "layer" and not len(value)):
         token = above.get("token")
         own = {
             label: one[token] if isinstance(one, list) and token is not None and token < len(one) else one
@@ -156,7 +193,7 @@ def _cells(value: Any, weights: Any, above: Row, key: str, axes: list[str]) -> I
         yield {**own, key: value, **({} if weight is None else {str(name): weight})}
         return
     for place, one in enumerate(value):
-        part = weight[place] if weight is not None and len(weight) == len(value) else None
+        part = weight[place] if isinstance(weight, list | np.ndarray) and len(weight) == len(value) else None
         yield from _cells(one, (name, part), {**above, axes[0]: place}, key, axes[1:])
 
 
@@ -167,8 +204,11 @@ def depth(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return value.ndim if value.dtype.kind in "iu" else -1
     if isinstance(value, list):
-        inner = next((depth(each) for each in value if each not in ([], None)), 0)
-        return -1 if inner < 0 else inner + 1
+        inner = 0
+        for each in value:
+            if each not in ([], None) and (inner := depth(each)) >= 0:
+                break
+        return inner + 1 if inner >= 0 else -1
     return 0 if isinstance(value, int | np.integer) and not isinstance(value, bool) else -1
 
 

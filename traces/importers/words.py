@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from traces.errors import InputError, unknown
+from traces.errors import unknown
 from traces.steps import DECODE, PREFILL
 
 ROLES = {
@@ -55,7 +52,7 @@ PHASES = {
     PREFILL: "0 prefill prompt p extend context input prompt_eval pp source decoder_prompt true",
     DECODE: "1 decode decoding generate generated generation d output gen tg decoder_generated autoregressive false",
 }
-"""What dumps call the phases; true and false are answers to `is_prefill`."""
+"""What dumps call the phases; 0, 1, true and false are answers where the column is a question, as `is_prefill` is."""
 
 
 @dataclass(frozen=True)
@@ -176,18 +173,14 @@ def format_of(names: Iterable[object]) -> tuple[str, Format] | None:
     return next((one for one in FORMATS.items() if {plain(n) for n in one[1].has.split()} <= there), None)
 
 
-def phase_codes(values: NDArray[Any], name: str) -> NDArray[np.uint8] | None:
-    """Return PREFILL or DECODE of each value of a column; None where `stage` is something else. Raises InputError."""
-    words, place = np.unique(np.asarray(values).astype(str), return_inverse=True)
-    texts = [plain(word.removesuffix(".0")) for word in words]
-    if set(texts) == {"1", "2"}:  # as forward_mode of SGLang's
-        return place.astype(np.uint8)
-    if odd := [word for word, text in zip(words, texts, strict=True) if text not in _PHASE]:
-        if plain(name) == "stage":
-            return None
-        raise InputError(f"{name} {str(odd[0])!r} is neither prefill nor decode: say --phase, or --columns phase=NAME")
-    codes = np.array([_PHASE[text][1] for text in texts], np.uint8)
-    return (1 - codes if plain(name) == "isdecode" and {"true", "false"} & set(texts) else codes)[place]
+def phase_of(word: str, name: str = "phase") -> int | None:
+    """Return PREFILL or DECODE of a cell of the column `name`; None if it is neither."""
+    text, column = plain(word.removesuffix(".0")) if word[:1].isalnum() else "", plain(name)
+    if column == "forwardmode":  # SGLang's
+        return {"1": PREFILL, "2": DECODE}.get(text)
+    if column in ("isprefill", "isprompt", "isdecode") and text in ("0", "1", "true", "false"):
+        return DECODE if (text in ("1", "true")) == (column == "isdecode") else PREFILL
+    return None if column == "phase" and text in ("true", "false") else _PHASE.get(text, (0, None))[1]
 
 
 LAYER = re.compile(r"(?:^|[^a-z0-9])(?:layers?|blk|block|l)[_.\- ]?(\d+)(?![0-9])", re.IGNORECASE)
@@ -197,4 +190,4 @@ def layer_number(text: object) -> int | None:
     """Return the layer in a name, such as `model.layers.3.mlp`, `blk.3` or `moe_layer3`; a number as it is."""
     number = str(text).removesuffix(".0")
     found = LAYER.search(number)
-    return int(found[1]) if found else int(number) if number.isdigit() else None
+    return int(found[1]) if found else int(number) if number.isdecimal() else None
