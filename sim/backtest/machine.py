@@ -11,7 +11,7 @@ from typing import Any
 
 from sim.backtest.file import Machine
 from sim.backtest.tables import FACTORS, Cpu, table
-from sim.profiles.hardware_profile import Hardware, hardware
+from sim.profiles.hardware_profile import Hardware, hardware, plain, spellings
 from traces.errors import InputError, unknown
 from traces.models.profile import ModelProfile
 
@@ -155,10 +155,11 @@ def gpu_data_sheet(gpu: str, gb_per_s: float = 0.0) -> dict[str, Any]:
 
     Raise InputError with near names for an unknown one.
     """
-    wanted = _plain(re.sub(r"(?i)nvidia|geforce|amd|radeon|apple|tesla", "", gpu))
-    for name, known in table("gpus").items() if gpu else ():
-        if wanted in (_plain(name), *(f"{_plain(name)}{known.get('memory_gib')}{unit}" for unit in ("gb", "gib"))):
-            return dict(known)
+    for spelled in spellings(gpu) if gpu else ():
+        for name, known in table("gpus").items():
+            sizes = (f"{plain(name)}{known.get('memory_gib')}{unit}" for unit in ("gb", "gib"))
+            if plain(spelled) in (plain(name), *sizes):
+                return dict(known)
     if gpu:
         raise unknown("gpu", gpu, table("gpus"))
     alike = (known for known in table("gpus").values() if known["gb_per_s"] == gb_per_s)

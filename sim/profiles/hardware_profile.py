@@ -7,7 +7,8 @@ A profile that `moe-replay calibrate` wrote also holds what was measured there: 
 of each model that it was measured with, which then counts instead of the rates (`sim.profiles.measured`).
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,9 +76,32 @@ class Hardware:
         return known.get(wanted)
 
 
+def plain(gpu: str) -> str:
+    """Return the name of a GPU without its maker, case, spaces and hyphens: `rtx3090` for `NVIDIA GeForce RTX 3090`."""
+    return re.sub(r"nvidia|geforce|amd|radeon|apple|tesla|[^a-z0-9+]", "", gpu.lower())
+
+
+def profile_name(text: str) -> str:
+    """Return the name of the profile whose name or title is spelled so, else the text."""
+    if text in MACHINES.names() or text.endswith(".toml"):
+        return text
+    return next((name for name in MACHINES.names() if plain(text) in (plain(name), plain(_title(name)))), text)
+
+
+def spellings(gpu: str) -> Iterator[str]:
+    """Yield the name of a GPU, and the name and the title of its profile if there is one."""
+    yield gpu
+    if (name := profile_name(gpu)) in MACHINES.names():
+        yield from (name, _title(name))
+
+
+def _title(name: str) -> str:
+    return MACHINES.read(Hardware, MACHINES.find(name)).title
+
+
 def hardware(text: str) -> Hardware:
-    """Return the shipped profile of that name, or that of the TOML file at that path. Raise InputError."""
-    machine = MACHINES.read(Hardware, path := MACHINES.find(text))
+    """Return the profile of a machine of that name or title, or of the TOML file at that path. Raise InputError."""
+    machine = MACHINES.read(Hardware, path := MACHINES.find(profile_name(text)))
     if machine.link_bandwidth_gb_per_s > machine.memory_bandwidth_gb_per_s:  # as units taken for one another make it
         raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
     return machine
