@@ -320,7 +320,7 @@ def _prepared(loaded: Run, requested: grid.Grid) -> Run:
     """
     us = loaded.measured_us(requested.policies)
     versions = loaded.versions(policy for policy, _ in requested.cells())
-    for text in (*compiling.notes(versions), *notes.overhead_notes(us)):
+    for text in (*loaded.notes, *compiling.notes(versions), *notes.overhead_notes(us)):
         print(text, file=sys.stderr)
     for text in notes.warnings(loaded, requested):
         warnings.warn(text, stacklevel=3)

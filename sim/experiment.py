@@ -17,11 +17,12 @@ from msgspec import Meta
 
 from policies.core.grammar import split_list
 from sim.defaults import HARDWARE
-from sim.profiles.hardware_profile import MACHINES
+from sim.profiles.hardware_profile import MACHINES, profile_name
 from sim.quantities import CacheSize, cache_text, parse_bytes
 from traces.drafts import Drafts
 from traces.errors import InputError, refuse, unknown
 from traces.location import absolute, is_url
+from traces.models.names import is_precision
 from traces.models.profile import MODELS
 from traces.typed import typed
 
@@ -56,6 +57,10 @@ class Option:
 
 def _bytes(name: str, value: int | str | None) -> Any:
     return parse_bytes(value, f"`{name}`") if isinstance(value, str) else value
+
+
+def _sizes(text: str, base: Path = Path()) -> str:
+    return text if is_precision(text) else absolute(text, base)
 
 
 def _overheads(name: str, value: float | str | Mapping[str, float] | None) -> Any:
@@ -117,7 +122,12 @@ class Experiment:
 
     trace: Annotated[Text, Option(key=False, resolved=absolute)]  # a folder or a URL
     hardware: Annotated[
-        Text, Option(f"Hardware profile or TOML file. Default: {HARDWARE}.", key=False, resolved=MACHINES.absolute)
+        Text,
+        Option(
+            f"Hardware profile, its GPU's name, or TOML file. Default: {HARDWARE}.",
+            key=False,
+            resolved=lambda text, base=Path(): MACHINES.absolute(profile_name(text), base),
+        ),
     ] = HARDWARE
     model_profile: Annotated[
         Text | None,
@@ -152,7 +162,11 @@ class Experiment:
     ] = None
     expert_sizes: Annotated[  # rule 19
         Text | None,
-        Option("GGUF or safetensors file or folder whose headers give experts' sizes by layer.", resolved=absolute),
+        Option(
+            "Precision (q4_k_m), or GGUF or safetensors file or folder whose headers give experts' sizes by layer. "
+            "Default: as the trace states, else the model's.",
+            resolved=_sizes,
+        ),
     ] = None
     max_batch: Annotated[  # rule 18
         Positive | None,

@@ -78,14 +78,24 @@ class Loaded(ABC):
     @property
     def expert_bytes(self) -> int | None:
         """Bytes of one expert, of the largest where layers differ; None if nothing states them."""
-        meta = self.trace.meta
-        return self.profile.expert_bytes if self.profile else max(meta.layer_expert_bytes, default=meta.expert_bytes)
+        return self.profile.expert_bytes if self.profile else self.trace.meta.largest_expert_bytes
 
     @property
     def sizes(self) -> Int | None:
         """Bytes of every expert, int64[L*E], where layers differ; None where all are alike."""
         layers = (self.profile or self.trace.meta).layer_expert_bytes
         return np.repeat(np.array(layers, np.int64), self.trace.num_experts) if len(set(layers)) > 1 else None
+
+    @property
+    def notes(self) -> list[str]:
+        """What there is to say of the sizes of experts, where they are not those that the trace states."""
+        meta, profile, experiment = self.trace.meta, self.profile, self.experiment
+        recorded = meta.largest_expert_bytes
+        if not (profile and recorded) or profile.expert_bytes == recorded:
+            return []
+        source = experiment.expert_sizes or experiment.model_profile or profile.name
+        sizes = f"the trace states {show_bytes(recorded)}, {source} {show_bytes(profile.expert_bytes)}"
+        return [f"expert size: {sizes} (which is used)"]
 
     def alike(self) -> Self:
         """Return the same with experts of one size, their mean; itself where they are."""
@@ -419,9 +429,8 @@ def _requests(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
 
 def _profile(experiment: Experiment, trace: Shards | Trace) -> ModelProfile | None:
     """Return the model, with the sizes of experts that `expert_sizes` states; None: counting does without."""
-    meta, profile = trace.meta, None
-    sized = meta.hidden_size and meta.expert_intermediate_size and meta.expert_bytes
-    if not experiment.untimed or experiment.model_profile or sized or model_profile.known(meta.model):
+    meta, profile, stated = trace.meta, None, not model_profile.not_stated(trace.meta)
+    if not experiment.untimed or experiment.model_profile or stated or model_profile.known(meta.model):
         profile = model_profile.of_trace(meta, experiment.model_profile)
     if experiment.expert_sizes is None:
         return profile

@@ -65,6 +65,11 @@ class TraceMeta:
         )
 
     @property
+    def largest_expert_bytes(self) -> int | None:
+        """Bytes of an expert, of the largest where layers differ."""
+        return max(self.layer_expert_bytes, default=self.expert_bytes)
+
+    @property
     def id_type(self) -> np.dtype[np.unsignedinteger]:
         """The type of expert ids: uint8 where E <= 255, else uint16."""
         return np.dtype(np.uint8) if self.experts <= 255 else np.dtype(np.uint16)

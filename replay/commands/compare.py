@@ -69,6 +69,7 @@ def compare(
     target = chosen(on, replayed)
     is_calibrated = hardware is not None and target.device != "virtual"
     loaded = TimedRun.of(options.experiment(replayed, trace, hardware=hardware))
+    output.note(*loaded.notes)
     if is_calibrated and loaded.measured is None:  # rates of a datasheet describe no machine
         raise InputError(
             f"--hardware {loaded.experiment.hardware} holds nothing measured with {loaded.profile.name}: write it with "

@@ -164,7 +164,7 @@ def _choose(request: Request, target: DeviceChoice, whole: bool) -> Choice:
 
 def _notes(request: Request, choice: Choice, device_typed: str) -> Iterator[str]:
     """Yield what was taken where options do not say, and what keeps the figures from being a machine's."""
-    yield from request.notes
+    yield from (*request.notes, *choice.loaded.notes)
     device = f"device {choice.device}" + (" (auto)" if device_typed == "auto" else "")
     count, experiment = len(choice.loaded.trace.requests), choice.loaded.experiment
     all_of_it = experiment.requests == request.experiment.requests

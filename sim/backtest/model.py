@@ -3,12 +3,9 @@
 from dataclasses import replace
 
 from sim.backtest.file import Model
-from sim.profiles.precision import bytes_per_parameter, canonical
 from traces.errors import InputError
+from traces.models.names import WHOLE, bytes_per_parameter, canonical
 from traces.models.profile import LayerKind, ModelProfile, known, model
-
-WHOLE = ("q", "iq", "bf16", "fp16", "f16", "fp8", "fp32")
-"""Beginnings of precisions that a whole file has; others (MXFP4, INT4, INT8, HQQ) are the experts' alone."""
 
 HIDDEN, HEAD, BITS, DENSE_BITS = 2048, 128, 4.5, 8.5  # assumed of a model of which only bytes are known; from the
 # bits follow its parameters, and so what cores compute
@@ -21,8 +18,7 @@ def profile_of(facts: Model) -> ModelProfile:
         each = facts.file_gb * 1e9 / base.parameters
         base = base.at(each, each)
     if facts.precision and not facts.file_gb:
-        whole = canonical(facts.precision).startswith(WHOLE)
-        base = base.at(bytes_per_parameter(facts.precision), bytes_per_parameter(facts.precision) if whole else None)
+        base = base.at_precision(facts.precision)
     if facts.dense_precision:
         base = base.at(dense=bytes_per_parameter(facts.dense_precision))
     base = replace(base, experts=facts.experts or base.experts, top_k=facts.top_k or base.top_k)
@@ -36,8 +32,9 @@ def profile_of(facts: Model) -> ModelProfile:
     if facts.kv_bytes_per_token:
         width = base.kv_bytes_per_value * facts.kv_bytes_per_token / base.kv_cache_bytes(1)
         base = replace(base, kv_bytes_per_value=width)
-    precision = canonical(facts.precision) if facts.precision else base.precision
-    return replace(base.holding(facts.dense_bytes, facts.head_bytes), precision=precision)
+    if facts.precision and not base.precision:
+        base = replace(base, precision=canonical(facts.precision))
+    return base.holding(facts.dense_bytes, facts.head_bytes)
 
 
 def _of_bytes(facts: Model) -> ModelProfile:

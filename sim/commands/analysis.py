@@ -43,7 +43,8 @@ def analyze(
     if loaded is not stated_sizes:
         output.note("experts differ in size: the curves count experts, here of their mean size")
     grid = grid_of(loaded, specs(split_list(policies), scope), sizes)
-    output.note(*notes.sizes_note(loaded, grid, sizes), *notes.untimed_note(loaded, grid.policies))
+    output.note(*stated_sizes.notes, *notes.sizes_note(loaded, grid, sizes))
+    output.note(*notes.untimed_note(loaded, grid.policies))
     folder = output.folder(loaded.experiment.trace, "/analysis")
     with claimed(folder, MAKER, NAMES):
         with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:

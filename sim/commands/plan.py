@@ -28,6 +28,7 @@ from sim.probe.detection import Facts, detected, of_profile, with_stated
 from sim.probe.detection import options as of_facts
 from sim.quantities import show_bytes
 from traces.errors import InputError, refuse
+from traces.models.profile import is_gguf_file
 from traces.output import check_file, replacing
 
 DESCRIBED = ("gpu", "gpu_memory", "host_memory", "unified")
@@ -198,7 +199,7 @@ def _measured(model: str, layout: Layout, here: HereOptions, quiet: bool) -> tup
     if not here.even_if_busy:
         busy.require_quiet(busy.load())
     with _saying(quiet) as say:
-        path = model if model.endswith(".gguf") else ""
+        path = model if is_gguf_file(model) and not layout.model.precision else ""
         calibration = calibrate(layout, path, bench, ["-t", str(threads)], say) if here.calibrate else None
         checked = verify(layout, here.verify, threads, bench, calibration, say) if here.verify else []
     return calibration, checked
@@ -271,7 +272,10 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
         f"{plan.model} at {plan.precision}: about {_digits(speed.tokens_per_s)} tokens/s ({CONFIDENCE:.0%}: "
         f"{_digits(speed.low)} to {_digits(speed.high)}){behind}, limited by {limit}; {_place(plan)}."
     )
-    file = shlex.quote(model) if model.endswith(".gguf") else f"{plan.model}-{plan.precision.replace(' ', '-')}.gguf"
+    if plan.overruled:
+        yield plan.overruled
+    is_planned = is_gguf_file(model) and not plan.overruled
+    file = shlex.quote(model) if is_planned else f"{plan.model}-{plan.precision.replace(' ', '-')}.gguf"
     yield f"\n  llama-server -m {file} {plan.llama_cpp[0]}\n"
     if checked:
         yield _verified(checked)

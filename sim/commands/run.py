@@ -59,7 +59,7 @@ def run(
     spec, slots = cell.chosen(loaded)
     if window:
         timeline_window.check(window, Requests(loaded.trace))
-    output.note(*cell.taken(loaded.experiment, stated))
+    output.note(*cell.taken(loaded.experiment, stated), *loaded.notes)
     for warning in notes.warnings(loaded, Grid((spec,), {cell.size: slots})):
         options.warn(warning)
     us = loaded.measured_us([spec])

@@ -51,7 +51,7 @@ def speculate(
     grid = grid_of(loaded, [parse(each) for each in split_list(policies)], split_list(cache_sizes))
     us = loaded.measured_us(grid.policies)
     loaded = loaded.charging(us)
-    output.note(*notes.overhead_notes(us), *compiling.notes(loaded.versions(grid.policies)))
+    output.note(*loaded.notes, *notes.overhead_notes(us), *compiling.notes(loaded.versions(grid.policies)))
     folder = output.folder(loaded.experiment.trace, "/speculation")
     with claimed(folder, speculation.MAKER, speculation.NAMES):
         with progress(speculation.runs(grid, lengths) * len(loaded.trace.requests), output.quiet) as advance:

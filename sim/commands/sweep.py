@@ -17,7 +17,7 @@ from sim.commands.printed import milliseconds, progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.engines import compiling
 from sim.loaded import Loaded, TimedRun, load
-from sim.quantities import parse_whole, show_bytes, show_share
+from sim.quantities import parse_whole, show_share
 from sim.results.compare import SweptRun
 from sim.results.metrics import Row, engine_words
 from sim.sweeps import notes, verdict
@@ -204,10 +204,7 @@ def _surprises(tables: list[Table], cache_sizes: "Sequence[str]") -> Iterator[st
         yield from notes.sizes_note(loaded, table.grid, cache_sizes)
         if loaded.profile and not loaded.profile.hub_ids and not loaded.experiment.model_profile:
             yield f"{loaded.profile.name} has no model profile: derived one from the sizes in its trace"
-        recorded, counted = loaded.trace.meta.expert_bytes, loaded.expert_bytes
-        if recorded and counted and recorded != counted:
-            sizes = f"trace says {show_bytes(recorded)}, profile says {show_bytes(counted)}"
-            yield f"expert size: {sizes} (the profile is used)"
+        yield from loaded.notes
     yield from notes.untimed_note(tables[0].loaded, tables[0].grid.policies)
 
 

@@ -79,7 +79,7 @@ def systems(
     }
     if uses_profile:
         _ = setting.popularity  # a profile of another model is refused before anything is run
-    output.note(*options.taken(defaults))
+    output.note(*options.taken(defaults), *loaded.notes)
     predictions = []
     output.note(*compiling.notes([True]))
     with progress(len(systems_to_run), output.quiet, "systems") as advance:

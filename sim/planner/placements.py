@@ -14,8 +14,8 @@ from sim.backtest.file import Machine, Model, Row, Setting
 from sim.backtest.machine import Rates, engine_of, rates
 from sim.backtest.model import profile_of
 from sim.planner.resources import HOST_RESERVED, Resources
-from sim.profiles.precision import name_of
 from sim.quantities import show_bytes
+from traces.models.names import name_of
 from traces.models.profile import LayerKind, ModelProfile
 
 TOKENS = 12
@@ -234,9 +234,9 @@ class Layout:
 
     @property
     def precision(self) -> str:
-        """The stated one, or as the model was published."""
-        own = "mixed" if self.profile.differing_bytes else self.profile.precision
-        return self.model.precision or own or name_of(self.profile.expert_width)
+        """That of the experts: the stated one where there are such files, else as the model was published."""
+        named = "mixed" if self.profile.differing_bytes else self.profile.precision
+        return named or name_of(self.profile.expert_width)
 
 
 @dataclass(frozen=True)

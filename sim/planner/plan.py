@@ -20,11 +20,11 @@ from sim.planner import flags, placements, prefill
 from sim.planner.calibration import OFF, Calibration
 from sim.planner.placements import DIRECT, DISK, MMAP, Factor, Layout, Placement
 from sim.planner.resources import Resources, described, resources
-from sim.profiles.precision import canonical, name_of
 from sim.quantities import show_bytes
 from traces.errors import InputError
 from traces.files import expanded
-from traces.models.profile import MODELS, model
+from traces.models.names import canonical, name_of, parted
+from traces.models.profile import MODELS, is_gguf_file, model
 
 CONTEXT = 8192
 PROMPT = 2048
@@ -126,6 +126,7 @@ class Plan:
 
     model: str
     precision: str
+    overruled: str  # what to say where that is not the stated one, or not the file's; empty where it is
     context: int
     machine: str
     speed: Speed  # with the options of llama_cpp, behind `context` tokens
@@ -230,6 +231,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
     return Plan(
         model=layout.profile.name,
         precision=layout.precision,
+        overruled=_overruled(layout),
         context=layout.context,
         machine=described(layout.resources),
         speed=speed,
@@ -283,14 +285,18 @@ class TooSmallError(InputError):
 
 
 def chosen(text: str, machine: Resources, context: int, precision: str | None) -> tuple[Layout, list[str]]:
-    """Return the model on the machine, and notes on its precision. Raise TooSmallError where it does not fit."""
+    """Return the model on the machine, and notes on its precision. Raise TooSmallError where it does not fit.
+
+    A file, and the precision that is stated or that a file's name says, are planned as they are.
+    """
     if context < 1:
         raise InputError(f"--context is {context}; a whole number of at least 1 is needed")
     layout = Layout(_model(text, precision), machine, context)
-    if precision and not layout.lack:
+    fixed = layout.model.precision or is_gguf_file(text) or layout.profile.layer_expert_bytes
+    if fixed and not layout.lack:
         return layout, []
-    good = [] if precision else [layout, *(each for each in _lower(layout) if not _loses_quality(each))]
-    if layout.profile.expert_width >= WHOLE and not layout.profile.layer_expert_bytes:  # which are a file's
+    good = [] if fixed else [layout, *(each for each in _lower(layout) if not _loses_quality(each))]
+    if layout.profile.expert_width >= WHOLE and not layout.profile.precisions:
         good = good[1:]
     if held := next((each for each in good if not each.shortage), None):
         if held is layout:
@@ -314,16 +320,26 @@ def _model(text: str, precision: str | None) -> Model:
     profile = model(text)
     if profile.encoder_moe_layers:
         raise InputError(f"{profile.name} is an encoder-decoder: plans are of models without an encoder")
-    stated = canonical(precision) if precision else ""
-    experts = stated or name_of(profile.expert_bytes_per_parameter)
-    measured = text.endswith(".gguf") and not stated  # what is not an expert has the bytes of its own tensors
+    shipped = profile.name in MODELS.names() and not exists(expanded(text))
+    stated = canonical(precision) if precision else parted(text)[1] if shipped else ""
+    profile = model(profile.name) if shipped else profile
+    if is_gguf_file(text) and stated == profile.precision:  # whose own sizes are better than the precision's
+        stated = ""
+    experts = stated if stated and not profile.precisions else name_of(profile.expert_bytes_per_parameter)
+    measured = is_gguf_file(text) and not stated  # what is not an expert has the bytes of its own tensors
     dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 and not measured else ""
-    return Model(
-        profile.name,
-        profile.name if profile.name in MODELS.names() and not exists(expanded(text)) else text,
-        stated,
-        dense,
-    )
+    return Model(profile.name, profile.name if shipped else text, stated, dense)
+
+
+def _overruled(layout: Layout) -> str:
+    """Return what there is to say where the planned precision is not the stated one, or not the file's."""
+    stated, published = layout.model.precision, model(layout.model.profile)
+    if stated and published.precisions and stated not in published.precisions:
+        has = ", ".join(published.precisions)
+        return f"All files of {published.name} have experts at {has}, whatever their names say: none at {stated}."
+    if stated and is_gguf_file(layout.model.profile):
+        return f"{layout.model.profile} is {published.precision}: llama-quantize makes the file of this plan of it."
+    return ""
 
 
 def _lower(layout: Layout) -> list[Layout]:

@@ -17,7 +17,7 @@ from sim.planner.calibration import Calibration, placed
 from sim.planner.llama_bench import TOKENS, Bench
 from sim.planner.placements import DISK, Layout, Placement, today
 from traces.errors import InputError
-from traces.models.profile import known_shape
+from traces.models.profile import known
 
 DEPTHS = (0, 2048)
 """Tokens before those that are decoded; neighbours of a plan run without any."""
@@ -109,12 +109,12 @@ def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool
     """
     machine, profile = layout.machine, layout.profile
     shape = profile.moe_layers, profile.experts, profile.top_k
-    known = {
+    bandwidths = {
         key: value
         for key in ("gpu_data_sheet_gb_per_s", "host_peak_gb_per_s", "host_stream_gb_per_s", "link_gb_per_s")
         if (value := getattr(machine, key))
     }
-    shipped = known_shape(profile.name)
+    shipped = known(profile.name)
     alike = shipped and (shipped.moe_layers, shipped.experts, shipped.top_k) == shape
     stated = dict(zip(("layers", "experts", "top_k"), shape, strict=True))
     model: dict[str, Any] = {
@@ -131,7 +131,7 @@ def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool
             continue
         threads = each.variant.threads
         here = f"{name}-{threads}t"
-        machines[here] = {"title": f"{title}, {threads} threads", **known, "host_threads": threads}
+        machines[here] = {"title": f"{title}, {threads} threads", **bandwidths, "host_threads": threads}
         place = setting(layout, each.variant, each.depth + TOKENS)
         where = {"all_on": "cpu"} if place.all_on else {"host_layers": place.host_layers}
         figures.append(

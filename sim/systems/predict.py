@@ -19,13 +19,13 @@ from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import Run, Tier, gpu_run
 from sim.profiles.derived import Blocking, FirstLayersElsewhere
-from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import Timing, experts_per_layer
 from sim.quantities import parse_bytes, show_bytes
 from sim.systems import transforms
 from sim.systems.system import System
 from traces.errors import InputError
+from traces.models.names import bytes_per_parameter
 from traces.models.profile import ModelProfile
 from traces.steps import DECODE, PREFILL, RequestSteps
 

@@ -100,7 +100,10 @@ def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
         (["tiny", "--policies", "+".join(["random:seed=" + "|".join("123456789" * 4)] * 6)], "6,530,347,008 cells"),
         (["tiny", "--scheduler", "tcp://127.0.0.1:9"], "no Dask scheduler answers at tcp://127.0.0.1:9"),
         (["tiny", "--prefetch", "eamc"], "--prefetch needs --evict"),
-        (["sizeless"], "its trace states no sizes; choose one with --model-profile"),
+        (
+            ["sizeless"],
+            "its trace does not state expert_bytes, hidden_size, expert_intermediate_size; choose one with --model",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(home, monkeypatch, arguments, complaint):

@@ -1,7 +1,10 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from sim.backtest.machine import gpu_data_sheet
+from sim.experiment import resolve
 from sim.profiles.hardware_profile import MACHINES, hardware
 from traces import InputError, TraceMeta
 from traces.models.profile import MODELS, derived, known, model, of_trace
@@ -20,6 +23,14 @@ def test_every_shipped_machine_is_plausible(name):
     assert 10 <= machine.link_bandwidth_gb_per_s <= (450 if name == "gh200" else 64)  # NVLink-C2C
     assert 10 < machine.memory_bandwidth_gb_per_s / machine.link_bandwidth_gb_per_s < 90
     assert machine.name == name
+
+
+@pytest.mark.parametrize("name", MACHINES.names())
+def test_every_shipped_machine_is_known_by_name_and_title_to_all_commands(name):
+    title = hardware(name).title
+    assert gpu_data_sheet(name) == gpu_data_sheet(title)
+    assert hardware(title) == hardware(name.upper()) == hardware(name)
+    assert resolve("hardware", title) == name
 
 
 def test_a_machine_may_be_a_file(tmp_path):
@@ -140,15 +151,36 @@ def test_a_quantised_file_by_its_name_has_the_bytes_that_its_trace_states():
     profile, whole = of_trace(stated), model("qwen3-30b-a3b")
     assert (profile.name, profile.expert_bytes) == ("qwen3-30b-a3b", 3_059_712)
     assert profile.dense_bytes / whole.dense_bytes == pytest.approx(3_059_712 / whole.expert_bytes)
-    with pytest.raises(InputError, match="states no sizes"):
-        of_trace(replace(stated, expert_bytes=None))
+    assert of_trace(replace(stated, expert_bytes=None)).expert_bytes == round(9_437_184 * 4.85 / 16), "as its name says"
+
+
+@pytest.mark.parametrize("sizes", [(), (2_654_208, 3_059_712) * 24])
+@pytest.mark.parametrize("named", [None, "qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B-FP8", "copy.toml"])
+def test_sizes_that_a_trace_states_count_under_any_profile_of_the_model(sizes, named, tmp_path):
+    stated = meta("Qwen/Qwen3-30B-A3B", 48, 128, 8, expert_bytes=3_059_712, layer_expert_bytes=sizes)
+    if named == "copy.toml":
+        named = str(tmp_path / named)
+        Path(named).write_text(MODELS.find("qwen3-30b-a3b").read_text())
+    profile = of_trace(stated, named)
+    assert (profile.expert_bytes, profile.layer_expert_bytes) == (3_059_712, sizes)
+    assert profile.dense_bytes == of_trace(stated).dense_bytes
+    sized = tmp_path / "sized.toml"
+    sized.write_text(f"layer_expert_bytes = {[1000] * 48}\n{MODELS.find('qwen3-30b-a3b').read_text()}")
+    assert of_trace(stated, str(sized)).expert_bytes == 1000, "that file states them by itself"
+    other = of_trace(replace(stated, hidden_size=128, expert_intermediate_size=64), "qwen3-30b-a3b")
+    assert other == model("qwen3-30b-a3b"), "which stands in for a model of another shape"
+
+
+def test_what_is_not_an_expert_keeps_a_precision_of_its_own():
+    traced = of_trace(meta("openai/gpt-oss-20b", 24, 32, 4, expert_bytes=49_766_400))
+    assert (traced.expert_bytes, traced.dense_bytes) == (49_766_400, model("gpt-oss-20b").dense_bytes)
 
 
 def test_an_unknown_model_is_derived_from_the_sizes_in_its_trace():
     sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 147_456}
     profile = of_trace(meta("tiny-olmoe", 4, 16, 4, **sizes))
     assert (profile.name, profile.expert_bytes, profile.heads) == ("tiny-olmoe", 147_456, 2)
-    with pytest.raises(InputError, match="states no sizes; choose one with `model_profile`"):
+    with pytest.raises(InputError, match="does not state expert_bytes, hidden_size, expert_intermediate_size; choose"):
         derived(meta("tiny-olmoe", 4, 16, 4))
 
 

@@ -20,7 +20,7 @@ from traces.errors import InputError, refuse
 from traces.facts import parse_json
 from traces.files import unpacked_name
 from traces.importers.words import ROLES, Columns, phase_of
-from traces.models import ModelProfile, known_shape
+from traces.models import ModelProfile, known
 from traces.schema import Size
 from traces.typed import Natural, Option, Positive
 
@@ -145,7 +145,7 @@ class Source:
     @property
     def profile(self) -> ModelProfile | None:
         """Return that of the model that the dump or its JSON names; None if none is known."""
-        return known_shape(self.model)
+        return known(self.model)
 
     @property
     def phase(self) -> int | None:

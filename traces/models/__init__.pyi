@@ -4,7 +4,6 @@ from .meta import counted as counted
 from .profile import LayerKind as LayerKind
 from .profile import ModelProfile as ModelProfile
 from .profile import known as known
-from .profile import known_shape as known_shape
 from .profile import model as model
 from .profile import of_trace as of_trace
 from .profile import written as written

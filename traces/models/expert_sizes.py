@@ -19,6 +19,7 @@ from traces.errors import InputError, located, refuse
 from traces.files import expanded
 from traces.location import is_url
 from traces.models import gguf_files
+from traces.models.names import is_precision
 from traces.models.safetensors_files import StoredTensor, files_of, tensors_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,14 @@ class _Layer:
 
 
 def with_sizes_of(profile: "ModelProfile", path: str) -> "ModelProfile":
-    """Return the model with experts as large as in these files. Raise InputError where they hold another one."""
+    """Return the model with experts as large as in these files, or at a precision of that name.
+
+    Raise InputError where the files hold another model, and for a precision that no file of the model has.
+    """
+    if is_precision(path):
+        if profile.precisions and path.lower() not in profile.precisions:
+            raise InputError(f"all files of {profile.name} have experts at {', '.join(profile.precisions)}: not {path}")
+        return profile.at_precision(path)
     sizes = tuple(expert_bytes_by_layer(path, profile.experts).tolist())
     if len(sizes) != profile.moe_layers:
         raise InputError(f"{path} has {len(sizes)} MoE layers, not {profile.moe_layers}")

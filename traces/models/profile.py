@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from itertools import groupby
+from os.path import exists  # of any name, however long
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,14 +19,13 @@ import traces.models as models
 from traces.errors import InputError, located, unknown
 from traces.facts import parse_json
 from traces.files import expanded
+from traces.location import is_url
+from traces.models.names import WHOLE, bytes_per_parameter, canonical, family, parted
 from traces.models.precision import precision_of
 from traces.schema import TraceMeta
 from traces.shipped import Shipped
 
 MODELS = Shipped(Path(__file__).parent / "shipped", "model")
-
-QUANTISED = re.compile(r"([-_.](i1|ud|gguf|awq|gptq|i?q\d\w*|bf16|f16|f32|mxfp4|nvfp4|fp8|int[48]|w\d+a\d+|\d+bit))+$")
-"""What the names of files add to a model's, in small letters."""
 
 USUAL = {
     "gpt-oss": "gpt-oss-20b",
@@ -120,6 +120,7 @@ class ModelProfile:
     head_bytes_per_parameter: NotNegative = 0  # 0: as of all that is dense
     embedding_bytes_per_parameter: NotNegative = 0  # 0: as of the head
     precision: str = ""  # of routed experts, as the model states it
+    precisions: tuple[str, ...] = ()  # of routed experts in all published files; empty: the usual ones
     unused_parameters: Size = 0  # of what decoding never runs, such as an image encoder
     kv_bytes_per_value: Positive = 2.0
     kv_heads: Size = 0  # 0: as many as heads
@@ -263,6 +264,17 @@ class ModelProfile:
             embedding_bytes_per_parameter=0 if dense else self.embedding_bytes_per_parameter,
         )
 
+    def at_precision(self, name: str) -> "ModelProfile":
+        """Return the model at a precision of precisions.toml, all of it where files have that as a whole.
+
+        Experts stay as all published files have them, if those have one precision. Raise InputError for an unknown one.
+        """
+        each, name = bytes_per_parameter(name), canonical(name)
+        dense = each if name.startswith(WHOLE) else None
+        if self.precisions and name not in self.precisions:
+            return self.at(dense=dense)
+        return replace(self.at(each, dense), precision=name)
+
     def holding(self, layers_bytes: float = 0, head_bytes: float = 0) -> "ModelProfile":
         """Return the same model with so many bytes of all layers, routed experts aside, and of the head; 0: as now.
 
@@ -276,19 +288,26 @@ class ModelProfile:
         )
 
 
-def model(text: str) -> ModelProfile:
-    """Return the shipped profile of that name, or that of a TOML file, a transformers config or a GGUF file.
+def is_gguf_file(text: str) -> bool:
+    """Return whether it is a GGUF file that can be read, and not the name of one elsewhere."""
+    return text.endswith(".gguf") and (is_url(text) or exists(expanded(text)))
 
-    A name may be the model's on the hub, or the beginning of a shipped one's; a GGUF file may be at a URL, and of a
-    split model any one is named. Raise InputError where it cannot be used.
+
+def model(text: str) -> ModelProfile:
+    """Return the shipped profile of that name (`known`), or that of a TOML file, a transformers config or a GGUF file.
+
+    A GGUF file may be at a URL, and of a split model any one is named. Raise InputError where it cannot be used.
     """
-    if text.endswith(".gguf"):
+    if is_gguf_file(text):
         return models.of_gguf(text)
     path = expanded(text)
-    if text not in MODELS.names() and path.exists() and (path.suffix == ".json" or (path / "config.json").is_file()):
-        return of_config(path)
-    if text not in MODELS.names() and not path.exists() and (same := known(text) or _short(text)):
-        return same
+    if text not in MODELS.names():
+        if not exists(path) and (same := known(text)):
+            return same
+        if text.endswith(".gguf"):
+            return models.of_gguf(text)
+        if exists(path) and (path.suffix == ".json" or (path / "config.json").is_file()):
+            return of_config(path)
     path = MODELS.find(text)
     if path.suffix == ".safetensors":
         raise InputError(
@@ -324,26 +343,29 @@ def shipped() -> tuple[ModelProfile, ...]:
     return tuple(map(model, MODELS.names()))
 
 
-def known(name: str) -> ModelProfile | None:
-    """Return the shipped profile of a model as a trace names it: organisation, case and variant do not matter."""
-    wanted = _family(name)
-    return next((each for each in shipped() if wanted in _families(each)), None)
-
-
 @lru_cache(256)
-def known_shape(name: str) -> ModelProfile | None:
-    """Return the same also by the name of a quantised file: layers, experts and top-k are right, bytes are not."""
-    return known(name) or known(QUANTISED.sub("", name.lower()))
+def known(name: str) -> ModelProfile | None:
+    """Return the shipped profile of a model by the name that a person, a trace or a file has for it; None: none.
+
+    Owner, case and variant do not matter, nor do sizes where there is one model; bytes are of the precision that the
+    name says, else as published.
+    """
+    stem, precision = parted(name)
+    wanted = (family(name), family(stem), family(stem.partition("_")[2]))
+    named = (each for one in filter(None, wanted) for each in shipped() if one in _families(each))
+    profile = next(named, None) or _short(stem)
+    if profile and precision and bytes_per_parameter(precision) != profile.expert_bytes_per_parameter:
+        return profile.at_precision(precision)
+    return profile
 
 
 def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
     """Return the profile that `text` names, else the trace, else a derived one. Raise InputError if they differ.
 
-    What an engine ran counts: its top-k may be lower than the model's, and bytes by layer that a trace states are those
-    of its file; only `text` overrides these. Where the trace is named after a quantised file, the bytes of an expert
-    count as well, and the other weights get as many bits.
+    What the trace states counts: its engine's top-k may be lower than the model's, and experts have its bytes, unless
+    `text` is a file that states their sizes, or a model of another shape, which stands in for the trace's.
     """
-    profile = model(text) if text else known(meta.model) or _quantised(meta) or derived(meta)
+    profile = model(text) if text else known(meta.model) or derived(meta)
     profile = replace(profile, top_k=min(profile.top_k, meta.top_k))
     for what, ours, theirs in (
         ("MoE layers", profile.moe_layers, meta.layers),
@@ -355,28 +377,40 @@ def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
                 f"the model profile {profile.name} has {ours} {what}, the trace of {meta.model} "
                 f"has {theirs}; choose another with `model_profile`"
             )
-    stated = () if text else meta.layer_expert_bytes
-    return replace(profile, layer_expert_bytes=stated or profile.layer_expert_bytes)
+    in_file = text and (is_gguf_file(text) or profile.layer_expert_bytes)
+    return profile if in_file else _as_recorded(profile, meta)
 
 
-def _quantised(meta: TraceMeta) -> ModelProfile | None:
-    """Return the profile of a model that ran from a quantised file, at the bytes that the trace states."""
-    found = known_shape(meta.model)
-    if not (found and meta.expert_bytes):
-        return None
-    width = meta.expert_bytes / found.expert_parameters
-    return found.at(experts=width, dense=width)
+def _as_recorded(profile: ModelProfile, meta: TraceMeta) -> ModelProfile:
+    """Return the model with experts as large as its trace states, and all else at as many bits if that is published."""
+    shape = profile.hidden_size, profile.expert_intermediate_size
+    stated = meta.hidden_size or shape[0], meta.expert_intermediate_size or shape[1]
+    size, sizes = meta.largest_expert_bytes, meta.layer_expert_bytes or (profile.expert_bytes,)
+    if not size or stated != shape or {size, *sizes} == {profile.expert_bytes}:
+        return profile
+    width = size / profile.expert_parameters
+    alike = profile.dense_bytes_per_parameter == profile.expert_bytes_per_parameter
+    return replace(profile.at(width, width if alike else None), layer_expert_bytes=meta.layer_expert_bytes)
+
+
+def not_stated(meta: TraceMeta) -> list[str]:
+    """Return the facts that a profile is derived from and that a trace does not state."""
+    facts = {"expert_bytes": meta.largest_expert_bytes}
+    facts |= {name: getattr(meta, name) for name in ("hidden_size", "expert_intermediate_size")}
+    return [name for name, value in facts.items() if not value]
 
 
 def derived(meta: TraceMeta) -> ModelProfile:
     """Return a profile from what the trace states; assumed are heads of 64, each with its keys and values."""
-    if not (meta.hidden_size and meta.expert_intermediate_size and meta.expert_bytes):
+    size, H, inner = meta.largest_expert_bytes, meta.hidden_size, meta.expert_intermediate_size
+    if not (size and H and inner):
         raise InputError(
-            f"no model profile is known for {meta.model!r} and its trace states no sizes; choose one with "
+            f"no model profile is known for {meta.model!r}, and its trace does not state "
+            f"{', '.join(not_stated(meta))}; choose one with "
             f"`model_profile`, a name or FILE.toml (shipped: {', '.join(MODELS.names())})"
         )
-    H, width = meta.hidden_size, meta.expert_hidden_size or meta.hidden_size
-    parameters = meta.expert_matrices * width * meta.expert_intermediate_size
+    width = meta.expert_hidden_size or H
+    parameters = meta.expert_matrices * width * inner
     head_size = min(64, H)
     heads = H // head_size
     values = 2 * heads * head_size
@@ -387,9 +421,10 @@ def derived(meta: TraceMeta) -> ModelProfile:
         top_k=meta.top_k,
         hidden_size=H,
         expert_hidden_size=0 if width == H else width,
-        expert_intermediate_size=meta.expert_intermediate_size,
+        expert_intermediate_size=inner,
         expert_matrices=meta.expert_matrices,
-        expert_bytes_per_parameter=meta.expert_bytes / parameters,
+        expert_bytes_per_parameter=size / parameters,
+        layer_expert_bytes=meta.layer_expert_bytes,
         heads=heads,
         head_size=head_size,
         vocabulary=32_000,
@@ -431,20 +466,15 @@ def described(order: Sequence[LayerKind]) -> dict[str, Any]:
     }
 
 
-def _family(name: str) -> str:
-    """Return `deepseekv2lite` for `deepseek-ai/DeepSeek-V2-Lite-Chat`; dates and versions below 1 go too."""
-    base = name.rstrip("/").rsplit("/", 1)[-1].lower()
-    return re.sub(r"(-(chat|instruct|base|it|v0\.\d+|\d{4}))+$", "", base).replace("-", "")
-
-
 def _families(shipped: ModelProfile) -> set[str]:
-    return {_family(name) for name in (shipped.name, *shipped.hub_ids)}
+    names = (shipped.name, *shipped.hub_ids)
+    return {family(each) for name in names for each in (name, parted(name)[0])}
 
 
 def _short(text: str) -> ModelProfile | None:
     """Return the one shipped profile that is named so but for sizes, as `olmoe` is, or the USUAL one."""
-    if text.lower() in USUAL:
-        return model(USUAL[text.lower()])
-    wanted = re.compile(re.escape(_family(text)) + r"([\dx.]+b)*(a[\d.]+b)?")
+    if text in USUAL:
+        return model(USUAL[text])
+    wanted = re.compile(re.escape(family(text)) + r"([\dx.]+b)*(a[\d.]+b)?")
     begun = [each for each in shipped() if any(map(wanted.fullmatch, _families(each)))]
     return begun[0] if len(begun) == 1 else None
