@@ -69,7 +69,7 @@ class Case:
         return Experiment(
             str(self.card.folder),
             **({"hardware": machine.hardware, "host_memory": machine.host_memory} if machine else {"untimed": True}),
-            model_profile=self.card.model_profile or None if machine else None,
+            expert_sizes=self.card.expert_sizes or None if machine else None,
             requests=self.requests,
             cold=not self.warm,
             warmup_requests=int(self.warm),
@@ -94,5 +94,5 @@ def cases_of(cards: Sequence[Card]) -> Iterator[Case]:
     yield from (Case(*start) for start in starts)
     for machine in MACHINES:
         for card, warm in starts:
-            if card.model_profile or known(card.model):
+            if known(card.model):
                 yield Case(card, warm, machine)

@@ -76,6 +76,8 @@ def board(
         tuple(stored.policies) if stored else (*named, *(each for each in every() if all_policies)),
         stored,
     )
+    sizes = (f"{each.loaded.trace.name}: {note}" for each in runs.tables for note in each.loaded.notes)
+    output.note(*dict.fromkeys(sizes))
     output.note(*notes.overhead_notes({} if stored else runs.own))
     versions = (each for table in runs.tables for each in table.loaded.versions(p for p, _ in table.grid.cells()))
     output.note(*compiling.notes(list(versions)))

@@ -63,7 +63,7 @@ def test_an_own_policy_is_ranked_by_what_sweeps_find(made: tuple[Path, str]) -> 
     slower, saved = [], {}
     for machine in MACHINES:
         given: dict[str, Any] = {"hardware": machine.hardware, "host_memory": machine.host_memory}
-        given |= {"model_profile": TIMED, "predictor_us": {own: mine.overhead_us}}
+        given |= {"expert_sizes": "bf16", "predictor_us": {own: mine.overhead_us}}
         swept = sweep(cards_of([TIMED])[0].folder, ["lru", own], SIZES, **given).frame
         ms, base = (swept[swept.policy == each].tpot_mean_ms.to_numpy() for each in (own, "lru"))
         assert mine.figures[machine.wall] == {f"{TIMED} cold": pytest.approx(list(ms), abs=1e-6)}

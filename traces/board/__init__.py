@@ -32,7 +32,7 @@ class Card:
     licence: str
     commands: tuple[str, ...]  # that make it of the files of its source
     defects: tuple[str, ...] = ()
-    model_profile: str = ""  # whose times it is run with; empty: as its model says
+    expert_sizes: str = ""  # precision that it is timed at; empty: as the trace states
     sha256: str = ""
 
     @property
