@@ -1,23 +1,21 @@
-"""What must hold between the rows of a trace, checked at the speed of reading it.
+"""What must hold between the rows of a trace.
 
-One compiled pass over the ids, in threads, checks their range, finds repeats within a (token, layer) and compares EAMs.
+A pass over the ids, in threads, checks their range, finds repeats within a (token, layer) and compares EAMs.
 """
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.compiled import loop
 from traces.errors import InputError
 from traces.schema import TraceMeta
 from traces.steps import DECODE, Int
 
-_OK, _RANGE, _REPEAT, _EAM = range(4)
+BLOCK = 1 << 20
+"""Ids that are looked at together."""
 
 
 def check_requests(requests: pd.DataFrame, prefill: Int, decode: Int, where: str) -> None:
@@ -73,16 +71,19 @@ def check_ids(
     first: int = 0,
 ) -> None:
     """Check ids [tokens, L, k] and EAMs [2, requests, L * E] as listed. The first request is number `first`."""
-    code, request, row, layer = _scan_in_threads(experts, offsets, phase, eams, meta)
-    if code == _OK:
+    found = _scan_in_threads(experts, offsets, phase, eams, meta)
+    if found is None:
         return
-    if code == _EAM:
+    request, row, layer = found
+    if row < 0:
         raise InputError(f"{where}: the EAM listed for request {first + request} is unlike its routing")
-    ids = experts[row, layer].tolist()
+    ids = experts[row, layer]
     token = row - int(offsets[request])
-    place = f"{where}: request {first + request}, token {token}, MoE layer {layer}: expert ids {ids}"
-    fault = f"go beyond the {meta.experts} experts of the model" if code == _RANGE else "repeat an expert"
-    raise InputError(f"{place} {fault}")
+    place = f"{where}: request {first + request}, token {token}, MoE layer {layer}: expert ids {ids.tolist()}"
+    beyond = bool(((ids >= meta.experts) & (ids != meta.sentinel)).any())
+    raise InputError(
+        f"{place} {f'go beyond the {meta.experts} experts of the model' if beyond else 'repeat an expert'}"
+    )
 
 
 def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], where: str, first: int = 0) -> None:
@@ -93,107 +94,90 @@ def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], whe
         raise InputError(f"{where}: lookahead of token row {first + row}, MoE layer {layer}: {reason}")
 
 
+Fault = tuple[int, int, int]
+"""A request, its row, and the layer; a row below 0: the EAM of the request is wrong."""
+
+
 def _scan_in_threads(
     experts: NDArray[np.unsignedinteger],
     offsets: NDArray[np.int64],
     phase: NDArray[np.uint8],
     eams: NDArray[np.uint32],
     meta: TraceMeta,
-) -> tuple[int, int, int, int]:
+) -> Fault | None:
     """Return the first fault by `_scan_ids`, over ranges of requests of about as many rows each."""
     threads = min(os.cpu_count() or 1, 1 + len(experts) // 65_536)
     cuts = np.searchsorted(offsets, np.linspace(0, len(experts), threads + 1)[1:-1]).tolist()
-    ranges = list(pairwise([0, *cuts, len(offsets) - 1]))
 
-    def scan(first: int, last: int) -> tuple[int, int, int, int]:
-        own = slice(first, last)
-        code, request, row, layer = _scan_ids(
-            experts, offsets[first : last + 1], phase, eams[:, own], meta.experts, meta.sentinel
-        )
-        return code, first + request, row, layer
+    def scan(first: int, last: int) -> Fault | None:
+        return _scan_ids(experts, offsets, phase, eams, meta, range(first, last))
 
-    if threads == 1:
-        return scan(0, len(offsets) - 1)
     with ThreadPoolExecutor(threads) as pool:
-        faults = list(pool.map(scan, *zip(*ranges, strict=True)))
-    return next((fault for fault in faults if fault[0] != _OK), faults[0])
+        faults = pool.map(scan, [0, *cuts], [*cuts, len(offsets) - 1])
+        return next(filter(None, faults), None)
+
+
+def _scan_ids(
+    experts: NDArray[np.unsignedinteger],
+    offsets: NDArray[np.int64],
+    phase: NDArray[np.uint8],
+    eams: NDArray[np.uint32],
+    meta: TraceMeta,
+    requests: range,
+) -> Fault | None:
+    """Return the first fault of these requests; of a request, what is wrong with its rows before its EAM."""
+    begin, end = int(offsets[requests.start]), int(offsets[requests.stop])
+    found = _first_wrong(experts[begin:end], meta.experts, meta.sentinel)
+    row, layer = (begin + found[0], found[1]) if found else (end, 0)
+    for r in requests:
+        rows = slice(int(offsets[r]), int(offsets[r + 1]))
+        if row < rows.stop:
+            return r, row, layer
+        for p in range(2):
+            if (_counts(experts[rows], phase[rows] == p, meta.experts) != eams[p, r]).any():
+                return r, -1, 0
+    return None
 
 
 def count_eams(
     experts: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], keep: NDArray[np.bool_], E: int
 ) -> NDArray[np.int64]:
     """Count the tokens that chose each expert, int64[requests, L, E], over the rows where `keep` holds."""
-    eams = np.zeros((len(offsets) - 1, experts.shape[1], E), np.int64)
-    _count_ids(experts, offsets, keep, eams)
-    return eams
+    R, L = len(offsets) - 1, experts.shape[1]
+    rows = (slice(int(offsets[r]), int(offsets[r + 1])) for r in range(R))
+    eams = [_counts(experts[own], keep[own], E) for own in rows]
+    return np.array(eams, np.int64).reshape(R, L, E)
+
+
+def _counts(experts: NDArray[np.integer], keep: NDArray[np.bool_], E: int) -> Int:
+    """Count the rows that chose each expert, int64[L * E], of those where `keep` holds."""
+    L, rows = experts.shape[1], np.flatnonzero(keep)
+    counts, layer = np.zeros(L * E, np.int64), E * np.arange(L)[:, None]
+    for part in np.array_split(rows, 1 + len(rows) * experts[:1].size // BLOCK):
+        ids = experts[part]
+        counts += np.bincount((ids + layer)[ids < E], minlength=L * E)
+    return counts
 
 
 def first_fault(experts: NDArray[np.integer], E: int) -> tuple[int, int, str] | None:
     """Return the first (row, layer, reason) that no model routes. experts: [tokens, L, k], -1: not routed."""
-    row, layer = _scan_fault(experts, E)
-    if row < 0:
+    if (found := _first_wrong(experts, E, -1)) is None:
         return None
+    row, layer = found
     ids = experts[row, layer].tolist()
     wrong = [e for e in ids if not -1 <= e < E]
     reason = f"{wrong[0]} is no id of {E} experts (0 to {E - 1})" if wrong else "an expert is repeated"
     return row, layer, f"expert ids {ids}: {reason}"
 
 
-@loop
-def _scan_ids(experts: Any, offsets: Any, phase: Any, eams: Any, E: int, sentinel: int) -> tuple[int, int, int, int]:
-    """Return (what is wrong, request, row, layer) of the first fault."""
-    _, L, k = experts.shape
-    counts = np.zeros((2, L * E), np.uint32)
-    mark = np.zeros(E, np.int64)
-    serial = 0
-    for r in range(len(offsets) - 1):
-        counts[:] = 0
-        for t in range(offsets[r], offsets[r + 1]):
-            p = phase[t]
-            for layer in range(L):
-                serial += 1
-                for j in range(k):
-                    e = np.int64(experts[t, layer, j])
-                    if e >= E:
-                        if e == sentinel:
-                            continue
-                        return _RANGE, r, t, layer
-                    if mark[e] == serial:
-                        return _REPEAT, r, t, layer
-                    mark[e] = serial
-                    counts[p, layer * E + e] += np.uint32(1)
-        for p in range(2):
-            for i in range(L * E):
-                if counts[p, i] != eams[p, r, i]:
-                    return _EAM, r, 0, i // E
-    return _OK, 0, 0, 0
-
-
-@loop
-def _scan_fault(experts: Any, E: int) -> tuple[int, int]:
-    """Return (row, layer) of the first id outside -1 to E-1 or repeat; (-1, -1) if there is none."""
-    tokens, L, k = experts.shape
-    mark = np.full(E, -1, np.int64)
-    for t in range(tokens):
-        for layer in range(L):
-            for j in range(k):
-                e = np.int64(experts[t, layer, j])
-                if e == -1:
-                    continue
-                if e < -1 or e >= E or mark[e] == t * L + layer:
-                    return t, layer
-                mark[e] = t * L + layer
-    return -1, -1
-
-
-@loop
-def _count_ids(experts: Any, offsets: Any, keep: Any, eams: Any) -> None:
-    _, L, k = experts.shape
-    for r in range(len(offsets) - 1):
-        for t in range(offsets[r], offsets[r + 1]):
-            if keep[t]:
-                for layer in range(L):
-                    for j in range(k):
-                        e = np.int64(experts[t, layer, j])
-                        if e < eams.shape[2]:
-                            eams[r, layer, e] += 1
+def _first_wrong(experts: NDArray[np.integer], E: int, sentinel: int) -> tuple[int, int] | None:
+    """Return the first (row, layer) with an id that is neither the sentinel nor one of 0 to E - 1, or with a repeat."""
+    rows = max(1, BLOCK // max(1, experts[:1].size))
+    for first in range(0, len(experts), rows):
+        ids = np.sort(experts[first : first + rows], axis=2)
+        wrong = (((ids < 0) | (ids >= E)) & (ids != sentinel)).any(axis=2)
+        wrong |= ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != sentinel)).any(axis=2)
+        if wrong.any():
+            row, layer = divmod(int(wrong.argmax()), wrong.shape[1])
+            return first + row, layer
+    return None

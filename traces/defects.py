@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traces.compiled import loop
 from traces.steps import PREFILL
 from traces.trace import Trace
 
@@ -319,7 +318,7 @@ def strided_rows(held: Routing) -> Finding | None:
     fewest = next((n for n in range(max(1, (L + 1) // 2), L + 1) if T * chance**n < 1e-6), None)
     if fewest is None:
         return None
-    ends = _disjoint(np.ascontiguousarray(held.experts, np.int64), held.offsets, E) >= m
+    ends = _disjoint(held.experts, held.offsets, E) >= m
     at = np.flatnonzero(ends.sum(axis=1) >= fewest)
     if not len(at):
         return None
@@ -477,25 +476,17 @@ def _missing(held: Routing) -> NDArray[np.bool_]:
     return np.asarray(~routed & routed.any(axis=1, keepdims=True) & routed.any(axis=0, keepdims=True))
 
 
-@loop
-def _disjoint(ids: NDArray[np.int64], offsets: NDArray[np.int64], E: int) -> NDArray[np.int64]:
+def _disjoint(ids: NDArray[np.integer], offsets: NDArray[np.int64], E: int) -> NDArray[np.int64]:
     """Return how many rows up to each one, in its request, hold full choices without an expert in common, [T, L]."""
-    T, L, k = ids.shape
-    length = np.zeros((T, L), np.int64)
-    for r in range(len(offsets) - 1):
-        for layer in range(L):
-            seen = np.full(E, -1, np.int64)
-            for t in range(offsets[r], offsets[r + 1]):
-                run = length[t - 1, layer] + 1 if t > offsets[r] else 1
-                for j in range(k):
-                    e = ids[t, layer, j]
-                    if e < 0 or e >= E:
-                        run = 0
-                        break
-                    if seen[e] >= 0:
-                        run = min(run, t - seen[e])
-                for j in range(k):
-                    if 0 <= ids[t, layer, j] < E:
-                        seen[ids[t, layer, j]] = t
-                length[t, layer] = run
-    return length
+    T, L, _ = ids.shape
+    chosen = (ids >= 0) & (ids < E)
+    begin = np.where(chosen.all(axis=2), 0, np.arange(1, T + 1)[:, None])  # of those rows, without the rows before
+    for layer in range(L):
+        row, _ = np.nonzero(chosen[:, layer])
+        expert = ids[:, layer][chosen[:, layer]]
+        order = np.argsort(expert, kind="stable")
+        expert, row = expert[order], row[order]
+        again = (expert[1:] == expert[:-1]) & (row[1:] > row[:-1])
+        np.maximum.at(begin[:, layer], row[1:][again], row[:-1][again] + 1)
+    begin = np.maximum(begin, np.repeat(offsets[:-1], np.diff(offsets))[:, None])
+    return np.arange(1, T + 1)[:, None] - np.maximum.accumulate(begin, axis=0)

@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.compiled import loop
 from traces.errors import InputError, refuse
 from traces.hot_experts import FORMATS as PROFILES
 from traces.output import check_file, make_folder, replacing
@@ -182,13 +181,12 @@ def _link(records: NDArray[Any], objects: int) -> None:
     for end in range(len(records), 0, -BLOCK):
         first = max(0, end - BLOCK)
         block = records[first:end]
+        accessed = block["obj_id"].astype(np.int64)
+        order = np.argsort(accessed, kind="stable")
+        accessed = accessed[order]
+        last = np.append(accessed[1:] != accessed[:-1], True)  # of its object, in the block
         following = np.empty(len(block), np.int64)
-        _follow(block["obj_id"].astype(np.int64), first + 1, upcoming, following)
+        following[order] = np.where(last, upcoming[accessed], first + 1 + np.roll(order, -1))
         block["next_access_vtime"] = following
-
-
-@loop
-def _follow(objects: Any, first: int, upcoming: Any, following: Any) -> None:
-    for i in range(len(objects) - 1, -1, -1):
-        following[i] = upcoming[objects[i]]
-        upcoming[objects[i]] = first + i
+        nearest = np.roll(last, 1)
+        upcoming[accessed[nearest]] = first + 1 + order[nearest]

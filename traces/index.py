@@ -11,7 +11,6 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from traces.check import check_requests, check_unique
-from traces.compiled import loop
 from traces.errors import InputError
 from traces.reader import CORE, Folder
 from traces.schema import AGGREGATE, TraceMeta
@@ -52,8 +51,23 @@ class Index:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts.sum(axis=0))])
 
     def add(self, request: NDArray[Any], position: NDArray[np.uint32], phase: NDArray[np.uint8]) -> None:
-        request = request.astype(np.int64)
-        _add(request, position, phase, self._seen, self.counts, self.first, self.last, self._latest, self._faults)
+        own = np.flatnonzero(request < len(self.first))
+        rows = own[np.argsort(request[own], kind="stable")]
+        r, place, p = (column[rows].astype(np.int64) for column in (request, position, phase))
+        begins = np.diff(r, prepend=NONE) > 0
+        latest = np.where(begins, self._latest[:, r], np.roll([place, p], 1, axis=1))
+        wrong = (place <= latest[0]) | (p < latest[1])
+        wrong &= ~begins | (self.first[r] != NONE)
+        if wrong.any():
+            i = int(wrong.argmax())
+            if self._faults[1] == NONE or r[i] < self._faults[1]:
+                self._faults[1:] = r[i], place[i]
+        self._faults[0] = p.max(initial=self._faults[0])
+        new = begins & (self.first[r] == NONE)
+        self.first[r[new]] = self._seen + rows[new]
+        np.add.at(self.counts, (np.minimum(p, DECODE), r), 1)
+        ends = np.roll(begins, -1)
+        self.last[r[ends]], self._latest[:, r[ends]] = self._seen + rows[ends], (place[ends], p[ends])
         self._seen += len(request)
 
     def check(self, meta: TraceMeta, requests: pd.DataFrame, where: str) -> None:
@@ -73,22 +87,3 @@ class Index:
         check_requests(requests, self.counts[PREFILL], self.counts[DECODE], where)
         if request != NONE:
             raise InputError(f"{where}: the tokens of request {request} are out of order at position {position}")
-
-
-@loop
-def _add(
-    request: Any, position: Any, phase: Any, seen: int, counts: Any, first: Any, last: Any, latest: Any, faults: Any
-) -> None:
-    """The arrays are those of an Index; of the requests out of order, the first one is noted."""
-    for t in range(len(request)):
-        r, p = request[t], np.int64(phase[t])
-        if r >= len(first):
-            continue
-        faults[0] = max(faults[0], p)
-        if first[r] == NONE:
-            first[r] = seen + t
-        elif (position[t] <= latest[0, r] or p < latest[1, r]) and (faults[1] == NONE or r < faults[1]):
-            faults[1], faults[2] = r, position[t]
-        counts[min(p, DECODE), r] += 1
-        last[r] = seen + t
-        latest[0, r], latest[1, r] = position[t], p

@@ -6,13 +6,13 @@ beyond the token before. Phases are kept apart.
 """
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.compiled import loop
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
@@ -151,50 +151,26 @@ def _popular(counts: NDArray[np.int64]) -> float | None:
 
 
 def _working_sets(trace: Trace, phase: int) -> list[WorkingSet] | None:
-    held, hits = (np.zeros(len(WINDOWS), np.int64) for _ in range(2))
-    windows = np.array(WINDOWS)
-    lookups = _gaps(trace.experts, trace.offsets, trace.phase == phase, trace.num_experts, windows, held, hits)
+    kept, hits, lookups = np.zeros(len(WINDOWS), np.int64), np.zeros(len(WINDOWS), np.int64), 0
+    for first, last in pairwise(trace.offsets.tolist()):
+        ids = trace.experts[first:last][trace.phase[first:last] == phase]
+        token, layer, _ = np.nonzero(ids != trace.sentinel)
+        expert = layer * trace.num_experts + ids[ids != trace.sentinel]
+        order = np.argsort(expert, kind="stable")
+        expert, token = expert[order], token[order]
+        again = expert[1:] == expert[:-1]
+        gaps, rest = np.diff(token)[again], len(ids) - token[np.append(~again, True)[: len(token)]]
+        lookups += len(token)
+        for i, window in enumerate(WINDOWS):
+            kept[i] += np.minimum(gaps, window).sum() + np.minimum(rest, window).sum()
+            hits[i] += np.count_nonzero(gaps <= window)
     tokens, total = int(np.count_nonzero(trace.phase == phase)), trace.layers * trace.num_experts
     if not lookups:
         return None
     return [
         WorkingSet(n, float(h / tokens / total), float(x / lookups))
-        for n, h, x in zip(WINDOWS, held, hits, strict=True)
+        for n, h, x in zip(WINDOWS, kept, hits, strict=True)
     ]
-
-
-@loop
-def _gaps(experts: Any, offsets: Any, keep: Any, E: int, windows: Any, held: Any, hits: Any) -> int:
-    """Add to `hits` the lookups of experts used in the windows before, and to `held` the tokens that use keeps in
-    the window, [windows] each; return the lookups. Tokens are those where `keep` holds.
-    """
-    _, L, k = experts.shape
-    last = np.empty((L, E), np.int64)
-    lookups = 0
-    for r in range(len(offsets) - 1):
-        last[:] = -1
-        now = 0
-        for t in range(offsets[r], offsets[r + 1]):
-            if not keep[t]:
-                continue
-            for layer in range(L):
-                for j in range(k):
-                    e = np.int64(experts[t, layer, j])
-                    if e >= E:
-                        continue
-                    lookups += 1
-                    if last[layer, e] >= 0:
-                        gap = now - last[layer, e]
-                        for i in range(len(windows)):
-                            held[i] += min(gap, windows[i])
-                            hits[i] += gap <= windows[i]
-                    last[layer, e] = now
-            now += 1
-        for used in last.ravel():
-            if used >= 0:
-                for i in range(len(windows)):
-                    held[i] += min(now - used, windows[i])
-    return lookups
 
 
 def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity:
