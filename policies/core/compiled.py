@@ -1,64 +1,89 @@
-"""How the hot path is compiled: kept on disk, without Python's lock, and without counting references.
+"""How the hot path is compiled, and kept on disk. Nothing else knows how numba does it.
 
 What policies know is dozens of arrays, handed from function to function at every event; by default numba counts a
 reference to each, atomically, which took most of the compiled engine's time. Their owner is Python, which holds them
 throughout a call. So a `compiled` function must not create an array ("NRT required but not enabled"): loops instead of
 array expressions, scratch in what it is given. One that has to is `allocating`.
 
-Numba keeps what it compiled under the date of a function's own file, but contains what that function calls. Here it is
-kept under the dates of all files of this package with compiled functions, of the list that numbers the policies, and of
-what these files import names from, so that nothing stale is ever run. Of a user's functions, which may call or name
-anything, nothing is kept. (What the names inside of it are made of, see `traces.compiled`.)
+Numba keeps what it compiled under the name of a function and the date of its file, but contains what that function
+calls. Here the name ends with a digest of all files of this package with compiled functions, of the list that numbers
+the policies, and of what these files import names from, so that nothing stale is ever run. Of a user's functions, which
+may call or name anything, nothing is kept. It is kept beside the sources, else in the user's home or NUMBA_CACHE_DIR;
+where none of these can be written to, in a folder that ends with the process, and where there is none either, nowhere.
 
-Numba optimizes every function together with all that it calls, and makes it executable, at each level of calls again.
-Here that is done once, in the function that Python calls: what compiled functions call is a part of them.
-
-Arrays are handed over by value, in seven words each. So the functions that choose among policies are `inlined`, and
-what they choose is `apart`: it gets its own family's state, and of that and the event only the words it reads.
+One thing is done that numba does not document. It optimizes every function together with all that it calls, and makes
+it executable, at each level of calls again; and arrays are handed over by value, in seven words each. Here what
+compiled functions call is a part of the function that Python calls, which is optimized once, knowing that nothing else
+calls its parts, and so leaves out the words that they do not read. Without that the engine takes two and a half times
+as long to compile and a third longer to run (numba 0.68.1). Parts also keep their names to themselves: numba numbers
+functions by process, and where two processes gave one name to two functions, a third one that loads both would run one
+in place of the other (numba issue 10486).
 """
 
+import atexit
+import hashlib
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from numba import njit, typeof, types
-from numba.core.codegen import CPUCodeLibrary, JITCodeLibrary
+from llvmlite.binding import Linkage
+from numba import config, njit, typeof, types
+from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
-from traces.compiled import KEPT
-
 P = ParamSpec("P")
 R = TypeVar("R")
-
-Stamp = tuple[tuple[str, int, int], ...]
-"""Name, date and size of files."""
 
 _IMPORT = re.compile(rb"^from ((?:policies|sim|traces)\.[\w.]+) import", re.M)
 
 
 @cache
-def _stamp(*files: Path) -> Stamp:
-    """Return the stamp of files and of the modules they import from, whose values numba compiles as constants."""
+def _digest(*files: Path) -> str:
+    """Return a digest of files and of the modules they import from, whose values numba compiles as constants."""
     names = {name.decode().replace(".", "/") for file in files for name in _IMPORT.findall(file.read_bytes())}
     imported = (Path(__file__).parents[2] / f"{name}.py" for name in names)
-    dated = [(file, file.stat()) for file in sorted({*files, *filter(Path.is_file, imported)})]
-    return tuple((file.name, found.st_mtime_ns, found.st_size) for file, found in dated)
+    read = [file.read_bytes() for file in sorted({*files, *filter(Path.is_file, imported)})]
+    return hashlib.sha256(b"".join(read)).hexdigest()[:16]
 
 
 def _sources() -> list[Path]:
-    """The files of this package with compiled functions, and with the list of policies."""
+    """Return the files of this package with compiled functions, and with the list of policies."""
     sources = Path(__file__).parents[1].rglob("*.py")
     marks = b"policies.core.compiled import", b"BUILT_IN ="
     return [file for file in sources if any(mark in file.read_bytes() for mark in marks)]
 
 
-STAMP = _stamp(*_sources())
+def _kept_where() -> tuple[bool, bool]:
+    """Return whether what is compiled is kept, and whether for this process alone."""
 
-OURS = ("policies.", "sim.")
+    def probe() -> None: ...
+
+    try:
+        njit(cache=True)(probe)
+    except RuntimeError:  # numba has no folder
+        try:
+            folder = tempfile.mkdtemp(prefix="moe-expert-cache-")
+        except OSError:
+            return False, True
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["NUMBA_CACHE_DIR"] = folder  # for processes that this one starts
+        config.reload_config()
+        return True, True
+    return True, False
+
+
+KEPT, KEPT_FOR_NOW = _kept_where()
+
+OURS = ("policies.", "sim.", "replay.")
 """How the names of modules begin whose compiled functions are kept."""
+
+SOURCES = _digest(*_sources())
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -81,16 +106,23 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 
 def _kept(function: Callable[P, R], _nrt: bool, forceinline: bool = False) -> Callable[P, R]:
     # Numba takes an option that is not given from the function by whose call this one is first compiled: given are all.
-    options: dict[str, Any] = {"_nrt": _nrt, "forceinline": forceinline}
+    options: dict[str, Any] = {"nogil": True, "_nrt": _nrt, "forceinline": forceinline}
     ours = function.__module__.startswith(OURS)
-    made: Any = njit(cache=KEPT and ours, nogil=True, pipeline_class=_WholeCompiler, **options)(function)
-    if KEPT and hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
-        if ours:
-            file = made._cache._cache_file
-            file._source_stamp = file._source_stamp, STAMP, _stamp(Path(function.__code__.co_filename))
-        part = _Part(function, targetoptions={"nopython": True, "nogil": True, **options}, pipeline_class=_PartCompiler)
+    if ours:
+        function.__qualname__ += f"_{SOURCES}_{_digest(Path(function.__code__.co_filename))}"
+    made: Any = njit(cache=KEPT and ours, **_WHOLE, **options)(function)
+    if hasattr(made, "overloads"):  # not under NUMBA_DISABLE_JIT
+        part = _Part(function, targetoptions={"nopython": True, **options}, **_PART)
         made.get_call_template, made.get_overload, made.part = part.get_call_template, part.get_overload, part
     return made  # type: ignore[no-any-return]
+
+
+def kept_for(function: Any) -> list[Any] | None:
+    """Return the types of arguments that a function is compiled for, in this process or on disk; None: it never is."""
+    if not hasattr(function, "overloads"):  # under NUMBA_DISABLE_JIT
+        return None
+    file = getattr(function._cache, "_cache_file", None)
+    return [*function.overloads, *(key[0] for key in (file._load_index() if file else ()))]
 
 
 def entry_point(function: Callable[..., R], *examples: Any) -> Callable[..., R]:
@@ -137,10 +169,6 @@ def from_python(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-_PARTS: set[str] = set()
-"""Names, to LLVM, of the functions that compiled functions call."""
-
-
 class _Part(CPUDispatcher):
     """A function as compiled functions call it: a part of theirs, which Python cannot call."""
 
@@ -153,22 +181,30 @@ class _Part(CPUDispatcher):
     def add_overload(self, result: Any) -> None:
         """As numba's, but for calls from compiled functions alone: there is nothing for Python to call."""
         key = object()
-        _PARTS.add(result.fndesc.llvm_func_name)
         if self.apart:
             result.library.get_function(result.fndesc.llvm_func_name).add_function_attribute("noinline")
         self.targetctx.insert_user_function(key, result.fndesc, [result.library])
         self.overloads[tuple(result.signature.args)] = result._replace(entry_point=key)
 
 
-class _PartCompiler(Compiler):
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        flags = self.state.flags
-        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
-        self.state.library = _PartLibrary(self.state.targetctx.codegen(), "part")
+def _part(typing: Any, target: Any, _: None, args: Any, returns: Any, flags: Any, kinds: Any) -> Compiler:
+    """Return what compiles a part."""
+    flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+    return Compiler(typing, target, _PartLibrary(target.codegen(), "part"), args, returns, flags, kinds)
 
 
-class _PartLibrary(CPUCodeLibrary):
+def _whole(typing: Any, target: Any, _: None, args: Any, returns: Any, flags: Any, kinds: Any) -> Compiler:
+    """Return what compiles a function that Python calls, with its parts."""
+    library = _WholeLibrary(target.codegen(), "whole")
+    library.enable_object_caching()
+    return Compiler(typing, target, library, args, returns, flags, kinds)
+
+
+_WHOLE: dict[str, Any] = {"pipeline_class": _whole}
+_PART: dict[str, Any] = {"pipeline_class": _part}
+
+
+class _PartLibrary(JITCodeLibrary):
     """Code that is optimized and made executable once, in the function that Python calls."""
 
     def finalize(self) -> None:
@@ -177,21 +213,12 @@ class _PartLibrary(CPUCodeLibrary):
         self._finalized = True
 
 
-class _WholeCompiler(Compiler):
-    """Compiles what Python calls."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.state.library = _WholeLibrary(self.state.targetctx.codegen(), "whole")
-        self.state.library.enable_object_caching()
-
-
 class _WholeLibrary(JITCodeLibrary):
     """A function that Python calls, with its parts."""
 
     def _optimize_final_module(self) -> None:
-        """As numba's; LLVM first learns that nothing else calls the parts, and so leaves out unread arguments."""
+        """As numba's; LLVM first learns that nothing else calls what is linked in, and leaves out unread arguments."""
         for function in self._final_module.functions:
-            if not function.is_declaration and function.name in _PARTS:
+            if not function.is_declaration and function.linkage == Linkage.linkonce_odr:
                 function.linkage = "internal"
         super()._optimize_final_module()

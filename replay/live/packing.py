@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
+from policies.core.compiled import compiled
 from replay.live.shards import lead_of
 from replay.live.sources import OfExpert, Row, Source, add_row, of_each
-from traces.compiled import loop
 from traces.errors import InputError
 
 
@@ -103,7 +103,7 @@ TILE = 64
 """Outputs of which numbers are looked up together: they lie together in what is made."""
 
 
-@loop
+@compiled
 def look_up(blocks: Any, scales: Any, values: Any, made: Any) -> None:
     """Unpack a matrix. blocks: uint8[out, G, 16]; scales: uint8[out, G]; values: [256, 16]; made: [G * 32, out]."""
     outputs, groups = scales.shape

@@ -7,13 +7,13 @@ A policy that is written in Python is asked from within the loop (`policies.core
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 
 from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
 from policies.core.calling import Held
+from policies.core.compiled import kept_for
 from policies.core.dispatch import EVENT, Native
 from policies.core.events import Events, Routing, routing_of, routing_of_batch
 from policies.core.limits import limiter
@@ -64,13 +64,8 @@ def tiered(run: Run) -> bool:
 
 def on_disk(tiered: bool) -> bool:
     """Return whether that version is on disk, compiled from these sources, or in this process."""
-    dispatcher: Any = streams.run_steps
-    cache = getattr(dispatcher, "_cache", None)  # None under NUMBA_DISABLE_JIT
-    if cache is None:
-        return True
-    signatures = [*dispatcher.overloads, *(key[0] for key in cache._cache_file._load_index())]
-    place = streams.Streams._fields.index("tiers")
-    return any(bool(len(signature[1].types[place])) == tiered for signature in signatures)
+    kept, place = kept_for(streams.run_steps), streams.Streams._fields.index("tiers")
+    return kept is None or any(bool(len(types[1].types[place])) == tiered for types in kept)
 
 
 def prepare(versions: Iterable[bool] = (False,)) -> None:

@@ -5,8 +5,8 @@ Numba keeps it on disk, where every process after it finds it.
 
 from collections.abc import Iterable
 
+from policies.core.compiled import KEPT_FOR_NOW
 from sim.engines import compiled_engine
-from traces.compiled import KEPT_FOR_NOW
 
 
 def notes(versions: Iterable[bool]) -> list[str]:

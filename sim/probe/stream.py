@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import psutil
-from numba import njit
 from numpy.typing import NDArray
 
+from policies.core.compiled import compiled
 from sim.probe.cores import CoreClass
 
 ARRAY_BYTES = 256 << 20
@@ -24,7 +24,7 @@ PASSES = 6
 Floats = NDArray[np.float64]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _triad(a: Floats, b: Floats, c: Floats, s: float) -> None:
     for i in range(len(a)):
         a[i] = b[i] + s * c[i]

@@ -52,7 +52,7 @@ def nowhere(tmp_path: Path) -> dict[str, Any]:
 
 def test_where_no_folder_can_keep_the_engine_one_of_the_process_does(nowhere: dict[str, Any]) -> None:
     code = (
-        "import os\nimport traces.check\nfrom policies.core import residency_compiled\nfrom traces import compiled\n"
+        "import os\nfrom policies.core import residency_compiled\nfrom policies.core import compiled\n"
         "residency_compiled.clear_queue(residency_compiled.new(4, [2], False))\n"
         "print(compiled.KEPT_FOR_NOW, os.environ['NUMBA_CACHE_DIR'], len(os.listdir(os.environ['NUMBA_CACHE_DIR'])))"
     )
