@@ -118,21 +118,21 @@ class Cell:
 
     @property
     def now(self) -> int:
-        return int(self.n[streams.NOW])
+        return int(self.n.now)
 
     def taken_evictions(self) -> Int:
         """Return who left since this was last asked (see `Streams`)."""
-        taken = self.evictions[: self.n[streams.EVICTED]].copy()
-        self.n[streams.EVICTED] = 0
+        taken = self.evictions[: self.n.evicted].copy()
+        self.n.evicted = 0
         return taken
 
     def end_requests(self, cold: bool) -> None:
         """Rule 10: no request remains active; `cold` discards what is under way."""
         n = self.n
         if cold:
-            n[streams.BUSY], n[streams.DISK_BUSY] = streams.busy_until_now(n), streams.disk_busy_until_now(n)
-            n[streams.LINK_END] = n[streams.READ_END] = streams.NEVER
-            n[streams.MOVED] = n[streams.PAUSED] = 0
+            n.busy, n.disk_busy = streams.busy_until_now(n), streams.disk_busy_until_now(n)
+            n.link_end = n.read_end = streams.NEVER
+            n.moved = n.paused = 0
             if self.memory:
                 self.memory.empty()
         self.residency.end_request(cold)
@@ -312,20 +312,20 @@ def _check_transfers(run: Run) -> None:
             )
 
 
-def _numbers(run: Run) -> Int:
+def _numbers(run: Run) -> streams.Numbers:
     """Return the single numbers of streams at rest."""
     link, placement = run.gpu.link, run.policy.placement
     whole = link.expert_bytes
-    n = np.zeros(streams.NUMBERS, np.int64)
-    n[streams.LINK_END] = n[streams.HIT_END] = n[streams.READ_END] = n[streams.HOST_END] = streams.NEVER
-    n[streams.WAITING_SINCE] = streams.NOT_WAITING
-    n[streams.NOTHING_QUEUED] = 1
-    n[streams.WHOLE_NS] = link.used_ns(whole)
-    n[streams.EXPERT_BYTES] = whole
-    n[streams.CHUNK_BYTES] = link.chunk_bytes or whole
-    n[streams.LATENCY_NS] = link.latency_ns
-    n[streams.PER_BYTE_NUM], n[streams.PER_BYTE_DEN] = link.ns_per_byte_num, link.ns_per_byte_den
-    n[streams.PLACEMENT], n[streams.HOST_LAYERS] = placement.cls.number, placement.cls(placement.options).layers
-    n[streams.HOP_NS] = run.timing.hop_ns
-    n[streams.DISK_THERE], n[streams.ALL_EXPERTS] = run.host is not None, run.shape.total
+    n: streams.Numbers = np.zeros(1, streams.NUMBERS)[0]
+    n.link_end = n.hit_end = n.read_end = n.host_end = streams.NEVER
+    n.waiting_since = streams.NOT_WAITING
+    n.nothing_queued = 1
+    n.whole_ns = link.used_ns(whole)
+    n.expert_bytes = whole
+    n.chunk_bytes = link.chunk_bytes or whole
+    n.latency_ns = link.latency_ns
+    n.per_byte_num, n.per_byte_den = link.ns_per_byte_num, link.ns_per_byte_den
+    n.placement, n.host_layers = placement.cls.number, placement.cls(placement.options).layers
+    n.hop_ns = run.timing.hop_ns
+    n.disk_there, n.all_experts = run.host is not None, run.shape.total
     return n

@@ -31,52 +31,55 @@ from sim.profiles.timing import Durations
 
 NEVER = np.iinfo(np.int64).max
 
-# Single numbers of the link and the clock
-(
-    NOW,
-    LINK_END,  # of the chunk on the link; NEVER without one
-    HIT_END,  # when a hit ends that a stuck transfer waits for; NEVER without one
-    WHOLE,  # whether the chunk is the transfer's last
-    EXPERT,
-    BEGAN,
-    BUSY,
-    MOVED,
-    PAUSED,
-    CAUSE,
-    NOTHING_QUEUED,
-    WAITING_SINCE,
-    HITS,  # of the event; 0 once they have been computed
-    UNPINNED,  # of these
-    ARRIVED,  # experts of the event that came, and of these
-    TAKEN,  # those computed
-    EVICTED,  # since the log of evictions was last read
-    WHOLE_NS,
-    EXPERT_BYTES,
-    CHUNK_BYTES,
-    LATENCY_NS,
-    PER_BYTE_NUM,
-    PER_BYTE_DEN,
-    READ_END,  # of the read under way; NEVER without one, as for the next
-    HOST_END,  # of the hop, or of the host's compute
-    READING,
-    READ_BEGAN,
-    HOSTING,  # the expert that the host computes, or HOP
-    HOST_BEGAN,
-    HOST_BUSY,
-    DISK_BUSY,
-    HOST_NEXT,  # place in the host's queue, and of its end:
-    HOST_QUEUED,
-    HOST_LEFT,  # experts of the event that the host has not computed yet
-    DISK_THERE,  # whether host memory is over a disk
-    ALL_EXPERTS,  # L * E
-    PLACEMENT,
-    HOST_LAYERS,  # of the placement
-    HOP_NS,
-    EVENT_LAYER,
-    EVENT_HITS,
-    EVENT_OTHERS,  # experts that are to come over the link
-    NUMBERS,
-) = range(43)
+
+class Numbers:
+    """Single numbers of the streams of one run, as the fields of a record (NUMBERS)."""
+
+    now: int
+    link_end: int  # of the chunk on the link; NEVER without one
+    hit_end: int  # when a hit ends that a stuck transfer waits for; NEVER without one
+    whole: int  # whether the chunk is the transfer's last
+    expert: int  # of the transfer
+    began: int  # the chunk
+    busy: int  # the link, so far
+    moved: int  # bytes of the transfer
+    paused: int  # bytes of the prefetch that is paused
+    cause: int  # of a stall, while this transfer is under way
+    nothing_queued: int
+    waiting_since: int
+    hits: int  # of the event; 0 once they have been computed
+    unpinned: int  # of these
+    arrived: int  # experts of the event that came, and of these
+    taken: int  # those computed
+    evicted: int  # since the log of evictions was last read
+    whole_ns: int
+    expert_bytes: int
+    chunk_bytes: int
+    latency_ns: int
+    per_byte_num: int
+    per_byte_den: int
+    read_end: int  # of the read under way; NEVER without one, as for the next
+    host_end: int  # of the hop, or of the host's compute
+    reading: int
+    read_began: int
+    hosting: int  # the expert that the host computes, or HOP
+    host_began: int
+    host_busy: int
+    disk_busy: int
+    host_next: int  # place in the host's queue, and of its end:
+    host_queued: int
+    host_left: int  # experts of the event that the host has not computed yet
+    disk_there: int  # whether host memory is over a disk
+    all_experts: int  # L * E
+    placement: int
+    host_layers: int  # of the placement
+    hop_ns: int
+    event_layer: int
+    event_hits: int
+    event_others: int  # experts that are to come over the link
+
+
+NUMBERS = np.dtype((np.record, [(name, np.int64) for name in Numbers.__annotations__]))
 
 NOT_WAITING = -1
 HOP = -1
@@ -108,7 +111,7 @@ class Streams(NamedTuple):
     keep: Float
     proposals: Float
     one_scale: bool
-    n: Int  # [NUMBERS]
+    n: Numbers
     ends: Int  # [E] of the event's hits
     arrivals: Int  # [E] experts of the event that came
     stall: Int  # [7] by cause, so far
@@ -139,11 +142,11 @@ class Plan(NamedTuple):
 
 
 @inlined
-def used_ns(n: Int, sent: int) -> int:
+def used_ns(n: Numbers, sent: int) -> int:
     """What a transfer has used after `sent` bytes (`sim.profiles.timing.Link`)."""
     if sent == 0:
         return 0
-    ns: int = n[LATENCY_NS] - (-sent * n[PER_BYTE_NUM] // n[PER_BYTE_DEN])
+    ns: int = n.latency_ns - (-sent * n.per_byte_num // n.per_byte_den)
     return ns
 
 
@@ -153,14 +156,14 @@ def act(run: Streams) -> None:
     n = run.n
     if len(run.tiers):
         act_all(run)
-    elif n[LINK_END] == NEVER and not n[NOTHING_QUEUED]:
+    elif n.link_end == NEVER and not n.nothing_queued:
         take(run)
 
 
 @compiled
 def act_all(run: Streams) -> None:
     """Link, disk, then host: what is free starts what comes next."""
-    if run.n[LINK_END] == NEVER:
+    if run.n.link_end == NEVER:
         take(run)
     act_below(run)
 
@@ -169,22 +172,22 @@ def act_all(run: Streams) -> None:
 def act_below(run: Streams) -> None:
     """Disk, then host: what is free starts what comes next."""
     m, n, h = run.m, run.n, run.h
-    if n[DISK_THERE] and n[READ_END] == NEVER:
-        expert = memory.next_read(h, m, run.proposals, n[ALL_EXPERTS])
+    if n.disk_there and n.read_end == NEVER:
+        expert = memory.next_read(h, m, run.proposals, n.all_experts)
         one = h[memory.ONE]
         for i in range(one[memory.EVICTED]):
-            run.evictions[n[EVICTED]] = ~h[memory.VICTIMS, i]
-            n[EVICTED] += 1
+            run.evictions[n.evicted] = ~h[memory.VICTIMS, i]
+            n.evicted += 1
         one[memory.EVICTED] = 0
         if expert >= 0:
-            n[READING], n[READ_BEGAN] = expert, n[NOW]
-            n[READ_END] = n[NOW] + h[READ_NS, expert // len(run.ends)]
-    if n[HOST_END] == NEVER and n[HOST_NEXT] < n[HOST_QUEUED]:
-        expert = h[HOST_QUEUE, n[HOST_NEXT]]
-        n[HOST_NEXT] += 1
-        n[HOSTING], n[HOST_BEGAN] = expert, n[NOW]
-        n[HOST_END] = n[NOW] + h[HOST_NS, expert % len(run.ends)]
-        if n[DISK_THERE]:
+            n.reading, n.read_began = expert, n.now
+            n.read_end = n.now + h[READ_NS, expert // len(run.ends)]
+    if n.host_end == NEVER and n.host_next < n.host_queued:
+        expert = h[HOST_QUEUE, n.host_next]
+        n.host_next += 1
+        n.hosting, n.host_began = expert, n.now
+        n.host_end = n.now + h[HOST_NS, expert % len(run.ends)]
+        if n.disk_there:
             memory.touch(h, expert)
 
 
@@ -202,12 +205,12 @@ def turn_to(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     if expert >= 0:
         start(run, expert, victim, prefetch)
         return
-    n[LINK_END] = NEVER
+    n.link_end = NEVER
     if expert == BLOCKED:
-        if n[UNPINNED] < n[HITS] - 1:
-            n[HIT_END] = run.ends[n[UNPINNED]]
+        if n.unpinned < n.hits - 1:
+            n.hit_end = run.ends[n.unpinned]
     else:
-        n[NOTHING_QUEUED] = 1
+        n.nothing_queued = 1
 
 
 @inlined
@@ -217,19 +220,19 @@ def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     if len(run.tiers):
         start_sized(run, expert, victim, prefetch)
     elif victim >= 0:
-        run.evictions[n[EVICTED]] = victim
-        n[EVICTED] += 1
-    n[EXPERT] = expert
-    n[BEGAN] = n[NOW]
+        run.evictions[n.evicted] = victim
+        n.evicted += 1
+    n.expert = expert
+    n.began = n.now
     if prefetch:
-        n[CAUSE] = BEHIND_PREFETCH
-        n[MOVED] = n[PAUSED]
-        n[PAUSED] = 0
+        n.cause = BEHIND_PREFETCH
+        n.moved = n.paused
+        n.paused = 0
         send_chunk(n)
     else:
-        n[CAUSE] = DEMAND
-        n[WHOLE] = 1
-        n[LINK_END] = n[NOW] + n[WHOLE_NS]
+        n.cause = DEMAND
+        n.whole = 1
+        n.link_end = n.now + n.whole_ns
 
 
 @compiled
@@ -238,104 +241,104 @@ def start_sized(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     m, n = run.m, run.n
     if m[core.ONE, core.SIZED]:
         for i in range(m[core.ONE, core.EVICTED]):
-            run.evictions[n[EVICTED]] = m[core.VICTIMS, i]
-            n[EVICTED] += 1
+            run.evictions[n.evicted] = m[core.VICTIMS, i]
+            n.evicted += 1
         m[core.ONE, core.EVICTED] = 0
     elif victim >= 0:
-        run.evictions[n[EVICTED]] = victim
-        n[EVICTED] += 1
+        run.evictions[n.evicted] = victim
+        n.evicted += 1
     layer = expert // len(run.ends)
-    n[EXPERT_BYTES], n[WHOLE_NS] = run.h[LAYER_BYTES, layer], run.h[LAYER_NS, layer]
-    if n[DISK_THERE] and not (prefetch and n[PAUSED]):
+    n.expert_bytes, n.whole_ns = run.h[LAYER_BYTES, layer], run.h[LAYER_NS, layer]
+    if n.disk_there and not (prefetch and n.paused):
         memory.touch(run.h, expert)
 
 
 @inlined
-def send_chunk(n: Int) -> None:
+def send_chunk(n: Numbers) -> None:
     """The next chunk of a prefetch."""
-    moved = n[MOVED]
-    upto = min(moved + n[CHUNK_BYTES], n[EXPERT_BYTES])
-    n[MOVED] = upto
-    n[BEGAN] = n[NOW]
-    n[WHOLE] = upto == n[EXPERT_BYTES]
-    n[LINK_END] = n[NOW] + used_ns(n, upto) - used_ns(n, moved)
+    moved = n.moved
+    upto = min(moved + n.chunk_bytes, n.expert_bytes)
+    n.moved = upto
+    n.began = n.now
+    n.whole = upto == n.expert_bytes
+    n.link_end = n.now + used_ns(n, upto) - used_ns(n, moved)
 
 
 @inlined
 def account(run: Streams) -> None:
     """A chunk has ended: unpin the hits before now, charge the time to the link and, if it waited, to compute."""
     m, n, ends = run.m, run.n, run.ends
-    now = n[NOW]
-    n[BUSY] += now - n[BEGAN]
+    now = n.now
+    n.busy += now - n.began
     if len(run.tiers):
         account_tiers(run, now)
-    elif n[HITS]:
-        done = n[UNPINNED]
-        while done < n[HITS] and ends[done] < now:
+    elif n.hits:
+        done = n.unpinned
+        while done < n.hits and ends[done] < now:
             m[core.WANTED, m[core.HITS, done]] = 0
             done += 1
-        n[UNPINNED] = done
-    elif n[WAITING_SINCE] != NOT_WAITING:
-        cause = n[CAUSE]
-        if cause == BEHIND_PREFETCH and m[core.WANTED, n[EXPERT]]:
+        n.unpinned = done
+    elif n.waiting_since != NOT_WAITING:
+        cause = n.cause
+        if cause == BEHIND_PREFETCH and m[core.WANTED, n.expert]:
             cause = LATE
-        run.stall[cause] += now - n[WAITING_SINCE]
-        n[WAITING_SINCE] = now
+        run.stall[cause] += now - n.waiting_since
+        n.waiting_since = now
 
 
 @compiled
 def account_tiers(run: Streams, before: int) -> None:
     """Anything ends now: unpin the hits that ended before a time, charge the time to what compute waited for."""
     m, n, ends = run.m, run.n, run.ends
-    done = n[UNPINNED]
-    while done < n[HITS] and ends[done] < before:
+    done = n.unpinned
+    while done < n.hits and ends[done] < before:
         m[core.WANTED, m[core.HITS, done]] = 0
         done += 1
-    n[UNPINNED] = done
-    if n[WAITING_SINCE] != NOT_WAITING:
-        run.stall[cause_of(run)] += n[NOW] - n[WAITING_SINCE]
-        n[WAITING_SINCE] = n[NOW]
+    n.unpinned = done
+    if n.waiting_since != NOT_WAITING:
+        run.stall[cause_of(run)] += n.now - n.waiting_since
+        n.waiting_since = n.now
 
 
 @compiled
 def cause_of(run: Streams) -> int:
     """What the compute stream has been waiting for."""
     m, n = run.m, run.n
-    if n[LINK_END] != NEVER:
-        if n[CAUSE] == DEMAND:
+    if n.link_end != NEVER:
+        if n.cause == DEMAND:
             return DEMAND
-        if m[core.WANTED, n[EXPERT]] == core.ON_GPU:
+        if m[core.WANTED, n.expert] == core.ON_GPU:
             return LATE
         if core.next_demand(m) != core.NO_EXPERT:
             return BEHIND_PREFETCH
-    base = n[EVENT_LAYER] * len(run.ends)
+    base = n.event_layer * len(run.ends)
     for expert in range(base, base + len(run.ends)):
         if m[core.WANTED, expert] and not m[core.BELOW, expert]:
             return ON_DISK
-    return ON_HOST if n[HOST_END] != NEVER else NO_SLOT
+    return ON_HOST if n.host_end != NEVER else NO_SLOT
 
 
 @inlined
 def link_event(run: Streams) -> None:
     """The chunk on the link has ended."""
     n = run.n
-    n[NOW] = n[LINK_END]
+    n.now = n.link_end
     account(run)
-    if n[WHOLE]:
-        arrival = n[EXPERT]
-        n[MOVED] = 0
+    if n.whole:
+        arrival = n.expert
+        n.moved = 0
         awaited, expert, victim, prefetch = core.arrived_and_next(run.m, run.keep, run.proposals, run.one_scale)
         if awaited:
-            run.arrivals[n[ARRIVED]] = arrival
-            n[ARRIVED] += 1
-            n[WAITING_SINCE] = NOT_WAITING
+            run.arrivals[n.arrived] = arrival
+            n.arrived += 1
+            n.waiting_since = NOT_WAITING
         turn_to(run, expert, victim, prefetch)
-        if len(run.tiers) and n[DISK_THERE] and run.m[core.WANTED, arrival] != core.ON_HOST:
+        if len(run.tiers) and n.disk_there and run.m[core.WANTED, arrival] != core.ON_HOST:
             memory.release(run.h, arrival)
     else:
         expert, victim = core.interrupt(run.m, run.keep, run.proposals)
         if expert >= 0:
-            n[PAUSED] = n[MOVED]
+            n.paused = n.moved
             start(run, expert, victim, False)
         else:
             send_chunk(n)
@@ -347,15 +350,15 @@ def link_event(run: Streams) -> None:
 def read_event(run: Streams) -> None:
     """The read has ended."""
     m, n = run.m, run.n
-    n[NOW] = n[READ_END]
-    account_tiers(run, n[NOW])
-    expert = n[READING]
-    n[DISK_BUSY] += n[NOW] - n[READ_BEGAN]
-    n[READ_END] = NEVER
+    n.now = n.read_end
+    account_tiers(run, n.now)
+    expert = n.reading
+    n.disk_busy += n.now - n.read_began
+    n.read_end = NEVER
     memory.read_ended(run.h, m, expert)
     if m[core.WANTED, expert] == core.ON_HOST:
-        run.h[HOST_QUEUE, n[HOST_QUEUED]] = expert
-        n[HOST_QUEUED] += 1
+        run.h[HOST_QUEUE, n.host_queued] = expert
+        n.host_queued += 1
     act(run)
 
 
@@ -363,15 +366,15 @@ def read_event(run: Streams) -> None:
 def host_event(run: Streams) -> None:
     """The hop has ended, or an expert's compute on the host."""
     m, n = run.m, run.n
-    n[NOW] = n[HOST_END]
-    account_tiers(run, n[NOW] + 1)
-    n[HOST_END] = NEVER
-    expert = n[HOSTING]
+    n.now = n.host_end
+    account_tiers(run, n.now + 1)
+    n.host_end = NEVER
+    expert = n.hosting
     if expert != HOP:
-        n[HOST_BUSY] += n[NOW] - n[HOST_BEGAN]
+        n.host_busy += n.now - n.host_began
         m[core.WANTED, expert] = 0
-        n[HOST_LEFT] -= 1
-        if n[DISK_THERE]:
+        n.host_left -= 1
+        if n.disk_there:
             memory.release(run.h, expert)
     act(run)
 
@@ -380,10 +383,10 @@ def host_event(run: Streams) -> None:
 def hit_event(run: Streams) -> None:
     """The hit has ended that a stuck transfer waits for."""
     m, n = run.m, run.n
-    n[NOW] = n[HIT_END]
-    n[HIT_END] = NEVER
-    m[core.WANTED, m[core.HITS, n[UNPINNED]]] = 0
-    n[UNPINNED] += 1
+    n.now = n.hit_end
+    n.hit_end = NEVER
+    m[core.WANTED, m[core.HITS, n.unpinned]] = 0
+    n.unpinned += 1
     act(run)
 
 
@@ -395,25 +398,25 @@ def advance(run: Streams, until: int, rank: int) -> None:
         while happens(run, until, rank):
             pass
     else:
-        while n[LINK_END] <= until or n[HIT_END] <= until:
-            if n[LINK_END] <= n[HIT_END]:
+        while n.link_end <= until or n.hit_end <= until:
+            if n.link_end <= n.hit_end:
                 link_event(run)
             else:
                 hit_event(run)
-    n[NOW] = until
+    n.now = until
 
 
 @compiled
 def happens(run: Streams, until: int, rank: int) -> bool:
     """Handle what ends next, if that comes before an end of `rank` at `until`."""
     n = run.n
-    time, first = n[LINK_END], LINK
-    if n[READ_END] < time:
-        time, first = n[READ_END], DISK
-    if n[HIT_END] < time:
-        time, first = n[HIT_END], COMPUTE
-    if n[HOST_END] < time:
-        time, first = n[HOST_END], HOST
+    time, first = n.link_end, LINK
+    if n.read_end < time:
+        time, first = n.read_end, DISK
+    if n.hit_end < time:
+        time, first = n.hit_end, COMPUTE
+    if n.host_end < time:
+        time, first = n.host_end, HOST
     if time > until or (time == until and first > rank):
         return False
     if first == LINK:
@@ -431,8 +434,8 @@ def happens(run: Streams, until: int, rank: int) -> bool:
 def wait(run: Streams) -> None:
     """The compute stream waits: handle what ends next."""
     n = run.n
-    if n[WAITING_SINCE] == NOT_WAITING:
-        n[WAITING_SINCE] = n[NOW]
+    if n.waiting_since == NOT_WAITING:
+        n.waiting_since = n.now
     if len(run.tiers):
         happens(run, NEVER, WAKE)
     else:
@@ -449,18 +452,18 @@ def wait_until(run: Streams, until: int) -> None:
 def place(run: Streams, routing: Routing, first: int, last: int, layer: int, expert_ns: Int, host_ns: Int) -> None:
     """Rule 13, before the lookup: which misses of the event the host computes (`policies.core.placement`)."""
     m, n, experts, counts = run.m, run.n, routing.experts, routing.counts
-    n[HOST_LEFT] = n[HOST_NEXT] = n[HOST_QUEUED] = 0
-    n[EVENT_LAYER] = layer
-    placement = n[PLACEMENT]
-    if placement == FETCH or (placement == LAYERS and layer >= n[HOST_LAYERS]):
+    n.host_left = n.host_next = n.host_queued = 0
+    n.event_layer = layer
+    placement = n.placement
+    if placement == FETCH or (placement == LAYERS and layer >= n.host_layers):
         return
-    link_ready, host_ready, transfer_ns = 0, n[HOP_NS], run.h[LAYER_NS, layer]
-    if n[LINK_END] != NEVER:
-        link_ready = n[LINK_END] - n[NOW]
-        if n[CAUSE] != DEMAND and n[EXPERT] // len(run.ends) == layer:
+    link_ready, host_ready, transfer_ns = 0, n.hop_ns, run.h[LAYER_NS, layer]
+    if n.link_end != NEVER:
+        link_ready = n.link_end - n.now
+        if n.cause != DEMAND and n.expert // len(run.ends) == layer:
             for i in range(first, last):
-                if experts[i] == n[EXPERT]:  # late
-                    link_ready += used_ns(n, n[EXPERT_BYTES]) - used_ns(n, n[MOVED])
+                if experts[i] == n.expert:  # late
+                    link_ready += used_ns(n, n.expert_bytes) - used_ns(n, n.moved)
     for i in range(first, last):
         expert = experts[i]
         if m[core.STATE, expert] >= core.LOADING:
@@ -473,37 +476,37 @@ def place(run: Streams, routing: Routing, first: int, last: int, layer: int, exp
             host_ready += here
         m[core.WANTED, expert] = core.ON_HOST
         run.h[HOST_NS, expert % len(run.ends)] = here
-        n[HOST_LEFT] += 1
+        n.host_left += 1
 
 
 @compiled
 def begin_below(run: Streams, experts: Int, first: int, last: int) -> None:
     """The event has been looked up: demands of host memory, the host's queue, its hop."""
     m, n = run.m, run.n
-    if n[DISK_THERE]:
+    if n.disk_there:
         memory.demand(run.h, m, experts, first, last)
-    if n[HOST_LEFT] == 0:
+    if n.host_left == 0:
         return
     for i in range(first, last):
         if m[core.WANTED, experts[i]] == core.ON_HOST and m[core.BELOW, experts[i]]:
-            run.h[HOST_QUEUE, n[HOST_QUEUED]] = experts[i]
-            n[HOST_QUEUED] += 1
-    if n[HOP_NS]:
-        n[HOSTING] = HOP
-        n[HOST_END] = n[NOW] + n[HOP_NS]
+            run.h[HOST_QUEUE, n.host_queued] = experts[i]
+            n.host_queued += 1
+    if n.hop_ns:
+        n.hosting = HOP
+        n.host_end = n.now + n.hop_ns
 
 
 @compiled
-def busy_until_now(n: Int) -> int:
+def busy_until_now(n: Numbers) -> int:
     """Time during which the link moved bytes, latency included."""
-    busy: int = n[BUSY] + (n[NOW] - n[BEGAN] if n[LINK_END] != NEVER else 0)
+    busy: int = n.busy + (n.now - n.began if n.link_end != NEVER else 0)
     return busy
 
 
 @compiled
-def disk_busy_until_now(n: Int) -> int:
+def disk_busy_until_now(n: Numbers) -> int:
     """Time during which the disk read."""
-    busy: int = n[DISK_BUSY] + (n[NOW] - n[READ_BEGAN] if n[READ_END] != NEVER else 0)
+    busy: int = n.disk_busy + (n.now - n.read_began if n.read_end != NEVER else 0)
     return busy
 
 
@@ -538,22 +541,22 @@ def decide_at_start(run: Streams, plan: Plan, routing: Routing, step: int) -> in
 def route_layer(run: Streams, routing: Routing, durations: Durations, step: int, layer: int) -> None:
     """Rules 11 and 1: the dense part of a layer, then its experts are looked up."""
     n = run.n
-    advance(run, n[NOW] + durations.dense[step, layer], ROUTER)
+    advance(run, n.now + durations.dense[step, layer], ROUTER)
     event = step * durations.dense.shape[1] + layer
     first, last = routing.offsets[event], routing.offsets[event + 1]
     if len(run.tiers):
         place(run, routing, first, last, layer, durations.expert[layer], durations.host[layer])
-    n[EVENT_HITS] = core.route(run.m, run.keep, routing.experts, first, last)
-    n[EVENT_OTHERS] = last - first - n[EVENT_HITS]
+    n.event_hits = core.route(run.m, run.keep, routing.experts, first, last)
+    n.event_others = last - first - n.event_hits
     if len(run.tiers):
-        n[EVENT_OTHERS] -= n[HOST_LEFT]
+        n.event_others -= n.host_left
         begin_below(run, routing.experts, first, last)
 
 
 @inlined
 def act_at_once(run: Streams) -> None:
     """Rule 14: what the lookup asked for starts before the predictor runs."""
-    run.n[NOTHING_QUEUED] = 0
+    run.n.nothing_queued = 0
     act(run)
 
 
@@ -570,13 +573,13 @@ def write_proposal(run: Streams, plan: Plan, n_proposed: int) -> None:
 def compute_hits(run: Streams, routing: Routing, expert_ns: Int, first: int, hits: int) -> None:
     """Rule 11: when each hit's compute ends, one after another."""
     n, i = run.n, first
-    end = n[NOW]
+    end = n.now
     for h in range(hits):
         while routing.experts[i] != run.m[core.HITS, h]:
             i += 1
         end += expert_ns[routing.counts[i]]
         run.ends[h] = end
-    n[HITS], n[UNPINNED] = hits, 0
+    n.hits, n.unpinned = hits, 0
 
 
 @inlined
@@ -584,24 +587,24 @@ def compute_arrivals(run: Streams, routing: Routing, expert_ns: Int, first: int,
     """Rule 11: the others are computed in the order of their arrival."""
     n = run.n
     for _ in range(others):
-        while n[TAKEN] == n[ARRIVED]:
+        while n.taken == n.arrived:
             wait(run)
-        expert = run.arrivals[n[TAKEN]]
-        n[TAKEN] += 1
+        expert = run.arrivals[n.taken]
+        n.taken += 1
         i = first
         while routing.experts[i] != expert:
             i += 1
-        advance(run, n[NOW] + expert_ns[routing.counts[i]], COMPUTE)
+        advance(run, n.now + expert_ns[routing.counts[i]], COMPUTE)
         run.m[core.WANTED, expert] = 0
         act(run)
-    n[ARRIVED] = n[TAKEN] = 0
+    n.arrived = n.taken = 0
 
 
 @inlined
 def compute_layer(run: Streams, plan: Plan, routing: Routing, durations: Durations, step: int, layer: int) -> None:
     """Rules 4, 5 and 11: the proposal arrives, the streams start what they can, all is computed and combined."""
     n, expert_ns, fetches = run.n, durations.expert[layer], plan.fetches != 0
-    first, hits, others = routing.offsets[step * durations.dense.shape[1] + layer], n[EVENT_HITS], n[EVENT_OTHERS]
+    first, hits, others = routing.offsets[step * durations.dense.shape[1] + layer], n.event_hits, n.event_others
     if fetches:
         core.take_proposal(run.m, plan.span[0], plan.span[1])
     if hits:
@@ -610,16 +613,16 @@ def compute_layer(run: Streams, plan: Plan, routing: Routing, durations: Duratio
         act_at_once(run)
     if hits:
         advance(run, run.ends[hits - 1], COMPUTE)
-        core.computed_hits(run.m, n[UNPINNED], hits)
-        n[HITS] = 0
+        core.computed_hits(run.m, n.unpinned, hits)
+        n.hits = 0
         act(run)
     compute_arrivals(run, routing, expert_ns, first, others)
     if len(run.tiers):
-        while n[HOST_LEFT]:
+        while n.host_left:
             wait(run)
-        n[WAITING_SINCE] = NOT_WAITING
+        n.waiting_since = NOT_WAITING
     if durations.combine[step, layer]:
-        advance(run, n[NOW] + durations.combine[step, layer], COMPUTE)
+        advance(run, n.now + durations.combine[step, layer], COMPUTE)
 
 
 @apart
@@ -627,15 +630,15 @@ def compute_layer(run: Streams, plan: Plan, routing: Routing, durations: Duratio
 def write_row(run: Streams, row: Int) -> None:
     """Write the totals of the run so far, [COLUMNS]."""
     n = run.n
-    row[CLOCK] = n[NOW]
+    row[CLOCK] = n.now
     for cause in range(len(run.stall)):
         row[STALL + cause] = run.stall[cause]
     for counter in range(N_COUNTERS):
         row[COUNTERS + counter] = run.m[core.ONE, core.N_HITS + counter]
     row[LINK_BUSY] = busy_until_now(n)
     if len(run.tiers):
-        row[HOST_BUSY_NS] = n[HOST_BUSY]
-        if n[DISK_THERE]:
+        row[HOST_BUSY_NS] = n.host_busy
+        if n.disk_there:
             row[DISK_BUSY_NS] = disk_busy_until_now(n)
             row[READS] = run.h[memory.ONE, memory.N_DEMAND]
             row[READS + 1] = run.h[memory.ONE, memory.N_PREFETCH]
@@ -652,7 +655,7 @@ def goes_on(cells: Int, some: Streams, L: int, admit_at: int) -> bool:
         most = 2 * most + L * E
     for c in range(len(cells)):
         run = like(cells[c], some)
-        if run.n[EVICTED] + most > len(run.evictions) or run.n[NOW] >= admit_at or run.m[core.ONE, core.FAILED]:
+        if run.n.evicted + most > len(run.evictions) or run.n.now >= admit_at or run.m[core.ONE, core.FAILED]:
             return False
     return True
 
@@ -697,12 +700,12 @@ def run_steps(
             for c in range(K):
                 run = like(cells[c], some)
                 if predictor_ns:
-                    advance(run, run.n[NOW] + predictor_ns, COMPUTE)
+                    advance(run, run.n.now + predictor_ns, COMPUTE)
                     run.stall[PREDICTOR] += predictor_ns
                 compute_layer(run, plan, routing, durations, step, layer)
         for c in range(K):
             run = like(cells[c], some)
-            advance(run, run.n[NOW] + durations.head[step], COMPUTE)
+            advance(run, run.n.now + durations.head[step], COMPUTE)
             write_row(run, rows[c, step])
         step += 1
     return step
