@@ -1,100 +1,177 @@
 """How compiled code calls what was not there when it was compiled: by an address.
 
 Numba keeps no function on disk that takes functions as arguments, but one that takes an address is like any other. So
-the compiled loop knows no policy: it calls what one declares as `compiled` (`policies.core.dispatch`) by the address of
-its machine code, and asks one that is written in Python through a C function, half a microsecond a question. What
-Python raises waits until the compiled code has ended (`Asked.check`), which until then is answered without it.
+the compiled loop knows no policy: it calls C functions of what one declares as `compiled` (`policies.core.dispatch`),
+and asks one that is written in Python through a callback, half a microsecond a question. What Python raises waits until
+the compiled code has ended (`Asked.check`), which until then is answered without it. A C function raises nothing: it
+answers RAISED, and its caller raises (`checked`).
 
-Arguments of one type for all policies are handed over as they are. The others, what a policy knows and an event, lie in
-memory, as the structure of words that numba makes of a NamedTuple of arrays, at an address too (`Held`).
+All take four whole numbers and return one. What a policy knows, its scores, an event and a proposal are NamedTuples of
+arrays, which lie in memory as the structures that numba makes of them, at an address (`Held`).
 """
 
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_int64, c_void_p, cast
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numba.extending
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-from policies.core.compiled import compiled
+from policies.core.compiled import WHOLE, compiled, inlined, keep_as
 
 # Numba types hardly any of what it offers to those who extend it.
 config: Any = numba.config
 typeof: Any = numba.typeof
+cfunc: Any = numba.cfunc
 intrinsic: Any = numba.extending.intrinsic
-if_unlikely: Any = cgutils.if_unlikely
+pointer_to: Any = types.CPointer
 
-QUESTION = CFUNCTYPE(c_int64, c_int64, c_int64)
+QUESTION = CFUNCTYPE(c_int64, c_int64, c_int64, c_int64, c_int64)
 
 OBSERVE, PROPOSE, START, HIT, INSERT, EVICT, VICTIM = range(7)
 """The questions, each with a number: of an event (step * L + layer), of a step that starts, or of an expert."""
 
-INT, INTS, FLOATS, SCORES = types.int64, types.int64[::1], types.float64[::1], types.float64[:, ::1]
+RAISED, NO_EXPERTS = -1, -2
+"""Answers of a C function that failed: it raised an error, or proposes what no expert has."""
 
-WORD = ir.IntType(64)
+INT = types.int64
 
 UNCOMPILED: dict[int, Any] = {}
-"""What stands at an address where numba compiles nothing (NUMBA_DISABLE_JIT)."""
+"""What stands at an address where numba compiles nothing (NUMBA_DISABLE_JIT): a function, or a list of one value."""
 
 
-def _called(arguments: tuple[Any, ...], in_python: Callable[..., int]) -> Callable[..., int]:
-    """Return how compiled code calls the function at an address: (address, *arguments) -> int."""
+class Scores(NamedTuple):
+    """The keep scores of an eviction policy, for its C functions."""
 
+    keep: np.ndarray[tuple[int, int], np.dtype[np.float64]]
+
+
+class Proposal(NamedTuple):
+    """Room for a proposal, [L*E] each."""
+
+    ids: np.ndarray[tuple[int], np.dtype[np.int64]]
+    priorities: np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+def _call(address: Any, *words: Any) -> int:
+    given = [word if isinstance(word, list) else UNCOMPILED.get(int(word), word) for word in words]
+    return int(UNCOMPILED[address](*given) if address in UNCOMPILED else QUESTION(int(address))(*words))
+
+
+@intrinsic
+def _compiled_call(context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        convention, kinds = context.call_conv, signature.args[1:]
-        function = builder.inttoptr(given[0], convention.get_function_type(INT, kinds).as_pointer())
-        status, answer = convention.call_function(builder, function, INT, kinds, given[1:])
-        with if_unlikely(builder, status.is_error):
-            convention.return_status_propagate(builder, status)
-        return answer
+        function = ir.FunctionType(given[0].type, [each.type for each in given[1:]])
+        return builder.call(builder.inttoptr(given[0], function.as_pointer()), given[1:])
 
-    if config.DISABLE_JIT:
-        return in_python
-    signature = INT(INT, *arguments)
-    made: Callable[..., int]
-    if len(arguments) == 4:
-        made = intrinsic(lambda context, address, a, b, c, d: (signature, code))
-    else:
-        made = intrinsic(lambda context, address, a, b, c: (signature, code))
+    return INT(INT, a, b, c, d), code
+
+
+@intrinsic
+def _compiled_value(context: Any, pointer: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        # as numba hands a value over, which is not how it lies in an array
+        kind = context.get_value_type(signature.return_type)
+        return builder.load(builder.bitcast(given[0], kind.as_pointer()))
+
+    return pointer.dtype(pointer), code
+
+
+@intrinsic
+def _compiled_like(context: Any, address: Any, example: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.load(builder.inttoptr(given[0], given[1].type.as_pointer()))
+
+    return example(INT, example), code
+
+
+@intrinsic
+def _compiled_put(context: Any, value: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        builder.store(given[0], builder.inttoptr(given[1], given[0].type.as_pointer()))
+        return given[1]
+
+    return INT(value, INT), code
+
+
+call: Callable[..., int] = _call if config.DISABLE_JIT else _compiled_call
+"""(address, and four whole numbers or pointers): what the C function at that address answers."""
+
+value: Callable[[Any], Any] = (lambda pointer: pointer[0]) if config.DISABLE_JIT else _compiled_value
+"""(pointer): what lies there."""
+
+like: Callable[[int, Any], Any] = (
+    (lambda address, example: UNCOMPILED[int(address)][0]) if config.DISABLE_JIT else _compiled_like
+)
+"""(address, example): what lies at an address, of the type of the example."""
+
+_put: Callable[[Any, int], Any] = (
+    (lambda value, address: UNCOMPILED.setdefault(int(address), [value]).__setitem__(0, value))
+    if config.DISABLE_JIT
+    else _compiled_put
+)
+
+
+@inlined
+def ask(address: int, question: int, number: int) -> int:
+    """Return the answer of whoever is `Asked` there."""
+    return call(address, question, number, 0, 0)
+
+
+@inlined
+def checked(answer: int) -> int:
+    """Return the answer of a policy's C function. Raise RuntimeError or ValueError if it failed."""
+    if answer == RAISED:
+        raise RuntimeError("a compiled policy raised an error: NUMBA_DISABLE_JIT=1 runs it in Python")
+    if answer == NO_EXPERTS:
+        raise ValueError("a compiled policy proposes ids that no expert has, or more than there are")
+    return answer
+
+
+@compiled
+def put(value: Any, address: int) -> None:
+    """Store a NamedTuple at an address that has room for it; the arrays remain their owner's, and are not counted."""
+    _put(value, address)
+
+
+def with_names(template: Any, qualname: str, **names: Any) -> Any:
+    """Return a function of the code of another, in which these global names stand for something else.
+
+    It is no closure: numba would not find one again on disk that holds a compiled function.
+    """
+    made = FunctionType(template.__code__, template.__globals__ | names, template.__name__)
+    made.__qualname__ = qualname
     return made
 
 
-call_hook = _called((SCORES, INT, INT, INT), lambda address, *given: UNCOMPILED[address](*given))
-"""(address, keep, expert, serial, start): bookkeeping in the keep scores (rule 8)."""
-
-call_observe = _called((INT, SCORES, INT), lambda address, *given: UNCOMPILED[address](*given))
-"""(address, state, keep, event): rule 3; the last and `state` are addresses."""
-
-call_propose = _called((INT, INT, INTS, FLOATS), lambda address, *given: UNCOMPILED[address](*given))
-"""(address, state, event, ids, priorities): rule 4; fill ids and priorities, [L*E] each; how many."""
-
-SIGNATURES = {"hook": (SCORES, INT, INT, INT), "observe": (INT, SCORES, INT), "propose": (INT, INT, INTS, FLOATS)}
+function: Any = None
+"""What `_guarded` calls."""
 
 
-def address_of(function: Callable[..., int], kind: str) -> int:
-    """Return where the machine code of a compiled function stands, which takes what `call_...` hands over."""
-    made: Any = function
-    if not hasattr(made, "overloads"):  # under NUMBA_DISABLE_JIT
-        UNCOMPILED[id(function)] = function
-        return id(function)
-    made.compile(SIGNATURES[kind])
-    found = made.overloads[SIGNATURES[kind]]
-    return int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
+def _guarded(a: Any, b: Any, c: Any, d: Any) -> Any:
+    try:
+        return function(a, b, c, d)
+    except Exception:
+        return RAISED
 
 
-# What lies in memory
+class CFunction:
+    """A function as compiled code calls it, at `address`; where an argument is a pointer, `examples` has its value."""
 
-
-def _stored(context: Any, value: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        builder.store(given[0], builder.inttoptr(given[1], given[0].type.as_pointer()))
-        return ir.Constant(WORD, 0)
-
-    return INT(value, INT), code
+    def __init__(self, function: Any, *examples: Any) -> None:
+        if config.DISABLE_JIT:
+            self.address = id(function)
+            UNCOMPILED[self.address] = function
+            return
+        name, module = function.__qualname__, function.__module__
+        guarded = with_names(_guarded, name, function=compiled(function), __name__=module)
+        takes = [INT if example is None else pointer_to(typeof(example)) for example in examples]
+        self._made = cfunc(INT(*takes), cache=keep_as(guarded), _nrt=False, **WHOLE)(guarded)
+        self.address, self.kept = int(self._made.address), self._made.cache_hits > 0
 
 
 def _words(value: Any) -> int:
@@ -105,40 +182,9 @@ def _words(value: Any) -> int:
     return int(context.get_abi_sizeof(context.get_value_type(typeof(value)))) // 8 + 1
 
 
-_put: Any = (lambda value, address: UNCOMPILED.update({int(address): value}) or 0) if config.DISABLE_JIT else None
-_put = _put or intrinsic(_stored)
-
-
-@compiled
-def put(value: Any, address: int) -> int:
-    """Store a NamedTuple at an address that has room for it; the arrays remain their owner's."""
-    done: int = _put(value, address)
-    return done
-
-
-def got(example: Any) -> Callable[[int], Any]:
-    """Return how compiled code takes what lies at an address, of the type of `example`."""
-    if config.DISABLE_JIT:
-        return UNCOMPILED.__getitem__
-    kind = typeof(example)
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.load(builder.inttoptr(given[0], context.get_value_type(kind).as_pointer()))
-
-    made: Callable[[int], Any] = intrinsic(lambda context, address: (kind(INT), code))
-    return made
-
-
-@intrinsic
-def _like(context: Any, address: Any, example: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.load(builder.inttoptr(given[0], given[1].type.as_pointer()))
-
-    return example(INT, example), code
-
-
-like: Callable[[int, Any], Any] = (lambda address, example: UNCOMPILED[address]) if config.DISABLE_JIT else _like
-"""(address, example): what lies at an address, of the type of the example."""
+def _plain(value: Any) -> Any:
+    """Return a NamedTuple as a tuple, which lies in memory alike: what is kept on disk names no class of a user's."""
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 class Held:
@@ -152,27 +198,7 @@ class Held:
     def hold(self, value: Any) -> None:
         """Replace it by another of the same type."""
         self._value = value
-        put(value, self.address)
-
-
-# What Python is asked
-
-
-@intrinsic
-def _asked(context: Any, address: Any, question: Any, number: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        function = builder.inttoptr(given[0], ir.FunctionType(WORD, [WORD, WORD]).as_pointer())
-        return builder.call(function, given[1:])
-
-    return INT(INT, INT, INT), code
-
-
-def _in_python(address: int, question: int, number: int) -> int:
-    return int(QUESTION(int(address))(question, number))
-
-
-ask: Callable[[int, int, int], int] = _in_python if config.DISABLE_JIT else _asked
-"""(address, question, number): the answer of whoever is `Asked` there."""
+        put(value if config.DISABLE_JIT else _plain(value), self.address)
 
 
 class Asked:
@@ -187,7 +213,7 @@ class Asked:
         self.error: BaseException | None = None
         self._failed = failed
 
-        def answered(question: int, number: int) -> int:
+        def answered(question: int, number: int, *_: int) -> int:
             if self.error is None:
                 try:
                     return answer(question, number) or 0

@@ -107,14 +107,19 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 def _kept(function: Callable[P, R], _nrt: bool, forceinline: bool = False) -> Callable[P, R]:
     # Numba takes an option that is not given from the function by whose call this one is first compiled: given are all.
     options: dict[str, Any] = {"nogil": True, "_nrt": _nrt, "forceinline": forceinline}
-    ours = function.__module__.startswith(OURS)
-    if ours:
-        function.__qualname__ += f"_{SOURCES}_{_digest(Path(function.__code__.co_filename))}"
-    made: Any = njit(cache=KEPT and ours, **_WHOLE, **options)(function)
+    made: Any = njit(cache=keep_as(function), **WHOLE, **options)(function)
     if hasattr(made, "overloads"):  # not under NUMBA_DISABLE_JIT
         part = _Part(function, targetoptions={"nopython": True, **options}, **_PART)
         made.get_call_template, made.get_overload, made.part = part.get_call_template, part.get_overload, part
     return made  # type: ignore[no-any-return]
+
+
+def keep_as(function: Any) -> bool:
+    """Return whether a function is kept on disk, once it is compiled, and name it for that."""
+    ours = KEPT and function.__module__.startswith(OURS)
+    if ours:
+        function.__qualname__ += f"_{SOURCES}_{_digest(Path(function.__code__.co_filename))}"
+    return ours
 
 
 def kept_for(function: Any) -> list[Any] | None:
@@ -200,7 +205,7 @@ def _whole(typing: Any, target: Any, _: None, args: Any, returns: Any, flags: An
     return Compiler(typing, target, library, args, returns, flags, kinds)
 
 
-_WHOLE: dict[str, Any] = {"pipeline_class": _whole}
+WHOLE: dict[str, Any] = {"pipeline_class": _whole}
 _PART: dict[str, Any] = {"pipeline_class": _part}
 
 

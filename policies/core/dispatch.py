@@ -1,20 +1,19 @@
 """What a policy declares as `compiled`, as functions at addresses that the compiled loop calls.
 
-Of each function that a policy declares one is made here that takes what `policies.core.calling` hands over: what the
-policy knows and the event as addresses. It is compiled when a run first needs it, and of this package's policies kept
-on disk, under the name of this file. A policy in a user's own file is called in the same way and as fast.
+Of each function that a policy declares a C function is made here that takes what `policies.core.calling` hands over:
+what the policy knows, its scores and the event as pointers. It is compiled when a run first needs it, and of this
+package's policies kept on disk, under the name of this file. A policy in a user's own file is called in the same way
+and as fast.
 """
 
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from policies.core.calling import Held, address_of, call_propose, got, put
+from policies.core.calling import NO_EXPERTS, CFunction, Held, Proposal, Scores, call, value, with_names
 from policies.core.compiled import OURS, compiled
 from policies.core.limits import Bounds, Limiter, Limits, within
-from policies.core.policy import NO_INTS, Compiled, Event, Float, Int, Listener, Policy, Shape
+from policies.core.policy import NO_INTS, Compiled, Event, Int, Listener, Policy, Shape
 
 HOOKS = ("on_lookup", "on_host_lookup", "on_insert", "on_evict")
 """Bookkeeping in the keep scores (rule 8), by the name that a policy declares."""
@@ -24,10 +23,9 @@ IN_PYTHON = ("observe", "propose", "on_hit", "on_insert", "on_evict", "on_need",
 
 EVENT = Event(0, 0, 0, *[NO_INTS.copy() for _ in Event._fields[3:]])
 
-event_of = got(EVENT)
-
-put_event: Callable[[Event, int], int] = put
-"""(event, address), in compiled code."""
+SCORES = Scores(np.zeros((2, 1)))
+PROPOSAL = Proposal(NO_INTS.copy(), np.zeros(0))
+NO_STATE = (NO_INTS.copy(),)
 
 
 def is_compiled(cls: type[Listener]) -> bool:
@@ -62,14 +60,13 @@ class Limited(NamedTuple):
 
 EXAMPLE = Limited(0, 0, Limiter(Limits(), Shape(1, 1), None).bounds, NO_INTS.copy(), 1)
 
-limited_of = got(EXAMPLE)
 
-
-@compiled
-def propose_within(state: int, event: int, ids: Int, priorities: Float) -> int:
+def _propose_within(limited: Any, event: Any, proposal: Any, _: int) -> int:
     """Propose what a prefetcher proposes, within its limits; how many."""
-    own, layer = limited_of(state), event_of(event).layer
-    n = call_propose(own.propose, own.state, event, ids, priorities)
+    own, (ids, priorities), layer = value(limited), value(proposal), value(event).layer
+    n = call(own.propose, own.state, event, proposal, 0)
+    if n < 0:
+        return n
     return within(own.bounds, ids, priorities, n, layer, own.experts, own.states, ids, priorities)
 
 
@@ -81,7 +78,7 @@ class Native:
         cls = type(half)
         declared = cls.compiled if is_compiled(cls) and not asked else None
         self._half = half
-        self._held = Held(half.state) if declared and declared.start else None
+        self._held = Held(_state(half)) if declared else None
         self.state = self._held.address if self._held else 0
         self.proposer = self.state
         """What `propose` is called with."""
@@ -91,68 +88,99 @@ class Native:
     def within(self, bounds: Bounds, states: Int, shape: Shape) -> None:
         """Propose within limits (`policies.core.limits`) from now on; states: [L*E] of all experts."""
         self._limited = Held(Limited(self.propose, self.state, bounds, states, shape.experts))
-        self.proposer, self.propose = self._limited.address, address_of(propose_within, "propose")
+        if "within" not in MADE:
+            MADE["within"] = CFunction(_propose_within, EXAMPLE, EVENT, PROPOSAL, None)
+        self.proposer, self.propose = self._limited.address, MADE["within"].address
 
     def refresh(self) -> None:
         """Take note of a state that the half has replaced since."""
         if self._held:
-            self._held.hold(self._half.state)
+            self._held.hold(_state(self._half))
 
 
-_ADDRESSES: dict[tuple[type[Listener], str], int] = {}
+def _state(half: Listener) -> Any:
+    """Return what a half knows, of the type of all that it knows."""
+    declared = type(half).compiled
+    return half.state if declared and declared.start else NO_STATE
+
+
+MADE: dict[Any, CFunction] = {}
+"""By class and name of what it declares."""
 
 
 def _address(cls: type[Listener], name: str) -> int:
-    """Return where the function stands that a policy declares under that name."""
-    if (cls, name) not in _ADDRESSES:
+    """Return where the C function stands of what a policy declares under that name."""
+    if (cls, name) not in MADE:
         declared = cls.compiled
         assert declared
-        kind = name if name in ("observe", "propose") else "hook"
-        _ADDRESSES[cls, name] = address_of(_function(cls, declared, name, kind), kind)
-    return _ADDRESSES[cls, name]
+        state = declared.start(Shape(1, 1), cls.Options()) if declared.start else NO_STATE
+        template: Any
+        if name == "propose":
+            made = CFunction(_adapted(_propose, cls, name), state, EVENT, PROPOSAL, None)
+        elif name == "observe":
+            template = _observe if issubclass(cls, Policy) else _observe_without_scores
+            made = CFunction(_adapted(template, cls, name), state, SCORES, EVENT, None)
+        else:
+            template = {"on_insert": _on_insert, "on_evict": _on_evict}.get(name, _on_lookup)
+            made = CFunction(_adapted(template, cls, name), SCORES, None, None, None)
+        MADE[cls, name] = made
+    return MADE[cls, name].address
 
 
-_TAKES = {"hook": "keep, expert, serial, start", "observe": "state, keep, event"}
-_TAKES["propose"] = "state, event, ids, priorities"
-"""Parameters of a function by its kind."""
+def _adapted(template: Any, cls: type[Listener], name: str) -> Any:
+    """Return a template whose `function` is what a class declares under a name."""
+    is_ours = f"{cls.__module__}.".startswith(OURS)
+    qualname = f"{cls.__module__}_{cls.__qualname__}_{name}".replace(".", "_")
+    names = {
+        "function": getattr(cls.compiled, name),
+        "ours": is_ours,
+        "__name__": __name__ if is_ours else cls.__module__,
+    }
+    return with_names(template, qualname, **names)
 
-_GIVES = {"on_lookup": "keep, expert, serial", "on_host_lookup": "keep, expert, serial", "on_evict": "keep, expert"}
-"""What of these a declared function takes, if not all."""
+
+# Templates: `function` is what a policy declares, `ours` whether the policy is of this package.
+function: Any = None
+ours = True
 
 
-def _function(cls: type[Listener], declared: Compiled, name: str, kind: str) -> Callable[..., int]:
-    """Make the compiled function of a class that calls what is declared under a name."""
-    ours = f"{cls.__module__}.".startswith(OURS)
-    called = f"{cls.__qualname__}_{name}".replace(".", "_") if ours else name
-    given = _GIVES.get(name, _TAKES[kind])
-    if kind == "observe" and not issubclass(cls, Policy):
-        given = "state, event"
-    space = {"__name__": __name__ if ours else cls.__module__, "function": getattr(declared, name), "known": known}
-    if kind != "hook":
-        given = given.replace("state", "state_of(state)").replace("event", "event_of(event)")
-        space |= {"state_of": got(_state(declared.start, cls)), "event_of": event_of}
-    answer = f"function({given})"
-    if kind == "propose":
-        body = f"    return {answer if ours else f'known(ids, {answer})'}"
-    else:
-        body = f"    {answer}\n    return 0"
-    exec(compile(f"def {called}({_TAKES[kind]}):\n{body}\n", __file__, "exec"), space)
-    made = space[called]
-    assert isinstance(made, FunctionType)
-    return compiled(made)
+def _on_lookup(scores: Any, expert: int, serial: int, start: int) -> int:
+    function(value(scores).keep, expert, serial)
+    return 0
+
+
+def _on_insert(scores: Any, expert: int, serial: int, start: int) -> int:
+    function(value(scores).keep, expert, serial, start)
+    return 0
+
+
+def _on_evict(scores: Any, expert: int, serial: int, start: int) -> int:
+    function(value(scores).keep, expert)
+    return 0
+
+
+def _observe(state: Any, scores: Any, event: Any, _: int) -> int:
+    function(value(state), value(scores).keep, value(event))
+    return 0
+
+
+def _observe_without_scores(state: Any, scores: Any, event: Any, _: int) -> int:
+    function(value(state), value(event))
+    return 0
+
+
+def _propose(state: Any, event: Any, proposal: Any, _: int) -> int:
+    ids, priorities = value(proposal)
+    n = int(function(value(state), value(event), ids, priorities))
+    return n if ours or are_experts(ids, n) else NO_EXPERTS
 
 
 @compiled
-def known(ids: Int, n: int) -> int:
-    """Return `n`, how many experts a user's own function proposes. Raise ValueError for ids of no expert (rule 4)."""
+def are_experts(ids: Int, n: int) -> bool:
+    """Return whether a user's own function proposes experts alone, and no more than there are (rule 4)."""
     if n < 0 or n > len(ids):
-        raise ValueError("a compiled policy proposes more experts than there are")
+        return False
+    wrong = 0
     for i in range(n):
-        if ids[i] < 0 or ids[i] >= len(ids):
-            raise ValueError("a compiled policy proposes ids that no expert has")
-    return n
-
-
-def _state(start: Callable[[Shape, Any], Any] | None, cls: type[Listener]) -> Any:
-    """Return what the policy knows of a model of one expert, before anything has happened: of the type of all."""
-    return start(Shape(1, 1), cls.Options()) if start else (np.zeros(1, np.int64),)
+        wrong += ids[i] < 0 or ids[i] >= len(ids)
+    return wrong == 0

@@ -32,7 +32,7 @@ import numpy as np
 
 from policies.core import dispatch
 from policies.core import residency_compiled as core
-from policies.core.calling import HIT, INSERT, VICTIM, Asked
+from policies.core.calling import HIT, INSERT, VICTIM, Asked, Held, Scores
 from policies.core.compiled import entry_point
 from policies.core.host_memory import HostMemory
 from policies.core.policy import KEEP_ROWS, Float, Int, Policy, ScorePolicy, Shape
@@ -174,6 +174,8 @@ class PolicyResidency:
         self.slots = int(m[core.ONE, core.SLOTS])
         self._wanted, self._hits = memoryview(m[core.WANTED]), m[core.HITS]
         self._one = memoryview(m[core.ONE])
+        self._scores = Held(Scores(keep))
+        m[core.ONE, core.SCORES] = self._scores.address
         if scored:
             m[core.ONE, core.HOOKS] = dispatch.hooks_of(policy)
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, self.proposals)

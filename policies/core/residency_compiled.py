@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from policies.core.calling import EVICT, HIT, INSERT, VICTIM, ask, call_hook
+from policies.core.calling import EVICT, HIT, INSERT, VICTIM, ask, checked
+from policies.core.calling import call as call_address
 from policies.core.compiled import allocating, apart, compiled, inlined
 from policies.core.policy import ABSENT as ABSENT
 from policies.core.policy import DEMANDED as DEMANDED
@@ -56,7 +57,8 @@ HOOKS = slice(ON_LOOKUP, ON_EVICT + 1)
 N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(25, 33)
 DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(33, 36)
 COUNTERS = slice(N_HITS, WASTED_ROOM + 1)
-WIDTH = 36  # columns that row ONE needs
+SCORES = 36  # the address of the keep scores (`policies.core.calling.Scores`)
+WIDTH = 37  # columns that row ONE needs
 
 NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is there for it
@@ -112,10 +114,10 @@ def _partition_of(total: int, partitions: int) -> Int:
 
 
 @inlined
-def call(hook: int, keep: Float, expert: int, serial: int, start: int) -> None:
+def call(m: Int, hook: int, expert: int, serial: int, start: int) -> None:
     """Rule 8: call one of a score policy's hooks, if it has that one."""
-    if hook:
-        call_hook(hook, keep, expert, serial, start)
+    if m[ONE, hook]:
+        checked(call_address(m[ONE, hook], m[ONE, SCORES], expert, serial, start))
 
 
 @compiled
@@ -136,7 +138,7 @@ def route(m: Int, keep: Float, experts: Int, first: int, last: int) -> int:
         elif state != LOADING:
             if m[WANTED, expert] == ON_HOST:
                 on_host += 1
-                call(one[ON_HOST_LOOKUP], keep, expert, one[SERIAL], 0)
+                call(m, ON_HOST_LOOKUP, expert, one[SERIAL], 0)
                 continue
             m[STATE, expert] = DEMANDED
             m[DEMANDS, misses] = expert
@@ -148,7 +150,7 @@ def route(m: Int, keep: Float, experts: Int, first: int, last: int) -> int:
         if state >= LOADING and one[HEARS_HIT]:
             ask(one[ASKED], HIT, expert)
         score = keep[0, expert]
-        call(one[ON_LOOKUP], keep, expert, one[SERIAL], 0)
+        call(m, ON_LOOKUP, expert, one[SERIAL], 0)
         if one[LISTS] and state >= LOADING and keep[0, expert] != score:
             unlink(m, expert)
             link(m, keep, expert)
@@ -437,7 +439,7 @@ def start(m: Int, keep: Float, expert: int, victim: int) -> None:
     m[HELD, slot] = expert
     one[STARTS] += 1
     one[ACTIVE] = expert
-    call(one[ON_INSERT], keep, expert, one[SERIAL], one[STARTS])
+    call(m, ON_INSERT, expert, one[SERIAL], one[STARTS])
     if one[HEARS_INSERT]:
         ask(one[ASKED], INSERT, expert)
     if one[LISTS]:
@@ -454,7 +456,7 @@ def leave(m: Int, keep: Float, expert: int) -> None:
     m[STATE, expert], m[LEFT, expert] = ABSENT, m[ONE, PROPOSAL]
     m[HELD, m[SLOT, expert]] = NO_EXPERT
     m[SLOT, expert] = NO_EXPERT
-    call(m[ONE, ON_EVICT], keep, expert, 0, 0)
+    call(m, ON_EVICT, expert, 0, 0)
     if m[ONE, HEARS_EVICT]:
         ask(m[ONE, ASKED], EVICT, expert)
     if m[ONE, LISTS]:

@@ -6,7 +6,7 @@ Every engine tells it what happens, in the order in which it happens; whatever a
 import numpy as np
 
 from policies.core import dispatch
-from policies.core.calling import OBSERVE, START, Asked
+from policies.core.calling import OBSERVE, START, Asked, Proposal
 from policies.core.events import Events
 from policies.core.limits import limiter
 from policies.core.policy import START as STEP_STARTS
@@ -99,11 +99,12 @@ class PolicyRunner:
 
 
 class AskedRunner:
-    """A runner's policies for compiled code to ask, of `events`: `ids` and `priorities` [L*E] take a proposal."""
+    """A runner's policies for compiled code to ask, of `events`: `proposal` takes one."""
 
     def __init__(self, runner: PolicyRunner, residency: PolicyResidency) -> None:
         self.events: Events | None = None
-        self.ids, self.priorities = np.empty(runner.shape.total, np.int64), np.empty(runner.shape.total)
+        total = runner.shape.total
+        self.proposal = Proposal(np.empty(total, np.int64), np.empty(total))
         self._runner, self._layers = runner, runner.shape.layers
         self._event: Event | None = None
         self._asked = Asked(self._answer, residency.failed)
@@ -123,5 +124,5 @@ class AskedRunner:
         if proposal is None:
             return 0
         n = len(proposal[0])
-        self.ids[:n], self.priorities[:n] = proposal
+        self.proposal.ids[:n], self.proposal.priorities[:n] = proposal
         return n

@@ -12,7 +12,7 @@ import numpy as np
 
 from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
-from policies.core.calling import Held
+from policies.core.calling import Held, Proposal
 from policies.core.compiled import kept_for
 from policies.core.dispatch import EVENT, Native
 from policies.core.events import Events, Routing, routing_of, routing_of_batch
@@ -212,6 +212,8 @@ class Engine:
         shape, prefetcher = runner.shape, runner.prefetcher
         if fetcher.propose and (limited := limiter(prefetcher.options, shape, experts_per_layer)):
             fetcher.within(limited.bounds, self.cells[0].residency.m[core.STATE], shape)
+        proposal = asked.proposal if asked else Proposal(np.empty(shape.total, np.int64), np.empty(shape.total))
+        self.proposal = Held(proposal)
         return streams.Plan(
             keeps=keeper.observe,
             keeper=keeper.state,
@@ -223,8 +225,9 @@ class Engine:
             asks=asked.address if asked else 0,
             hears=not runner.silent,
             at_start=prefetcher.proposes and prefetcher.at_start,
-            ids=asked.ids if asked else np.empty(shape.total, np.int64),
-            priorities=asked.priorities if asked else np.empty(shape.total),
+            proposal=self.proposal.address,
+            ids=proposal.ids,
+            priorities=proposal.priorities,
             span=np.zeros(2, np.int64),
         )
 

@@ -15,10 +15,9 @@ import numpy as np
 
 from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
-from policies.core.calling import OBSERVE, PROPOSE, ask, call_observe, call_propose, like
+from policies.core.calling import OBSERVE, PROPOSE, ask, call, checked, like, put
 from policies.core.calling import START as AT_START
 from policies.core.compiled import apart, compiled, inlined
-from policies.core.dispatch import put_event
 from policies.core.events import Routing, event_at, start_at
 from policies.core.placement import FETCH, LAYERS, SPLIT
 from policies.core.policy import Float, Int
@@ -136,7 +135,8 @@ class Plan(NamedTuple):
     asks: int
     hears: bool  # either wants to know of events
     at_start: bool  # the prefetcher is asked when a step starts as well
-    ids: Int  # [L*E] of the proposal
+    proposal: int  # room for one, of which these are the arrays
+    ids: Int  # [L*E]
     priorities: Float  # [L*E]
     span: Int  # [2] from which id to which, exclusive
 
@@ -517,13 +517,13 @@ def decide(run: Streams, plan: Plan, routing: Routing, step: int, layer: int, L:
     if plan.asks:
         ask(plan.asks, OBSERVE, step * L + layer)
         return 0
-    put_event(event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL]), plan.event)
+    put(event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL]), plan.event)
     if plan.keeps:
-        call_observe(plan.keeps, plan.keeper, run.keep, plan.event)
+        checked(call(plan.keeps, plan.keeper, run.m[core.ONE, core.SCORES], plan.event, 0))
     if plan.listens:
-        call_observe(plan.listens, plan.fetcher, run.keep, plan.event)
+        checked(call(plan.listens, plan.fetcher, run.m[core.ONE, core.SCORES], plan.event, 0))
     if plan.fetches:
-        return call_propose(plan.fetches, plan.proposer, plan.event, plan.ids, plan.priorities)
+        return checked(call(plan.fetches, plan.proposer, plan.event, plan.proposal, 0))
     return 0
 
 
@@ -533,8 +533,8 @@ def decide_at_start(run: Streams, plan: Plan, routing: Routing, step: int) -> in
     """Rules 4 and 16: the prefetcher proposes as a step starts; how many experts."""
     if plan.asks:
         return ask(plan.asks, AT_START, step)
-    put_event(start_at(routing, step, run.m[core.ONE, core.SERIAL]), plan.event)
-    return call_propose(plan.fetches, plan.proposer, plan.event, plan.ids, plan.priorities)
+    put(start_at(routing, step, run.m[core.ONE, core.SERIAL]), plan.event)
+    return checked(call(plan.fetches, plan.proposer, plan.event, plan.proposal, 0))
 
 
 @inlined

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.core import residency_compiled as core
-from policies.core.calling import OBSERVE, Held, ask, call_observe
+from policies.core.calling import OBSERVE, Held, ask, call, checked, put
 from policies.core.compiled import apart, compiled, inlined
-from policies.core.dispatch import EVENT, Native, put_event
+from policies.core.dispatch import EVENT, Native
 from policies.core.events import Events, Routing, event_at, routing_of
 from policies.core.policy import Float, Int, Requests, Shape
 from policies.core.runner import AskedRunner, PolicyRunner
@@ -39,13 +39,13 @@ class Heard(NamedTuple):
 
 @apart
 @compiled
-def hear(m: Int, keep: Float, who: Heard, routing: Routing, step: int, layer: int, L: int) -> None:
+def hear(m: Int, who: Heard, routing: Routing, step: int, layer: int, L: int) -> None:
     """Rule 3."""
     if who.asks:
         ask(who.asks, OBSERVE, step * L + layer)
     elif who.keeps:
-        put_event(event_at(routing, step, layer, L, m[core.ONE, core.SERIAL]), who.event)
-        call_observe(who.keeps, who.keeper, keep, who.event)
+        put(event_at(routing, step, layer, L, m[core.ONE, core.SERIAL]), who.event)
+        checked(call(who.keeps, who.keeper, m[core.ONE, core.SCORES], who.event, 0))
 
 
 @inlined
@@ -82,7 +82,7 @@ def count_steps(
             first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
             hits = core.route(m, keep, routing.experts, first, last)
             if who.asks or who.keeps:
-                hear(m, keep, who, routing, step, layer, L)
+                hear(m, who, routing, step, layer, L)
             computed = 0
             while one[core.NEXT_DEMAND] < one[core.LAST_DEMAND]:
                 expert, victim = core.start_demand(m, keep, proposals)

@@ -35,6 +35,8 @@ from policies.core import (
     Shape,
     parse,
 )
+from policies.core.calling import put
+from policies.core.compiled import kept_for
 from policies.core.dispatch import is_compiled
 from policies.core.guard import PolicyError
 from policies.core.registry import built_in
@@ -310,6 +312,7 @@ def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Lin
 SECOND_PROCESS = """
 import sys
 from numba.core.dispatcher import Dispatcher
+from policies.core.dispatch import MADE
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines import compiled_engine
@@ -333,6 +336,7 @@ used = {
     if isinstance(value, Dispatcher)
 }
 compiled = [value.py_func.__qualname__ for value in used.values() if value.stats.cache_misses]
+compiled += [key for key, made in MADE.items() if not made.kept]
 print(len(run_steps.signatures), sum(run_steps.stats.cache_hits.values()), compiled)
 """
 
@@ -393,6 +397,18 @@ def test_ids_that_no_expert_has_are_refused_of_a_users_own_kernel(tmp_path: Path
         compiled_engine.simulate(run)
 
 
+def test_an_error_of_a_users_own_kernel_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(
+        OWN_KERNEL.replace("keep[0, expert] += 1", "keep[0, expert] += 1 // (serial - 9)")
+    )
+    trace = synthetic(requests=3, tokens=30, layers=3, experts=8, top_k=2, seed=3)
+    run = gpu_run(
+        [trace.steps(i) for i in range(3)], Shape(3, 8), 9, parse(f"{tmp_path / 'wrong.py'}:Often"), TIMING, LINK
+    )
+    with pytest.raises(RuntimeError, match="a compiled policy raised an error: NUMBA_DISABLE_JIT=1 runs it in Python"):
+        compiled_engine.simulate(run)
+
+
 def test_a_kernel_in_a_users_own_file_runs_as_a_built_in_ones_does(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_KERNEL)
     spec = parse(f"{tmp_path / 'own.py'}:Often+{tmp_path / 'own.py'}:Next")
@@ -403,4 +419,5 @@ def test_a_kernel_in_a_users_own_file_runs_as_a_built_in_ones_does(tmp_path: Pat
         ours = columns(compiled_engine.simulate(run))
     theirs = columns(simpy_engine.simulate(run))
     assert ours["prefetch_used"].sum() > 0 < len(ours["evictions"])
+    assert "Seen" not in str(kept_for(put))  # what is on disk is read by processes that do not know the file
     assert all(column.tobytes() == theirs[name].tobytes() for name, column in ours.items())
