@@ -239,10 +239,20 @@ class Runner:
     def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Sampling) -> list[Answer]:
         """Let the model answer until its end of sequence or for `limit` tokens; raises InputError."""
         ids, mask = self._padded(prompts, left=True)
-        config = answer_config(self.loaded, limit, sampling, self._draft)
+        config = _config(
+            max_new_tokens=limit,
+            num_beams=1,
+            use_cache=True,
+            disable_compile=True,
+            eos_token_id=self.loaded.stop_ids or None,
+            pad_token_id=self.loaded.pad_id,
+            prompt_lookup_num_tokens=self._draft or None,
+            **sampling.settings,
+            **self.loaded.starts,
+        )
         model, start = self.loaded.model, 1 if self.hook.stacks == 2 else ids.shape[1]
         self._width, self._gave = start, []
-        with self._running(ids), without_own_config(model), drafting(model) if self._draft else nullcontext():
+        with self._running(ids), _without_own_config(model), drafting(model) if self._draft else nullcontext():
             everything = model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=config, stopping_criteria=[self._stepped]
             )
@@ -342,28 +352,13 @@ class Runner:
             )
 
 
-def answer_config(loaded: LoadedModel, limit: int, sampling: Sampling, draft: int = 0) -> Any:
-    """Return how a model answers, as transformers' generation config; draft: tokens looked up for each pass."""
-    return _config(
-        max_new_tokens=limit,
-        num_beams=1,
-        use_cache=True,
-        disable_compile=True,
-        eos_token_id=loaded.stop_ids or None,
-        pad_token_id=loaded.pad_id,
-        prompt_lookup_num_tokens=draft or None,
-        **sampling.settings,
-        **loaded.starts,
-    )
-
-
 def _config(**settings: Any) -> Any:
     untyped: Any = GenerationConfig
     return untyped(**settings)
 
 
 @contextmanager
-def without_own_config(model: Any) -> Iterator[None]:
+def _without_own_config(model: Any) -> Iterator[None]:
     """Hide the checkpoint's generation config: generate() would mix its limits, penalties and stop strings in."""
     own, model.generation_config = model.generation_config, _config()
     try:

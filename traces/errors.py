@@ -61,8 +61,8 @@ EXTRAS = {
     "xllamacpp": "llama",
     "accelerate": "offload",
     "fastapi": "serve",
-    "greenlet": "serve",
     "uvicorn": "serve",
+    "openai": "serve",
     "prometheus_client": "serve",
 }
 """Optional packages, and the extra that installs each. `replay` installs the same as `record`."""

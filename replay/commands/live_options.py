@@ -9,12 +9,14 @@ import typer
 
 from policies.core.spec import PolicySpec
 from replay.device_choice import DeviceChoice
+from replay.devices.store import RESERVE_BYTES
 from replay.live.loading import Progress
 from replay.live.model import LiveModel
 from replay.live.opening import MOST, open_live
 from sim.commands import options
 from sim.defaults import CACHE_SIZE, POLICY
 from sim.experiment import SIZES
+from sim.quantities import show_bytes
 from terminal import console
 from traces.errors import refuse
 
@@ -24,7 +26,12 @@ class LiveOptions:
     """How a model is opened."""
 
     policy: Annotated[str, typer.Option(help="Policy, as in lru or lru+eamc (eviction policy + prefetcher).")] = POLICY
-    cache_size: Annotated[str, typer.Option(help=f"Cache size: {SIZES}; {MOST}: what fits into memory.")] = CACHE_SIZE
+    cache_size: Annotated[
+        str,
+        typer.Option(
+            help=f"Cache size: {SIZES}; {MOST}: what fits into memory, with {show_bytes(RESERVE_BYTES)} left free."
+        ),
+    ] = CACHE_SIZE
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     draft: Annotated[
         int,

@@ -1,19 +1,39 @@
 """The command `moe-replay serve`: an OpenAI-compatible server in front of a model whose experts are behind a cache."""
 
 import ipaddress
+import signal
+import socket
 from functools import partial
+from types import FrameType
 from typing import Annotated
 
+import transformers
 import typer
+import uvicorn
 
 from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
-from replay.live.requests import unused
-from replay.live.server import MAX_BATCH, Listener, Server, listen
+from replay.live.server import Generation, application
 from sim.commands import options
 from sim.commands.printed import progress
+from sim.quantities import show_bytes
 from terminal import console
-from traces.errors import InputError
+from traces.errors import InputError, refuse
+
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the server, unless what started it ignores them, as `nohup` does a closed terminal's SIGHUP."""
+
+GRACE_S = 3
+"""After a signal, how long clients have to read what is left of their answers."""
+
+USED = 0.5
+"""Of the memory that is free, what a request may be stated to take.
+
+Where all tokens chose the same experts, and allocators kept parts of what was freed, 1.3 times as much was measured.
+"""
+
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+"""Names by which browsers and clients on this computer may reach a server that listens on it alone."""
 
 
 def serve(
@@ -29,11 +49,8 @@ def serve(
         str | None, typer.Option(envvar="MOE_REPLAY_API_KEY", help="What clients must send as their API key.")
     ] = None,
     max_context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the model's.")
+        int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the model's, if memory suffices.")
     ] = None,
-    max_batch: Annotated[
-        int, typer.Option(min=1, max=1_000, help="Requests that are answered at a time; each has a KV cache.")
-    ] = MAX_BATCH,
     quiet: options.Quiet = False,
 ) -> None:
     """Serve a model whose experts are behind a cache to clients of OpenAI's interface.
@@ -42,31 +59,59 @@ def serve(
 
     [b]moe-replay serve --model ~/models/OLMoE-1B-7B --cache-size 8GiB[/b]
     """
-    if api_key is None and not _is_loopback(host):
-        raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
+    is_local = _is_loopback(host)
+    refuse(
+        (api_key is not None and not api_key.strip(), "--api-key is empty: name a key, or leave the option out"),
+        (
+            api_key is None and not is_local,
+            f"--host {host} can be reached from elsewhere: say with --api-key what clients must send",
+        ),
+    )
     opened.require_apart(on.get("store"))
+    transformers.logging.set_verbosity_error()
     with (
-        listen(host, port) as socket,
+        listen(host, port) as listening,
         opened.live(model, on, opened.policy, partial(progress, quiet=quiet, what="experts")) as live,
     ):
         for note in live.loaded.notes:
             console.warn(note)
-        if names := unused(live.loaded.model.generation_config):
-            console.warn(f"{live.loaded.name}: of its generation config, {', '.join(names)} will not be used")
-        server = Server(live, api_key, max_context, max_batch)
+        free, longest = live.free_bytes(), live.loaded.context or 1 << 30
+        fits = longest if free is None else live.memory.longest(int(USED * free))
+        context = min(longest, max_context or longest, fits)
+        beside = f"; {show_bytes(free)} are free beside the model and its cache" if free is not None else ""
+        refuse((context < 2, f"no request fits into memory{beside}: choose a smaller --cache-size"))
+        generation = Generation(live, context)
+        app = application(generation, api_key, (host, *LOCAL) if is_local else ("*",))
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=GRACE_S)
+        )
 
+        def end(sig: int, frame: FrameType | None) -> None:
+            generation.stop()
+            uvicorn.Server.handle_exit(server, sig, frame)
+
+        server.handle_exit = end  # type: ignore[method-assign]
+        for number in ENDS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, end)  # uvicorn raises it again at its end, where the default would be a kill
         if not quiet:
-            at = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}/v1"
-            context, longest = server.context, server.longest_answer
-            limit = f", answers of at most {longest:,}" if longest < context else ""
-            console.note(f"serving {live.loaded.name} at {at}, a context of {context:,} tokens{limit}")
-            console.note(live.memory.sentence(server.context, live.device.peak_bytes(), max_batch))
+            at = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
+            console.note(f"serving {live.loaded.name} at {at}, a context of {context:,} tokens")
+            console.note(live.memory.sentence(context, live.device.peak_bytes()) + beside)
         try:
-            Listener(server.app, server.worker.refuse).run([socket])
+            server.run([listening])
         finally:
-            server.worker.close()
+            generation.close()
         if not quiet:
             console.note("stopped serving: requests that ran have ended")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; clients wait until it is served. Raise InputError where it cannot."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise InputError(f"cannot listen at --host {host}, --port {port}: {error}; choose others") from error
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,10 +5,9 @@ router has chosen. A lane that has ended a piece of a transfer starts what comes
 model, nor the model for another thread.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Condition
-from typing import NamedTuple
 
 from policies.core.policy import Int
 from replay.devices.cpu import Outcome
@@ -25,16 +24,6 @@ from traces.steps import PREFILL
 AT_NO_LAYER = -1
 
 
-class Part(NamedTuple):
-    """A request's part of a forward pass."""
-
-    batch_slot: int  # its place in the batch, which it keeps from pass to pass
-    request: int  # its number, in a trace
-    tokens: int
-    context: int  # tokens in its KV cache when the pass ends
-    is_new: bool  # no pass before it was this request's
-
-
 class LiveLoop:
     """Steps of one request, or of a batch of them (rule 18).
 
@@ -42,7 +31,7 @@ class LiveLoop:
 
     A pass that fails, or is left before its end, leaves nothing behind: with the next one, cache and policy start
     again. So they do after a transfer that failed when no pass ran, which no pass can raise: `on_note` is called.
-    And so they do with a batch slot beyond those of the run and of any pass before, for which policies have no room.
+    And so they do with a batch of more requests than any before, for which policies have no room.
     """
 
     def __init__(self, run: Run, device: LiveDevice, on_note: Callable[[str], None]) -> None:
@@ -56,55 +45,48 @@ class LiveLoop:
         self._device.forget()
         self._driver = Driver(self._run, self._device, self.decider)
         self._device.listen(self._copied)
-        self._ordinals = self._events = 0  # so far
-        self._running: dict[int, Place] = {}  # by batch slot: of each request's latest step
+        self._ordinal, self._number, self._events = 0, -1, 0  # of the first request of the batch, and of its step
         self._step: Step | None = None  # the one that was begun last, if it has not ended
         self.layer = AT_NO_LAYER
         """Of the step that runs, the next one."""
+        self._requests = 0  # of the batch that was begun last
         self._failure: Exception | None = None
         self._is_failure_known = False
 
     # The model's thread
 
-    def begin(self, phase: int, parts: Sequence[Part], token_ids: Int) -> None:
-        """A forward pass begins, of one request, or of several, by batch slot.
+    def begin(
+        self, phase: int, rows: int, columns: int, context: int, is_new: bool, token_ids: Int, request: int
+    ) -> None:
+        """A forward pass begins, of so many tokens of each of so many requests, `request` being the first one's number.
 
-        phase: PREFILL or DECODE; token_ids: [T], of one part after another, or none.
+        phase: PREFILL or DECODE; context: tokens in each KV cache when it ends; is_new: so do requests; token_ids:
+        [rows * columns], or none.
         Raise InputError where a copy of an earlier pass never ends.
         """
-        if self._failure or self._step or parts[-1].batch_slot >= self._run.shape.batch_slots:
-            self.restart(parts[-1].batch_slot + 1)
-        places = tuple(self._place(part, phase == PREFILL) for part in parts)
-        routing = LiveStep(phase, places, self._events, token_ids)
+        if self._failure or self._step or rows > self._run.shape.batch_slots:
+            self.stop()
+            slots = max(rows, self._run.shape.batch_slots)
+            self._run = replace(self._run, shape=replace(self._run.shape, batch_slots=slots))
+            self._start()
+        is_new |= self._number < 0
+        if is_new:
+            self._ordinal, self._number = self._ordinal + self._requests, -1
+        self._requests = rows
+        self._number += 1
+        routing = LiveStep(phase, self._number, self._events, token_ids, rows)
         self._events += self._run.shape.layers
-        tokens, context = (sum(each) for each in zip(*((part.tokens, part.context) for part in parts), strict=True))
-        begins = tuple(place for place in places if not place.step)
+        first, number = self._ordinal, self._number
+        own = columns, number, 0, phase == PREFILL
+        places = tuple(Place(first + row, row, request + row, *own) for row in range(rows))
+        begins = () if self._number else places
         callbacks = routing.chosen, routing.event, routing.start
-        step = Step(phase, tokens, context, places, begins, (), True, False, *callbacks)
+        step = Step(phase, rows * columns, rows * context, places, begins, (), True, False, *callbacks)
         with self._changed:
             self._step, self._routing, self.layer = step, routing, 0
             self._driver.begin(step)
             self._driver.session.submitting(Kind.ROUTER)
             self._driver.session.start(step)
-
-    def restart(self, batch_slots: int = 1) -> None:
-        """Start again with an empty cache, and with policies that have room for so many requests at least.
-
-        Raise InputError where a copy that is under way never ends.
-        """
-        self.stop()
-        most = max(batch_slots, self._run.shape.batch_slots)
-        self._run = replace(self._run, shape=replace(self._run.shape, batch_slots=most))
-        self._start()
-
-    def _place(self, part: Part, prefills: bool) -> Place:
-        """Return a request's place in its next step: its first one also where policies have forgotten it."""
-        before = None if part.is_new else self._running.get(part.batch_slot)
-        ordinal, step = (before.ordinal, before.step + 1) if before else (self._ordinals, 0)
-        self._ordinals += not before
-        place = Place(ordinal, part.batch_slot, part.request, part.tokens, step, prefills=prefills)
-        self._running[part.batch_slot] = place
-        return place
 
     def route(self, tokens: Int) -> None:
         """Take the choice of the next layer's router. tokens: int64[rows, E] that chose each expert."""
@@ -149,19 +131,14 @@ class LiveLoop:
             session.submitting(Kind.HEAD if is_last else Kind.ROUTER)
             self.layer += 1
 
-    def end(self, ends: Collection[int]) -> StepRow | None:
-        """End the forward pass; return its row. None where it was left before its end, or was ended before.
-
-        ends: batch slots of those of its requests whose last one it was.
-        """
+    def end(self, ends_request: bool) -> StepRow | None:
+        """End the forward pass; return its row. None where it was left before its end, or was ended before."""
         step, is_whole = self._step, self.layer == self._run.shape.layers
         self.layer = AT_NO_LAYER
         if step is None or not is_whole:
             return None
-        step.ends = tuple(place for place in step.places if place.batch_slot in ends)
-        for place in step.ends:
-            del self._running[place.batch_slot]
-        step.idle = not self._running
+        if ends_request:
+            step.ends, step.idle = step.places, True
         with self._changed:
             self._driver.session.handle(Completion(Kind.HEAD))
             row = self._driver.end(step)

@@ -45,21 +45,23 @@ class Memory:
         """Return the bytes of a prefill of so many tokens, with the part of the KV cache that is copied as it grows."""
         return self.fixed + (self.pass_per_token + self.kv_per_token) * context
 
-    def stated(self, context: int, requests: int = 1) -> int:
-        """Return the bytes of so many requests at a time, each of so many tokens."""
-        return self.program + self.dense + self.slots + requests * self.kv(context) + self.workspace(context)
+    def stated(self, context: int) -> int:
+        return self.program + self.dense + self.slots + self.kv(context) + self.workspace(context)
 
-    def sentence(self, context: int, peak: int, requests: int = 1) -> str:
-        caches = "KV cache" if requests == 1 else f"{requests} KV caches"
+    def longest(self, free: int) -> int:
+        """Return how many tokens a request may have, prompt and answer, that takes so many bytes."""
+        return max(0, free - self.fixed) // (self.pass_per_token + 2 * self.kv_per_token)
+
+    def sentence(self, context: int, peak: int) -> str:
         parts = {
             "program": self.program,
             "dense": self.dense,
             "slots": self.slots,
-            f"{caches} of {context:,} tokens": requests * self.kv(context),
+            f"KV cache of {context:,} tokens": self.kv(context),
             "workspace": self.workspace(context),
         }
         each = " + ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
-        return f"memory: peak {show_bytes(peak)}, stated {show_bytes(self.stated(context, requests))} = {each}"
+        return f"memory: peak {show_bytes(peak)}, stated {show_bytes(self.stated(context))} = {each}"
 
 
 def memory_of(loaded: Any, dense: int, slots: int, expert: int, top_k: int, kv_per_token: int) -> Memory:

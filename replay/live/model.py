@@ -2,10 +2,9 @@
 
 Decisions are those of a replay: the session's (`sim.loop.session`), asked by the loop of a live model. Each row of a
 batch is a request (rule 18). A forward pass begins new ones unless it continues the KV cache of the pass before it;
-`end_request` says that the last one has ended. Passes of several calls may be one step (`meeting`). When a read fails,
-early ones too, the pass that runs then raises the error, cache and policy start again, and the model can be called
-again. Where no pass runs then, `on_note` is called. What a policy has learned is kept in a file for the next time (a
-warm start).
+`end_request` says that the last one has ended. When a read fails, early ones too, the pass that runs then raises the
+error, cache and policy start again, and the model can be called again. Where no pass runs then, `on_note` is called.
+What a policy has learned is kept in a file for the next time (a warm start).
 
 Threads: one pass runs at a time, others wait for it, and every pass gives what it gives alone. Passes of two threads
 that take turns are new requests to the policy each time. `close` waits for the pass that runs. Models share nothing,
@@ -13,7 +12,7 @@ so each may have a thread of its own. A process that was forked, or is sent the 
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial, wraps
@@ -33,18 +32,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from policies.core.policy import NO_INTS, Listener
-from policies.core.spec import Part as Half
-from policies.core.spec import PolicySpec
+from policies.core.spec import Part, PolicySpec
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
-from replay.live.calls import Call, Meeting, Routed
+from replay.devices.store import available_memory_bytes
 from replay.live.device import LiveDevice
 from replay.live.experts import TRIALS, LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, places_of
 from replay.live.loop import LiveLoop
-from replay.live.memory import Memory
+from replay.live.memory import KV_NAMES, Memory, resident_bytes
 from replay.live.parts import Parts
-from replay.live.recorder import Batch, Recorder
+from replay.live.recorder import Recorder
 from replay.live.rows import measured
 from sim.api import RunResult
 from sim.loop.log import COLUMNS, MOVED, RunLog, StepRow
@@ -96,26 +94,22 @@ class LiveModel:
         self._width, self._is_packed = layers[0].width, any(layer.packing for layer in layers)
         self._like = torch.empty(0, dtype=self.model.dtype, device=loaded.device)
         views = {layer.stored: SlotViews(layer.stored, device.slots) for layer in layers}
-        places = places_of(device.store, layers)
-        self._stored = list[tuple[ExpertLayer, SlotViews, list[tuple[int, ...]]]]()
+        places, self._layers = places_of(device.store, layers), list[LayerExperts]()
         for number, layer in enumerate(layers):
             own = range(number * layer.experts, (number + 1) * layer.experts)
-            self._stored.append((layer, views[layer.stored], [places(expert) for expert in own]))
-        self._layers = [self._layer_experts()]  # for each call of a step
+            self._layers.append(LayerExperts(layer, views[layer.stored], [places(expert) for expert in own]))
         self._names = [layer.name for layer in layers]
         self.transfers = self._time_transfers(run)
         """What an expert takes over the link, and what of it is latency, in ns: timed before the first request."""
         self.run = replace(run, tiers=(replace(run.gpu, experts_per_layer=self._window(dense_ns)),))
         self._experts = run.shape.experts
-        self.require_unchanged = require_unchanged
-        self._calls: Sequence[Call] = ()  # of the step that was begun last
-        self._tokens = self._context = 0  # of that
-        self._kv: Callable[[], object] = ref(self)  # the KV cache that a pass gave back, if any
+        self._require_unchanged = require_unchanged
+        self._requests = self._tokens = self._context = 0  # of the forward pass
+        self._kv: Callable[[], object] = ref(self)  # the KV cache that it gave back, if any
         self._top_k = hook.top_k
         self.parts = Parts()
         self._loop = LiveLoop(self.run, device, on_note)
         self._recorder = Recorder(len(layers), self._experts, self._top_k)
-        self.meeting: Meeting | None = None
         self._profile, self._process, self._is_closed = profile, os.getpid(), False
         self._opening = ExitStack()  # what is open as long as this is
         self._turn = RLock()
@@ -191,6 +185,17 @@ class LiveModel:
         """Return the row of a log of the requests of `trace`, in its order, their table, and what it is a row of."""
         return measured(self.loaded.name, self.run, self.device, self.lanes, self.draft, trace, log)
 
+    def free_bytes(self) -> int | None:
+        """Return the memory that is left for requests, where nothing but program, dense part and slots is taken.
+
+        None where the system does not say.
+        """
+        if self.device.gpu:
+            return self.device.gpu.free_bytes()
+        free, memory = available_memory_bytes(), self.memory
+        untouched = memory.program + memory.dense + memory.slots - resident_bytes()  # of the slots
+        return None if free is None else free - max(0, untouched)
+
     @property
     def trace(self) -> Trace:
         """Return what was routed since the last `clear`, each row of a batch as a request (`Recorder`).
@@ -232,12 +237,12 @@ class LiveModel:
             self._compute_one(0)
             timed.append(perf_counter_ns() - began)
         timed = timed[TRIALS:]
-        self._layers[0][0].forget()
+        self._layers[0].forget()
         return (dense_ns + self.hook.top_k * median(timed)) / self.transfers[0]
 
     def _compute_one(self, slot: int) -> None:
         """Compute an expert for one token, as if it lay in a slot."""
-        hidden, layer = self._like.new_zeros(1, self._width), self._layers[0][0]
+        hidden, layer = self._like.new_zeros(1, self._width), self._layers[0]
         layer.begin(hidden, self._like.new_zeros(1, 1, dtype=torch.int64), self._like.new_ones(1, 1))
         layer.expert(0, slot)
         layer.combined()
@@ -263,13 +268,13 @@ class LiveModel:
         finally:
             ended.set()
             thread.join()
-            self._layers[0][0].forget()
+            self._layers[0].forget()
 
     def end_request(self) -> None:
         """End a request after its last forward pass. Raise InputError if a file of its experts was written to."""
         self._end_request()
         if not self._is_closed:
-            self.require_unchanged()
+            self._require_unchanged()
 
     def _end_request(self) -> None:
         with self._turn:
@@ -302,111 +307,63 @@ class LiveModel:
         refuse((self._process != os.getpid(), f"{name} was loaded in another process: load it in this one"))
         with self._turn, torch.no_grad():
             refuse((self._is_closed, f"{name} was closed: load it again"))
-            call = Call.of(args, kwargs)
-            if self.meeting:
-                self.meeting.begin(call)
-            else:
-                self._begin(call)
+            self._begins(args, kwargs)
             yield
 
-    def _begin(self, call: Call) -> None:
-        """A pass of one call begins: it continues the one before it, or its rows are new requests."""
-        latest = self._calls[0] if self._calls else call
-        same = call.before > 0 and call.rows == latest.rows and self._kv() is call.kv()
-        if same and self._end_pass(ends_request=False):
-            call.is_new, call.recorded, call.request = False, latest.recorded, latest.request
-        else:
+    def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = ("input_ids", "inputs_embeds")
+        inputs: Tensor = args[0] if args else next(kwargs[name] for name in names if kwargs.get(name) is not None)
+        rows, columns = inputs.shape[:2]
+        cache = next((kwargs[name] for name in KV_NAMES if kwargs.get(name) is not None), None)
+        before = int(cache.get_seq_length()) if cache is not None else 0
+        same = before > 0 and rows == self._requests and self._kv() is cache
+        continues = same and self._end_pass(ends_request=False)
+        if not continues:
             self._end_pass(ends_request=True)
-            call.recorded, call.request = self.new_batch()
-        self.begin_step([call])
-
-    def make_room(self, requests: int) -> None:
-        """Let so many requests be in a step; the cache starts empty. Otherwise the first such step does so."""
-        self._loop.restart(requests)
-
-    def new_batch(self) -> tuple[Batch, int]:
-        """Return where a new batch is recorded, and the number of its first request."""
-        return self._recorder.batch(), self._recorder.requests
-
-    def begin_step(self, calls: Sequence[Call]) -> None:
-        """A step begins, of calls by their batch slots; none was begun, or it has ended."""
-        phases = set[int]()
-        for call in calls:
-            is_prompt = call.before == 0 or (call.columns > 1 and not self.draft)
-            phases.add(PREFILL if is_prompt else DECODE)
-            if call.recorded:
-                call.recorded.begin(call.ids, call.is_own, call.before)
-        known = [call.ids.reshape(-1) for call in calls if call.ids is not None]
-        parts = [part for call in calls for part in call.parts]
-        self._loop.begin(max(phases), parts, np.concatenate(known) if len(known) == len(calls) else NO_INTS)
-        was, is_later = self._tokens, not all(call.is_new for call in calls)
-        self._calls = calls
-        self._tokens, self._context = (sum(part[place] for part in parts) for place in (2, 3))
+        ids = None if inputs.is_floating_point() else inputs.cpu().numpy()
+        is_own = np.broadcast_to(own_tokens(kwargs.get("attention_mask"), before, columns), (rows, columns))
+        request = self._recorder.begin(ids, is_own, before, continues)
+        known = NO_INTS if ids is None else ids.reshape(-1)
+        is_prompt = before == 0 or (columns > 1 and not self.draft)
+        phase = PREFILL if is_prompt else DECODE
+        self._loop.begin(phase, rows, columns, before + columns, not continues, known, request)
+        was, self._tokens, self._context, self._requests = self._tokens, rows * columns, before + columns, rows
         took = self.parts.lap()
-        if is_later:
+        if continues:
             self.parts.head[was].add(took)
 
     def _end_pass(self, ends_request: bool) -> bool:
-        """End the pass that was begun last, if it has come to its end and was not ended before."""
-        rows = self._calls[0].rows if self._calls else 0
-        return self.end_step(range(rows) if ends_request else ()) is not None
-
-    def end_step(self, ends: Collection[int]) -> StepRow | None:
-        """End the step that was begun last; return its row, None where it was left before its end, or ended before.
-
-        ends: batch slots of the requests that have ended with it.
-        """
-        row = self._loop.end(ends)
+        """End the forward pass that was begun last, if it has come to its end and was not ended before."""
+        row = self._loop.end(ends_request)
         if row:
             self.rows.append(row)
-            for call in self._calls:
-                if call.recorded:
-                    call.recorded.keep()
-        return row
+            self._recorder.keep()
+        return row is not None
 
-    def _event(self, layer: int, *routed: Tensor) -> Tensor:
+    def _event(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Compute the experts of a layer: everything between its router and its sum."""
-        hidden, index, weights = routed
-        if self.meeting:
-            return self.meeting.event(layer, (hidden, index, weights))
-        return self.compute(layer, [(hidden, index, weights)])[0]
-
-    def compute(self, layer: int, events: Sequence[Routed]) -> list[Tensor]:
-        """Compute the experts of a layer for each call of the step; all of them are looked up and moved once."""
         if layer != self._loop.layer:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
-        parts, experts, tokens = self.parts, self._experts, []
-        indices = [index.cpu().numpy() for _, index, _ in events]
+        parts, experts, rows = self.parts, self._experts, self._requests
+        ids = index.cpu().numpy()
         parts.dense[layer == 0, self._tokens, self._context].add(parts.lap())
-        for call, ids in zip(self._calls, indices, strict=True):
-            own = ids.reshape(call.rows, -1) + experts * np.arange(call.rows)[:, None]
-            is_routed = (ids >= 0) & (ids < experts)
-            counts = np.bincount(own[is_routed.reshape(call.rows, -1)], minlength=call.rows * experts)
-            tokens.append(counts.reshape(call.rows, experts))
-            if call.recorded:
-                call.recorded.put(np.where(is_routed, ids, -1))
-        self._loop.route(np.concatenate(tokens))
-        outputs = self._computed(layer, [each.sum(0) for each in tokens], events)
-        for output, (hidden, _, _) in zip(outputs, events, strict=True):
-            if not bool(output.isfinite().all()) and bool((~output.isfinite()[hidden.isfinite().all(-1)]).any()):
-                name = self._names[layer]
-                raise InputError(f"the experts of {name} give NaN or infinity: the checkpoint is damaged")
+        own = ids.reshape(rows, -1) + experts * np.arange(rows)[:, None]
+        is_routed = (ids >= 0) & (ids < experts)
+        tokens = np.bincount(own[is_routed.reshape(rows, -1)], minlength=rows * experts).reshape(rows, experts)
+        self._recorder.put(np.where(is_routed, ids, -1))
+        self._loop.route(tokens)
+        chosen = int(np.count_nonzero(tokens.sum(0)))
+        output = self._computed(self._layers[layer], layer * experts, chosen, (hidden, index, weights))
+        if not bool(output.isfinite().all()) and bool((~output.isfinite()[hidden.isfinite().all(-1)]).any()):
+            raise InputError(f"the experts of {self._names[layer]} give NaN or infinity: the checkpoint is damaged")
         self._loop.combined()
         self.parts.combine[self._tokens].add(self.parts.lap())
-        return outputs
+        return output
 
-    def _layer_experts(self) -> list[LayerExperts]:
-        return [LayerExperts(*each) for each in self._stored]
-
-    def _computed(self, layer: int, chosen: Sequence[NDArray[Any]], events: Sequence[Routed]) -> list[Tensor]:
-        """Compute experts as they come; return the sum of each call's. chosen: [E] tokens by expert, of each call."""
-        loop, parts, first = self._loop, self.parts, layer * self._experts
-        while len(self._layers) < len(events):
-            self._layers.append(self._layer_experts())
-        each = [(self._layers[n][layer], own.nonzero()[0].tolist()) for n, own in enumerate(chosen)]
-        count = left = len({expert for _, own in each for expert in own})
-        for (experts, _), event in zip(each, events, strict=True):
-            experts.begin(*event)
+    def _computed(self, experts: LayerExperts, first: int, count: int, event: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Compute `count` experts as they come, and return their sum."""
+        loop, parts, output, left = self._loop, self.parts, None, count
+        experts.begin(*event)
         if not count:
             loop.computed((), is_last=True)
         while left:
@@ -416,26 +373,37 @@ class LiveModel:
             if len(works) == count and not any(waited):
                 parts.answer.add(took)
             if len(works) == count:
-                slots = {expert - first: slot for expert, slot, _ in works}
-                outputs = [
-                    experts.whole(*event, {expert: slots[expert] for expert in own})
-                    for (experts, own), event in zip(each, events, strict=True)
-                ]
+                output = experts.whole(*event, {expert - first: slot for expert, slot, _ in works})
                 self.device.finish()
                 parts.expert[self._tokens * self._top_k // count or 1].add(parts.lap(), count)
+                left = 0
                 loop.computed([expert for expert, _, _ in works], is_last=True)
-                parts.lap()
-                return outputs
+                continue
             for expert, slot, tokens in works:
-                for experts, own in each:
-                    if expert - first in own:
-                        experts.expert(expert - first, slot)
+                experts.expert(expert - first, slot)
                 self.device.finish()
                 parts.expert[tokens].add(parts.lap())
                 left -= 1
                 loop.computed([expert], is_last=not left)
         parts.lap()
-        return [experts.combined() for experts, _ in each]
+        return experts.combined() if output is None else output
+
+
+def own_tokens(mask: Any, before: int, columns: int) -> NDArray[np.bool_]:
+    """Return which tokens of a pass are no padding, bool[rows or 1, columns], by any mask that a model takes.
+
+    before: tokens in the KV cache. In a mask [rows, 1, queries, keys], made for static caches, all that see themselves.
+    With a sliding window the keys are the latest ones alone.
+    """
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        seen = mask[:, 0].diagonal(min(before, mask.shape[3] - columns), 1, 2)
+        mask = seen if seen.dtype == torch.bool else seen == 0
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return np.ones((1, columns), np.bool_)
+    own: NDArray[np.bool_] = (mask[:, -columns:] != 0).cpu().numpy()
+    return own
 
 
 def entered(kind: type) -> Any:
@@ -468,7 +436,7 @@ def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
     return replace(PolicySpec.of(evict, prefetch, policy.scope, policy.placement), typed=policy.typed)
 
 
-def _from(half: Half, file: Path) -> Half:
+def _from(half: Part, file: Path) -> Part:
     return half.having({half.cls.starts_from: str(file)}) if half.cls.starts_from else half
 
 

@@ -82,9 +82,9 @@ def load_model(
     """Load a transformers model whose experts stay on disk, or in host memory beside a GPU, behind a cache.
 
     source: a folder or a hub id; None: the shipped model. policy, cache_size: as for `replay.replay`; a cache of "max"
-    is as large as fits into memory. device: disk, or cuda. seed: of policies that draw. profile: a file for what the
-    policy learns: it starts from it, and writes it when the model is closed. dtype: auto is the checkpoint's. options:
-    `lanes`, `store` and `threads`, as for `moe-replay generate`.
+    is as large as fits into memory, with 537 MB left free. device: disk, or cuda. seed: of policies that draw.
+    profile: a file for what the policy learns: it starts from it, and writes it when the model is closed. dtype: auto
+    is the checkpoint's. options: `lanes`, `store` and `threads`, as for `moe-replay generate`.
 
     The model is called as any other, for inference alone. Its `expert_cache` has `counters`, `report()`, `trace`,
     `clear()` and `close()`, and `with load_model(...) as model:` closes it. Raise InputError, a ValueError, for a

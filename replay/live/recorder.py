@@ -29,21 +29,29 @@ class Part(NamedTuple):
         return Part(*(each[:, :columns] for each in self))
 
 
-class Batch:
-    """Keeps what passes of one batch route that come to their end; the first that does adds it to `kept`."""
+class Recorder:
+    """Keeps what passes route that come to their end."""
 
-    def __init__(self, layers: int, experts: int, top_k: int, kept: "list[Batch]") -> None:
-        self._layers, self._top_k, self._kept = layers, top_k, kept
+    def __init__(self, layers: int, experts: int, top_k: int) -> None:
+        self._layers, self._top_k = layers, top_k
         self._id_type = np.int16 if experts < 1 << 15 else np.int32
-        self._parts: list[Part] = []
-        self._first = self._held = 0  # tokens in its KV cache when it began, columns that are kept
+        self.clear()
+
+    def clear(self) -> None:
+        self._batches: list[list[Part]] = []
+        self._requests = 0
+        self._first = self._held = 0  # of the latest batch: tokens in its KV cache when it began, columns that are kept
         self._layer = 0
 
-    def begin(self, ids: Array | None, is_own: Array, before: int) -> None:
-        """A pass begins. ids, is_own: [rows, columns]; before: tokens in the KV cache."""
+    def begin(self, ids: Array | None, is_own: Array, before: int, continues: bool) -> int:
+        """A pass begins. Return the number of its first request, which counts once the pass has ended.
+
+        ids, is_own: [rows, columns]; before: tokens in the KV cache; continues: the batch before.
+        """
         experts = np.full((*is_own.shape, self._layers, self._top_k), -1, self._id_type)
         known = np.full(is_own.shape, -1, np.int32) if ids is None else ids.astype(np.int32)
-        self._part, self._layer, self._before = Part(experts, known, is_own), 0, before
+        self._part, self._layer, self._before, self._continues = Part(experts, known, is_own), 0, before, continues
+        return self._requests - len(is_own) * continues
 
     def put(self, ids: Array) -> None:
         """The next layer has chosen. ids: [rows * columns, k], -1 where nothing is routed."""
@@ -53,54 +61,20 @@ class Batch:
 
     def keep(self) -> None:
         """The pass has come to its end: keep it, without what its KV cache had given up before."""
-        if not self._parts:
-            self._kept.append(self)
-            self._first = self._before
-        parts, kept = self._parts, self._before - self._first
-        while parts and self._held > kept:
-            last = parts.pop()
+        if not self._continues:
+            self._batches.append([])
+            self._requests += len(self._part.ids)
+            self._first, self._held = self._before, 0
+        batch, kept = self._batches[-1], self._before - self._first
+        while batch and self._held > kept:
+            last = batch.pop()
             columns = last.ids.shape[1]
             left = max(0, columns - (self._held - kept))
             if left:
-                parts.append(last.first(left))
+                batch.append(last.first(left))
             self._held -= columns - left
-        parts.append(self._part)
+        batch.append(self._part)
         self._held += self._part.ids.shape[1]
-
-    @property
-    def requests(self) -> int:
-        return len(self._parts[0].ids)
-
-    @property
-    def prompt(self) -> Part:
-        """What the first pass took in."""
-        return self._parts[0]
-
-    @property
-    def whole(self) -> Part:
-        """What all passes took in, as one."""
-        return Part(*(np.concatenate(each, axis=1) for each in zip(*self._parts, strict=True)))
-
-
-class Recorder:
-    """Keeps the batches of a model, in the order in which their first passes ended."""
-
-    def __init__(self, layers: int, experts: int, top_k: int) -> None:
-        self._shape = layers, experts, top_k
-        self._batches: list[Batch] = []
-
-    def clear(self) -> None:
-        """Forget all; batches that run are kept no more."""
-        self._batches = []
-
-    @property
-    def requests(self) -> int:
-        """Return how many are kept."""
-        return sum(batch.requests for batch in self._batches)
-
-    def batch(self, is_kept: bool = True) -> Batch:
-        """Return a new one; is_kept: whether it will be in the trace."""
-        return Batch(*self._shape, kept=self._batches if is_kept else [])
 
     def trace(self, meta: TraceMeta) -> Trace:
         """Return all as a trace, with `meta`. Raise InputError where there is nothing."""
@@ -108,11 +82,11 @@ class Recorder:
             raise InputError("no pass has been run since the model was loaded, or since its cache's last `clear`")
         experts, ids, prompts = [], [], []
         for batch in self._batches:
-            every = batch.whole
+            every = Part(*(np.concatenate(each, axis=1) for each in zip(*batch, strict=True)))
             for row, own in enumerate(every.is_own):
                 experts.append(every.experts[row, own])
                 ids.append(every.ids[row, own])
-                prompts.append(int(batch.prompt.is_own[row].sum()))
+                prompts.append(int(batch[0].is_own[row].sum()))
         made = Trace.from_arrays(experts, meta.experts, prompts, name="recorded", token_ids=ids)
         requests = made.requests.assign(dataset="", mode=meta.mode)
         return Trace(**{**vars(made), "meta": meta, "requests": requests})

@@ -1,301 +1,379 @@
-"""A small server of OpenAI's interface (chat completions and completions, streaming too) in front of a live model.
+"""transformers' server of OpenAI's interface in front of a live model, with the checks and limits that it leaves out.
 
-Several requests are answered at a time, the others wait in a queue. What cannot be served gets an error as OpenAI's,
-and a request that fails leaves the server as it was.
+Requests are generated one after another on one thread; a client that leaves ends its own. What is taken from
+`transformers.cli.serving`, which is not a public interface, is pinned by tests/replay/test_serve.py.
 """
 
 import asyncio
 import hmac
 import json
-import signal
-import socket
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
-import uvicorn
-from fastapi import Depends, FastAPI, Request
+import anyio
+import torch
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from openai.types import Model
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import (
+    DirectStreamer,
+    GenerateManager,
+    GenerationState,
+    _GenerationCancelled,
+    _StreamError,
+    get_response_template,
+)
 
-from replay.live.answering import TokenIds, reading_ids
+from replay.devices.cpu import nothing
 from replay.live.model import LiveModel
-from replay.live.requests import ChatRequest, CompletionRequest, require_sampling
-from replay.live.worker import ClosedError, Job, Metrics, Worker
-from traces.errors import InputError
+from replay.live.requests import ChatRequest, CompletionRequest, Requested, not_served
+from tracer.lookup import drafting
+from traces.errors import refuse
 
 NEW_TOKENS = 256
-"""Of an answer, where a client does not say."""
+"""Of an answer, at most, where neither the request nor the model's generation config says."""
 
-MAX_BATCH = 4
-"""Requests that are answered at a time."""
+MOST_WAIT = 64
+"""Requests that run or wait."""
 
-LOOK_S = 0.25
-"""How often the server looks whether a client that waits for a whole answer is still there."""
+MOST_SENT = 4 << 20
+"""Bytes of a request: about a million tokens."""
 
-MOST_SENT = 16 << 20
-"""Bytes of a request: more than a million tokens have, and what is made of them takes some thirty times as much."""
+PATHS = ("/health", "/v1/chat/completions", "/v1/completions", "/v1/models")
+"""Of transformers' server, what is served here: it could also load and unload models."""
 
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end the server, unless what started it ignores them, as `nohup` does a closed terminal's SIGHUP."""
-
-GRACE_S = 5
-"""After a signal, how long clients have to read the rest of their answers."""
+LINES = "{% for message in messages %}{{ message.content }}{{ '' if loop.last else '\n' }}{% endfor %}"
+"""The chat template of a model without one, of whose kind transformers knows none either."""
 
 
 class RefusedError(HTTPException):
-    """An answer that is an error, as OpenAI's clients read it."""
+    """A request is answered with an error."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(status, message)
-        self.code = code
+        self.code, self.param = code, param
 
 
-async def _refused(_: Request | None, error: Exception) -> JSONResponse:
-    status = error.status_code if isinstance(error, HTTPException) else 400
-    text = error.detail if isinstance(error, HTTPException) else str(error)
-    if isinstance(error, RequestValidationError):
+async def refusal(_: object, error: Any) -> JSONResponse:
+    """Return an error as OpenAI's clients read it."""
+    if isinstance(error, ValidationError | RequestValidationError):
         first = error.errors()[0]
-        text = f"{'.'.join(str(part) for part in first['loc'] if part != 'body') or 'body'}: {first['msg']}"
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    body = {"message": text, "type": kind, "param": None, "code": getattr(error, "code", None)}
-    return JSONResponse({"error": body}, status)
+        place = [str(part) for part in first["loc"]]
+        error = RefusedError(400, f"{'.'.join(place)}: {first['msg']}", param=place[0])
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    more = {name: getattr(error, name, None) for name in ("param", "code")}
+    return JSONResponse({"error": {"message": error.detail, "type": kind, **more}}, error.status_code)
 
 
-def bounded(app: ASGIApp) -> ASGIApp:
-    """Refuse requests that are larger than MOST_SENT, before they are in memory."""
+class Answer(DirectStreamer):  # type: ignore[misc]  # transformers has no types
+    """Takes the tokens of an answer from `generate`, and queues its text up to a stop string."""
 
-    async def bounded_app(scope: Scope, receive: Receive, send: Send) -> None:
-        sent = 0
+    def __init__(self, tokenizer: Any, parser: Any, config: Any) -> None:
+        """config: the generation config, with `stop` and `seed` as the request has them."""
+        super().__init__(tokenizer._tokenizer, asyncio.get_running_loop(), asyncio.Queue(), parser)
+        self.config, self.tokens, self.moments = config, list[int](), [time.monotonic()]  # of coming, and of passes
+        self.outcome, self.error = "length", RefusedError(500, "")
+        self._ends = config.eos_token_id or []
+        self._stops = [config.stop] if isinstance(config.stop, str) else config.stop or []
+        self._text, self._sent, self.is_cut = "", 0, False
 
-        async def counted() -> Message:
-            nonlocal sent
-            message = await receive()
-            sent += len(message.get("body", b""))
-            if sent > MOST_SENT:
-                raise HTTPException(413, f"the request has more than {MOST_SENT} bytes: shorten it")
-            return message
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then what each pass gives. Raise _GenerationCancelled where no more is needed."""
+        if self._first or self._cancelled.is_set():
+            super().put(value)
+            return
+        self.moments.append(time.monotonic())
+        for token in value.reshape(-1).tolist():
+            self.tokens.append(token)
+            if token in self._ends:  # which is no text
+                self.total_tokens += 1
+                self.outcome = "stop"
+            else:
+                super().put(torch.tensor([token]))
+            if self.outcome == "stop":
+                raise _GenerationCancelled
 
-        await app(scope, counted, send)
+    def _enqueue(self, item: Any) -> None:
+        if type(item) is not str:  # the end, or a part of a chat that is not text
+            self._send(len(self._text) if item is None else 0)
+            super()._enqueue(item)
+        elif not self.is_cut:
+            self._text += item
+            places = [place for stop in self._stops if (place := self._text.find(stop)) >= 0]
+            if places:
+                self.is_cut, self.outcome = True, "stop"
+            self._text = self._text[: min(places, default=None)]
+            longest = max(map(len, self._stops), default=1)
+            self._send(len(self._text) - (0 if places else longest - 1))
 
-    return bounded_app
+    def _send(self, end: int) -> None:
+        if end > self._sent:
+            super()._enqueue(self._text[self._sent : end])
+            self._sent = end
 
+    def end(self) -> None:
+        """Do nothing, as `generate` calls it: `finish` ends the answer after the last check."""
 
-class Server:
-    """The application and its worker. api_key: what clients must send; None: nothing."""
+    def finish(self) -> None:
+        """Queue what is left of the text, and the end."""
+        if not self.is_cut and self._parser is None:
+            tokens = [token for token in self.tokens if token not in self._ends]
+            self._text = self._tokenizer.decode(tokens, skip_special_tokens=True)  # letters that are not whole, too
+        super().end()
 
-    def __init__(
-        self, live: LiveModel, api_key: str | None = None, max_context: int | None = None, max_batch: int = MAX_BATCH
-    ) -> None:
-        self._loaded = live.loaded
-        self._config = live.loaded.model.generation_config  # while a request runs, the model has another
-        require_sampling(self._config, self._loaded.name)
-        self._key = api_key
-        longest = live.loaded.context or 1 << 30
-        self.context = min(longest, max_context or longest)
-        gpu = live.run.gpu
-        self.metrics = Metrics(gpu.slots, live.run.shape.total, gpu.link.expert_bytes)
-        by_ids = reading_ids(live.loaded)
-        self._ids: TokenIds = by_ids.tokenizer
-        loaded = by_ids if live.loaded.tokenizer is None else live.loaded
-        if live.loaded.tokenizer is not None:
-            live.loaded.prompt_tokens(["a"], template=False)  # drops its padding, after which threads may share it
-        self.worker = Worker(live, loaded, self.metrics, max_batch)
-        self.app = self._application()
+    def fail(self, status: int, message: str) -> None:
+        self.outcome, self.error = "error", RefusedError(status, message)
+        super()._enqueue(_StreamError(json.dumps(message)[1:-1]))  # which is sent between quotation marks
 
     @property
-    def longest_answer(self) -> int:
-        """Return how many tokens an answer has at most, as the generation config says; else those of the context."""
-        return self._config.max_new_tokens or self.context
+    def queue(self) -> Any:
+        return self._queue
 
-    def _application(self) -> FastAPI:
-        errors: Any = dict.fromkeys((HTTPException, InputError, RequestValidationError), _refused)
-        app = FastAPI(
-            title="moe-replay serve", docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=errors
-        )
-        app.add_middleware(bounded)
-        guarded = [Depends(self._allow)]
+    @property
+    def is_left(self) -> bool:
+        return bool(self._cancelled.is_set())
 
-        @app.get("/health")
-        async def health() -> dict[str, str]:
-            return {"status": "ok"}
 
-        @app.get("/metrics", dependencies=guarded)
-        async def metrics() -> Response:
-            return Response(self.metrics.text(self.worker.waiting), media_type="text/plain; version=0.0.4")
+class Generation(GenerateManager):  # type: ignore[misc]
+    """Generates answers one after another. context: tokens of a request, prompt and answer, at most."""
 
-        @app.get("/v1/models", dependencies=guarded)
-        async def models() -> dict[str, Any]:
-            own = {"id": self._loaded.name, "object": "model", "created": 0, "owned_by": "moe-expert-cache"}
-            return {"object": "list", "data": [own]}
+    def __init__(self, live: LiveModel, context: int) -> None:
+        super().__init__()
+        self.live, self._context, self._answers = live, context, set[Answer]()
+        self.metrics = Metrics(lambda: len(self._answers))
 
-        @app.post("/v1/chat/completions", dependencies=guarded)
-        async def chat(body: ChatRequest, request: Request) -> Response:
-            limit = body.max_completion_tokens or body.max_tokens or NEW_TOKENS
-            return await self._answer(body, limit, request)
-
-        @app.post("/v1/completions", dependencies=guarded)
-        async def completions(body: CompletionRequest, request: Request) -> Response:
-            return await self._answer(body, body.max_tokens or 16, request)
-
-        return app
-
-    async def _allow(self, request: Request) -> None:
-        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._key is not None and not hmac.compare_digest(sent.encode(), self._key.encode()):
-            raise RefusedError(401, "the API key is missing or wrong", "invalid_api_key")
-
-    def _tokens(self, body: ChatRequest | CompletionRequest) -> list[int]:
-        prompt = body.prompt if isinstance(body, CompletionRequest) else ""
-        if isinstance(prompt, list):
-            ids = [token for token in prompt if isinstance(token, int)]
-            if len(ids) == len(prompt):
-                return self._ids.known(ids)
-            prompt = str(prompt[0])
-        if self._loaded.tokenizer is None:
-            raise RefusedError(400, f"{self._loaded.name} has no tokenizer: send token ids to /v1/completions")
-        if isinstance(body, ChatRequest):
-            return self._loaded.chat_tokens([message.for_template for message in body.messages])
-        return self._loaded.prompt_tokens([prompt], template=False)
-
-    async def _answer(self, body: ChatRequest | CompletionRequest, limit: int, request: Request) -> Response:
-        tokens, name = await asyncio.to_thread(self._tokens, body), self._loaded.name
-        too_long = f"the prompt has {len(tokens)} tokens, and the context {self.context}: shorten it"
-        not_served = f"not served here: {', '.join(body.not_served)[:200]}; leave it out"
-        refusals: tuple[tuple[object, int, str, str | None], ...] = (
-            (body.model not in (None, name), 404, f"there is no model {body.model}, only {name}", "model_not_found"),
-            (body.not_served, 400, not_served, "unsupported_parameter"),
-            (not tokens, 400, "the prompt has no tokens", None),
-            (len(tokens) >= self.context, 400, too_long, "context_length_exceeded"),
-        )
-        for applies, status, why, code in refusals:
-            if applies:
-                raise RefusedError(status, why, code)
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
-
-        def report(piece: Piece) -> None:  # on the worker's thread
-            with suppress(RuntimeError):  # of a loop that is closed
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-        limit = min(limit, self.longest_answer, self.context - len(tokens))
-        job = Job(tokens, limit, body.sampling(self._config), body.seed, body.stop_strings, report)
-        if not self.worker.put(job):
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> tuple[Any, Answer]:
+        """Queue a request. Raise RefusedError for one that is too long, or one too many."""
+        prompt = inputs["input_ids"].shape[-1]
+        left = self._context - prompt
+        limit = gen_config.max_new_tokens or max(1, min(model.generation_config.max_new_tokens or NEW_TOKENS, left))
+        if not prompt:
+            raise RefusedError(400, "the prompt has no tokens")
+        if limit > left:
+            why = f"{prompt} tokens of prompt and {limit} of answer are more than the context of {self._context}"
+            raise RefusedError(400, why, "context_length_exceeded", "max_tokens")
+        if len(self._answers) >= MOST_WAIT:
             raise RefusedError(429, "too many requests wait already: try again later", "queue_full")
-        shape, texts = Shape(name, isinstance(body, ChatRequest)), _texts(job, pieces, request)
-        if not body.stream:
-            text = "".join([text async for text in texts])
-            return JSONResponse(shape.whole(text, job.outcome, _usage(job)))
-        first = await anext(texts, "")  # what fails before it has a status of its own
-        usage = bool((body.stream_options or {}).get("include_usage"))
-        return StreamingResponse(_events(job, first, texts, shape, usage), media_type="text/event-stream")
+        gen_config.max_new_tokens = limit
+        answer = Answer(processor, response_parser, gen_config)
+        self._answers.add(answer)
+        self.submit(self._run, inputs, answer)
+        return answer.queue, answer
 
-
-Piece = str | Exception | None
-"""Text of an answer, its error, or None at its end."""
-
-
-async def _texts(job: Job, pieces: asyncio.Queue[Piece], request: Request) -> AsyncIterator[str]:
-    """Yield an answer's text as it comes; a client that vanishes ends the job. Raise RefusedError where it fails."""
-    try:
-        while True:
-            try:
-                piece = await asyncio.wait_for(pieces.get(), LOOK_S)
-            except TimeoutError:
-                if await request.is_disconnected():
-                    raise RefusedError(499, "the client has gone") from None
-                continue
-            if piece is None:
-                return
-            if isinstance(piece, ClosedError):
-                raise RefusedError(503, str(piece))
-            if isinstance(piece, Exception):
-                why = " ".join(str(piece).split()) or type(piece).__name__
-                raise RefusedError(500, f"the request failed: {why}")
-            yield piece
-    finally:
-        job.left.set()
-
-
-class Shape:
-    """How an answer is sent, whole or in pieces: of /v1/chat/completions, else of /v1/completions."""
-
-    def __init__(self, model: str, is_chat: bool) -> None:
-        prefix = "chatcmpl" if is_chat else "cmpl"
-        self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._is_chat = is_chat
-
-    def whole(self, text: str, finish: str, usage: dict[str, int]) -> dict[str, Any]:
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        return self._sent(kind, finish, text, {"message": {"role": "assistant", "content": text}}) | {"usage": usage}
-
-    def piece(self, text: str, finish: str | None = None) -> dict[str, Any]:
-        """Return a piece of one; at the end without text."""
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return self._sent(kind, finish, text, {"delta": {} if finish else {"role": "assistant", "content": text}})
-
-    def _sent(self, kind: str, finish: str | None, text: str, chat: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": 0, "finish_reason": finish, "logprobs": None, **(chat if self._is_chat else {"text": text})}
-        return {**self._common, "object": kind, "choices": [choice]}
-
-
-async def _events(
-    job: Job, first: str, texts: AsyncIterator[str], shape: Shape, usage: bool
-) -> AsyncIterator[str | bytes]:
-    text = first
-    try:
-        while text:
-            yield _event(shape.piece(text))
-            text = await anext(texts, "")
-        yield _event(shape.piece("", job.outcome))
-        if usage:  # behind the end, alone
-            yield _event({**shape.piece(""), "choices": [], "usage": _usage(job)})
-        yield "data: [DONE]\n\n"
-    except RefusedError as error:
-        yield b"data: " + bytes((await _refused(None, error)).body) + b"\n\n"
-    finally:
-        job.left.set()
-
-
-def _usage(job: Job) -> dict[str, int]:
-    prompt, answer = len(job.tokens), job.answered
-    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; clients wait until it is served. Raise InputError where it cannot."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise InputError(f"cannot listen at --host {host}, --port {port}: {error}; choose others") from error
-
-
-class Listener(uvicorn.Server):
-    """Serves `app` until a signal of ENDS. on_end: called before clients are left."""
-
-    def __init__(self, app: FastAPI, on_end: Callable[[], None]) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S))
-        self._on_end = on_end
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let what runs end with its error; then leave clients that do not read it."""
-        self._on_end()
-        await super().shutdown(sockets)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Let signals end the server only; uvicorn would raise them again after it, and SIGTERM kills the process."""
-        numbers = [number for number in ENDS if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """Return the text, the tokens of the prompt, and those of the answer. Raise RefusedError where it fails."""
+        queue, answer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        pieces = list[str]()
         try:
-            yield
+            while (piece := await queue.get()) is not None:
+                if isinstance(piece, _StreamError):
+                    raise answer.error
+                pieces.append(piece)
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            answer.cancel()
+        text = "".join(pieces)
+        ids = processor(text, add_special_tokens=False)["input_ids"] if answer.is_cut else answer.tokens
+        return text, inputs["input_ids"].shape[-1], ids  # which the handler of chats decodes again
+
+    def _run(self, inputs: Any, answer: Answer) -> None:
+        """Generate an answer, on transformers' thread."""
+        live, config = self.live, answer.config
+        ids = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        torch.manual_seed(torch.seed() if config.seed is None else config.seed)
+        try:
+            with suppress(_GenerationCancelled), drafting(live.model) if live.draft else nullcontext():
+                live.model.generate(**ids, generation_config=config, streamer=answer)
+            live.end_request()
+            if answer.is_left:
+                answer.outcome = "left"
+            if answer.outcome == "stop":
+                config.max_new_tokens = None  # or the handler would take an answer of that many tokens for a cut one
+            answer.finish()
+        except Exception as error:
+            answer.fail(500, f"the request failed: {' '.join(str(error).split()) or type(error).__name__}")
+        self._answers.discard(answer)
+        self.metrics.served(answer, live.counters)
+        live.clear()
+
+    def stop(self) -> None:
+        """End all requests with an error."""
+        for answer in list(self._answers):
+            answer.fail(503, "the server is shutting down")
+            answer.cancel()
+
+    def close(self) -> None:
+        """Return when none runs."""
+        self.stop()
+        self.submit(nothing).result()
+
+
+class Metrics:
+    """Of one server, in Prometheus' format; names begin with `moe_`."""
+
+    def __init__(self, waiting: Callable[[], int]) -> None:
+        own = self._registry = CollectorRegistry()
+        self._requests = Counter("moe_requests", "Requests that have ended.", ["outcome"], registry=own)
+        self._tokens = Counter("moe_tokens", "Tokens of answers.", registry=own)
+        self._first = Histogram("moe_ttft_seconds", "From a request to its first token.", registry=own)
+        self._later = Histogram("moe_tpot_seconds", "Of a later token, the mean of a request.", registry=own)
+        self._cache = Counter("moe_cache", "Sums over steps, as results count them.", ["count"], registry=own)
+        Gauge("moe_waiting", "Requests that run or wait.", registry=own).set_function(waiting)
+
+    def served(self, answer: Answer, counters: dict[str, int]) -> None:
+        """Count a request that has ended. counters: of the cache, since the request before it."""
+        self._requests.labels(answer.outcome).inc()
+        self._tokens.inc(len(answer.tokens))
+        if answer.tokens:
+            self._first.observe(answer.moments[1] - answer.moments[0])
+        if len(answer.tokens) > 1:
+            self._later.observe((answer.moments[-1] - answer.moments[1]) / (len(answer.tokens) - 1))
+        for name, count in counters.items():
+            self._cache.labels(name).inc(count)
+
+    async def text(self) -> Response:
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
+
+
+class OneModel(ModelManager):  # type: ignore[misc]
+    """The live model, under its name."""
+
+    def __init__(self, live: LiveModel) -> None:
+        """Raise InputError for a model without a tokenizer."""
+        super().__init__()
+        self.force_model, self.live, tokenizer = live.loaded.name, live, live.loaded.tokenizer
+        refuse((not hasattr(tokenizer, "_tokenizer"), f"{self.force_model} has no fast tokenizer: use `generate`"))
+        start = tokenizer("")["input_ids"]  # which drops its padding, after which threads may share it
+        if not (tokenizer.chat_template or get_response_template(tokenizer, live.model)):
+            tokenizer.chat_template = tokenizer.decode(start) + LINES
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self.live.model, self.live.loaded.tokenizer
+
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+        return [Model(id=self.force_model, created=0, object="model", owned_by="moe-expert-cache").model_dump()]
+
+
+class CheckedHandler:
+    """Checks a request before a handler of transformers reads it, and says how tokens are drawn."""
+
+    requested: type[Requested]
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
+        """Answer a request. Raise RefusedError, or ValidationError."""
+        try:
+            response: Response = await super().handle_request(body, request_id)  # type: ignore[misc]
+        except (HTTPException, ValidationError):
+            raise
+        except Exception as error:  # of the chat template, or the tokenizer
+            raise RefusedError(400, f"{type(error).__name__}: {error}") from error
+        return response
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)  # type: ignore[misc]
+        self.requested.model_validate(body)
+        name: str = self.model_manager.force_model  # type: ignore[attr-defined]
+        if body.get("model") not in (None, name):
+            raise RefusedError(404, f"there is no model {body['model']}, only {name}", "model_not_found", "model")
+        if names := not_served(body, self._unused_fields):  # type: ignore[attr-defined]
+            raise RefusedError(400, f"not served here: {', '.join(names)}", "unsupported_parameter", names[0])
+        if isinstance(body.get("prompt"), list):
+            (body["prompt"],) = body["prompt"]
+
+    def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool) -> Any:
+        without = {**body, "seed": None, "stop": None}  # which it would apply to the request that runs, or include
+        config = super()._build_generation_config(without, model_generation_config, use_cb)  # type: ignore[misc]
+        live, temperature = self.model_manager.live, body.get("temperature")  # type: ignore[attr-defined]
+        config.update(
+            max_new_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
+            do_sample=config.do_sample if temperature is None else temperature > 0,
+            num_beams=1,
+            use_cache=True,
+            eos_token_id=live.loaded.stop_ids or None,
+            pad_token_id=live.loaded.pad_id,
+            prompt_lookup_num_tokens=live.draft or None,
+        )
+        config.seed, config.stop = body.get("seed"), body.get("stop")
+        return config
+
+
+class Chat(CheckedHandler, ChatCompletionHandler):  # type: ignore[misc]
+    """Conversations."""
+
+    requested = ChatRequest
+
+
+class Completion(CheckedHandler, CompletionHandler):  # type: ignore[misc]
+    """Texts to continue with."""
+
+    requested = CompletionRequest
+
+
+def guarded(app: ASGIApp, api_key: str | None) -> ASGIApp:
+    """Refuse requests without the API key, or larger than MOST_SENT; cancel those whose client has left."""
+
+    async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
+        head, error = Headers(scope=scope), None
+        key = head.get("authorization", "").removeprefix("Bearer ")
+        if api_key and scope["path"] != "/health" and not hmac.compare_digest(key.encode(), api_key.encode()):
+            error = RefusedError(401, "the API key is missing or wrong", "invalid_api_key")
+        elif "transfer-encoding" in head or int(head.get("content-length", 0)) > MOST_SENT:
+            error = RefusedError(413, f"the request has more than {MOST_SENT} bytes, or does not say how many")
+        if error:
+            await (await refusal(None, error))(scope, receive, send)
+            return
+        is_complete = False
+
+        async def received() -> Message:
+            nonlocal is_complete
+            if is_complete:
+                await anyio.sleep_forever()
+            message = await receive()
+            if is_complete := not message.get("more_body"):
+                group.start_soon(watch)
+            return message
+
+        async def watch() -> None:
+            await receive()  # which returns when the client leaves
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            await app(scope, received, send)
+            group.cancel_scope.cancel()
+
+    return guarded_app
+
+
+def application(generation: Generation, api_key: str | None = None, hosts: Sequence[str] = ("*",)) -> FastAPI:
+    """Return the server. api_key: what clients must send; None: nothing. hosts: names by which it may be reached."""
+    models, state = OneModel(generation.live), GenerationState()
+    state.get_manager = lambda *_, **__: generation
+    chat, completion = Chat(models, state), Completion(models, state)
+    app: FastAPI = build_server(models, chat, completion, None, None, None, state)
+    app.router.routes = [route for route in app.routes if getattr(route, "path", None) in PATHS]
+    app.add_api_route("/metrics", generation.metrics.text)
+    for kind in (HTTPException, RequestValidationError, ValidationError):
+        app.add_exception_handler(kind, refusal)
+    app.add_middleware(guarded, api_key=api_key)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+    return app

@@ -22,6 +22,5 @@ from .run import Tier as Tier
 from .run import Users as Users
 from .run import gpu_run as gpu_run
 from .schedule import LiveStep as LiveStep
-from .schedule import Place as Place
 from .schedule import Step as Step
 from .session import decider_of as decider_of

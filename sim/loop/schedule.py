@@ -64,18 +64,18 @@ class Routing(Protocol):
 class LiveStep:
     """A step of a model that runs now, of one or more requests: `put` what a router has chosen, then have it routed.
 
-    phase: PREFILL or DECODE; places: of its R requests; events: how many the run had before this step;
-    token_ids: [T] of the tokens that it takes in, a request after another, or none.
+    phase: PREFILL or DECODE; number: of the step in its requests; events: how many the run had before this step;
+    token_ids: [T] of the tokens that it takes in, a request after another, or none; requests: R, in batch slots 0 to R.
     """
 
-    def __init__(self, phase: int, places: Sequence[Place], events: int, token_ids: Int = NO_INTS) -> None:
+    def __init__(self, phase: int, number: int, events: int, token_ids: Int = NO_INTS, requests: int = 1) -> None:
         self._phase = phase
-        self._batch_slots = np.array([place.batch_slot for place in places], np.int64)
-        self._numbers = np.array([place.step for place in places], np.int64)
+        self._number = number
         self._events = events
         self._token_ids = np.ascontiguousarray(token_ids, np.int64)
+        self._requests = requests
         self._layer = -1
-        self._put(np.zeros((len(places), 1), np.int64), 0)
+        self._put(np.zeros((requests, 1), np.int64), 0)
 
     def put(self, layer: int, tokens: Int) -> None:
         """The router of `layer` has ended; tokens: int64[R, E] of each request, those that chose each expert."""
@@ -87,7 +87,7 @@ class LiveStep:
         together, (request, expert) = tokens.sum(0), tokens.nonzero()
         chosen = together.nonzero()[0]
         self._experts, self._counts = chosen + first, together[chosen]
-        offsets = np.searchsorted(request, np.arange(len(tokens) + 1))
+        offsets = np.searchsorted(request, np.arange(self._requests + 1))
         self._by_request = offsets, expert + first, tokens[request, expert]
 
     def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
@@ -104,8 +104,8 @@ class LiveStep:
             layer=layer,
             experts=self._experts.copy(),
             counts=self._counts.copy(),
-            batch_slots=self._batch_slots.copy(),
-            steps=self._numbers.copy(),
+            batch_slots=np.arange(self._requests),
+            steps=np.full(self._requests, self._number),
             offsets=offsets,
             own_experts=own_experts,
             own_counts=own_counts,

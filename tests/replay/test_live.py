@@ -95,7 +95,7 @@ def test_weights_are_aligned_as_in_the_whole_model(architecture: str, tmp_path: 
         for name, parameter in whole.named_parameters():
             if not held[name].is_meta:
                 assert parameter.data_ptr() % 64 == held[name].data_ptr() % 64, name
-        for layer in live._layers[0]:
+        for layer in live._layers:
             module = whole.get_submodule(layer._layer.name)
             for expert in range(layer._layer.experts):
                 for name, row in layer._view(expert, 0).items():

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from openai import BadRequestError, OpenAI
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sim.quantities import parse_bytes
+from tests.support.tokenizer import byte_tokenizer
 
 LIMIT = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -177,3 +179,30 @@ def test_the_largest_cache_that_fits_generates_within_the_limit(ended: list[Ende
     stated = re.search(r"stated (\S+ \S+) =", done.err)
     assert stated
     assert LIMIT / 2 < parse_bytes(stated[1], "memory") < LIMIT
+
+
+@pytest.mark.slow  # reads all experts for each prompt
+def test_the_server_answers_what_memory_suffices_for_and_refuses_more(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    byte_tokenizer().save_pretrained(tmp_path)
+    inside = (
+        "import os, sys; open(sys.argv.pop(1), 'w').write(str(os.getpid())); from replay.commands import main; main()"
+    )
+    options = ("serve", "--model", tmp_path, "--policy", "lru", "--cache-size", "max", "--lanes", "1", "--port", "0")
+    with limited() as group:
+        words = [sys.executable, "-c", inside, str(group / "cgroup.procs"), *map(str, options)]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
+            assert server.stderr
+            stated = re.search(r"(http://\S+), a context of (\S+) tokens", server.stderr.readline())
+            assert stated
+            context = int(stated[2].replace(",", ""))
+            with OpenAI(base_url=stated[1], api_key="none", max_retries=0, timeout=200) as client:
+                asked: dict[str, Any] = {"model": tmp_path.name, "max_tokens": 4}
+                for _ in range(3):
+                    client.completions.create(**asked, prompt="x" * (context - 4))
+                with pytest.raises(BadRequestError, match="more than the context"):
+                    client.completions.create(**asked, prompt="x" * (context - 3))
+            server.terminate()
+            assert server.wait(20) == 0
+    assert 1000 < context < 32_768

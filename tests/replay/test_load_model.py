@@ -157,7 +157,7 @@ def test_all_numbers_of_mxfp4_are_those_that_transformers_makes(tmp_path: Path) 
     """Those of each scale too, of which some are infinite or none."""
     folder, drawn = saved_in_few_bits(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=32), torch.Generator()
     with load_model(folder, "lru", "1", lanes=1) as model:
-        layer = model.expert_cache._layers[0][0]._layer
+        layer = model.expert_cache._layers[0]._layer
         views = {row.name: torch.randint(0, 256, (1, *row.shape), generator=drawn) for row in layer.stored}
         views = {row.name: views[row.name].to(row.dtype) for row in layer.stored}
         for name in ("gate_up_proj", "down_proj"):

@@ -1,17 +1,15 @@
 """Drafts that are looked up while a model generates: the same tokens as one by one, and what was drafted is stated."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fastapi.testclient import TestClient
 
 from replay.commands import main
 from replay.device_choice import DeviceChoice
-from replay.live import Server, open_live
+from replay.live import open_live
 from sim import simulate
 from tests.support.command import run
 from tests.support.live_models import saved, whole_model
@@ -112,28 +110,3 @@ def test_what_is_drawn_is_recorded_as_it_was_fed(tmp_path: Path) -> None:
         with torch.no_grad():
             whole(input_ids=torch.tensor([fed]))
         np.testing.assert_array_equal(np.sort(hook.passes[0].ids), routed(found))
-
-
-def test_the_server_drafts_counts_it_and_answers_the_same(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "qwen3_moe")
-    asked = {"model": folder.name, "max_tokens": LONG, "temperature": 0}
-    prompts = [{**asked, "prompt": REPEATING[first:]} for first in range(3)]  # at a time
-    texts, counts = [], []
-    for draft in (0, 4):
-        with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="30%") as live:
-            live.draft = draft
-            server = Server(live)
-            client = TestClient(server.app)
-            with ThreadPoolExecutor() as pool:
-                answers = [pool.submit(client.post, "/v1/completions", json=body) for body in prompts]
-                texts.append([answer.result().json()["choices"][0]["text"] for answer in answers])
-            counts.append(client.get("/metrics").text.splitlines())
-            server.worker.close()
-    assert texts[0] == texts[1]
-
-    def value(name: str) -> float:
-        return float(next(each for each in counts[1] if each.startswith(name)).split()[-1])
-
-    assert value('moe_drafted_total{outcome="accepted"}') > 0
-    assert value("moe_tpot_seconds_count") == len(prompts) * (LONG - 1)
-    assert value('moe_tokens_total{kind="answer"}') == len(prompts) * LONG

@@ -10,7 +10,7 @@ import pytest
 from policies.core import NO_INTS, Shape, parse
 from sim.engines import SimpyDevice, case_request, compiled_engine
 from sim.engines.simpy_engine import simulate
-from sim.loop import Device, Kind, LiveStep, Place, Requests, Run, RunLog, Share, StepRow, gpu_run, play, whole
+from sim.loop import Device, Kind, LiveStep, Requests, Run, RunLog, Share, StepRow, gpu_run, play, whole
 from sim.loop.session import Session
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline, host_link
@@ -96,8 +96,7 @@ def live(run: Run, device: Device, between: Callable[[Session], None] = lambda s
             before, began = session.totals(), session.begin_step()
             known, first = request.token_ids, int(request.tokens[:number].sum())
             ids = NO_INTS if known is None else known[first : first + tokens]
-            places = [Place(ordinal, 0, request.request, tokens, number)]
-            step = LiveStep(phase, places, len(rows) * layers, ids)
+            step = LiveStep(phase, number, len(rows) * layers, ids)
             for layer in range(layers):
                 session.submitting(Kind.ROUTER)
                 device.dense(layer, tokens, int(request.context[number]))
@@ -146,7 +145,7 @@ def test_looking_at_what_has_ended_takes_no_time_and_loses_nothing() -> None:
 
 
 def test_what_was_not_put_is_not_routed() -> None:
-    step = LiveStep(1, [Place(0, 0, 0, 1, 0)], 0)
+    step = LiveStep(phase=1, number=0, events=0)
     step.put(0, np.array([[0, 0, 1]]))
     with pytest.raises(AssertionError, match="before it is routed"):
         step.chosen(1)
