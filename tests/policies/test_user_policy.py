@@ -147,7 +147,7 @@ def test_the_overhead_of_a_users_policy_is_measured_charged_to_it_alone_and_kept
     assert first[1]["stall_predictor_ms"] == pytest.approx(own * 3 * 6 * TRACE.layers / 1_000)
     assert rows(home, *asked, "--resume") == first
     assert f'predictor_us = "fading.py:Fading={own:g}"' in (home / "measured" / "sweep.toml").read_text()
-    again = rows(home, "--config", "measured/sweep.toml", "--out", "again")
+    again = rows(home, "--config", "measured/sweep.toml", "--trust-folder", "--out", "again")
     assert [row["tpot_mean_ms"] for row in again] == [row["tpot_mean_ms"] for row in first]
     run = moe_sim("run", "demo/trace", "--policy", "belady", "--predictor-us", "500", cwd=home)
     assert "charged to all policies, so to belady too, which would cost nothing" in run.stderr
