@@ -1,9 +1,8 @@
 """What is run: the one description of a run, from which all that names an option is read off.
 
-The options of commands (`sim.commands.options`), the keys of a sweep's TOML, the keywords of `simulate`, `sweep` and
-`replay`, a cell's key and what a worker is sent are the fields of `Experiment`: a new option is one field. Policy and
-cache size are not among them, as an experiment is what cells of different policies and cache sizes have in common.
-`sim.keywords` is written from them.
+Options of commands (`sim.commands.options`), keys of a sweep's TOML, keywords (`sim.keywords`), a cell's key and what a
+worker is sent are the fields of `Experiment`. Policy and cache size are not among them: an experiment is what cells of
+different policies and cache sizes have in common.
 """
 
 import math

@@ -1,14 +1,8 @@
 """Tokens run in the real loop, less what their parts take alone: what the host adds, and how parts slow each other.
 
-Tokens that miss nothing and tokens that miss everything show the host's part (`tokens_in_loop`, `with_host`).
-
-Transfers and compute share, on a GPU, its memory's bandwidth, and are timed together (`parts.slowed`). On a CPU they
-also share the processors with the loop and its interpreter, so tokens of which half of the experts miss are run
-(`half_missing_in_loop`), and what follows from them is computed (`slowed_by`). Parts are timed alone, and the simulator
-has constant durations only. So `effective` adds the slow-down to the tables of a run: the run is simulated, its log
-says which share of the compute overlaps with transfers, durations grow by that share of the slow-down, and this is
-repeated ITERATIONS times. Most of the overlap is the compute of experts that hit while others of the same event are
-transferred; the rest is the compute of dense parts during prefetches.
+Tokens that miss nothing and tokens that miss everything show the host's part (`tokens_in_loop`, `with_host`). On a CPU
+transfers, compute and loop share processors: tokens of which half of the experts miss show how much
+(`half_missing_in_loop`, `slowed_by`), and `effective` adds it to the tables of a run.
 """
 
 from collections.abc import Callable

@@ -1,19 +1,8 @@
 """What this machine takes for each part of a step and for a transfer, measured through the device that replays.
 
-Each kind of work is timed alone (`parts`). Then the real loop runs tokens that miss nothing and tokens that miss
-everything (`in_loop`): what those take beyond the sum of their parts is the host's, a turnaround for each layer (from
-the end of a router to the start of what is submitted in answer) and a launch for each expert. So the tables give both
-as they were measured. Parts and transfers slow each other down.
-
-All this is one pass. Of several passes the median of each figure counts, before it is compared with others: what
-disturbed one pass for a moment is left out.
-
-How far the repeats of a figure lie from their mean, in the mean over all figures, is the noise.
-
-A machine is measured before a run and after it and, where the device reports its pace, during the run: the calibrations
-take the pace in the same way as the run's pauses (`replay.calibration.pace`), and what they measured is scaled by how
-the two compare, as far as that is more than noise. Nothing that the run itself moves or computes is used: a prediction
-stays one.
+A pass times each kind of work alone (`parts`), then tokens in the real loop (`in_loop`). Of several passes the median
+of each figure counts; the noise is how far repeats lie from their mean, in the mean over all figures. Nothing that the
+run itself moves or computes is used: a prediction stays one.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,7 @@
-"""A stopwatch for one kind of work on a device, among others like it.
+"""A stopwatch for one kind of work on a device: series of it, repeated until their mean is sure, or took long enough.
 
-Work comes in series. Where the host submits a decoded token's no faster than the device works, heads go before, which
-keep the device busy until all is submitted: so the device's time is measured, not the host's.
-
-Within a pass means count, not medians: the mean of a run is predicted, and a run is disturbed as the measurement is.
-So a figure is repeated until its mean is sure, or has taken long enough.
+Heads go before a series, which keep the device busy until all is submitted: so the device's time is measured, not the
+host's. Means count, not medians: the mean of a run is predicted, and a run is disturbed as the measurement is.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,7 @@
-"""How fast a machine is during a run: the run pauses, a few experts are read and computed, and it continues.
+"""How fast a machine is during a run: about every SECONDS the run pauses, and a few experts are read and computed.
 
-A shared machine drifts within seconds, a calibration before a run and one behind it miss what happens between. So about
-every SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device reports its pace.
-The same number of decode steps lies between any two pauses: so the mean of their paces is that of the work, slow
-periods having as many pauses a step as others. Nothing that the run itself moves or computes is used.
+A shared machine drifts within seconds, between the calibrations. The same number of decode steps lies between any two
+pauses, so the mean of their paces is that of the work. Nothing that the run itself moves or computes is used.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,12 +1,8 @@
-"""Simulator against device: the same cell run on both, and how far they lie apart.
+"""Simulator against device: the same cell (a policy at a cache size in a mode) run on both, and how far they lie apart.
 
-A cell is a policy at a cache size in a mode. In `closed-loop` the policy decides on the device as things happen, and
-the simulator runs the same cell on that machine's profile: they differ in time, and therefore in what is decided. In
-`lockstep` the device executes what the simulator decided (`policies.core.script`); neither side is charged for policy
-overhead, and all that is left to differ is time.
-
-The machine is described once for all cells, by a calibrated profile or as measured just before, and never touched
-afterwards: a prediction must not use the measurement that it is compared with.
+In `closed-loop` the policy decides on the device as things happen. In `lockstep` the device executes what the simulator
+decided (`policies.core.script`), neither side is charged for policy overhead, and only time may differ. The machine is
+described once for all cells: a prediction must not use the measurement that it is compared with.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,8 @@
 """The file of real runs: one JSON, written again after each cell, so that a run cut off loses the cell it was at.
 
-At its top stand the facts of the machine and of the run, then a list of cells. A cell has a key, a digest of all that
-decides it: model, trace and options, the hardware profile's content, and this project's code; the machine is the same
-for the whole file. A file that is resumed keeps the cells that are finished; one that failed (it has `error`, one line,
-in place of figures) is due again.
+A cell has a key, a digest of all that decides it: model, trace and options, the hardware profile's content, and this
+project's code. A file that is resumed keeps the cells that are finished; one that failed (it has `error`, one line, in
+place of figures) is due again.
 """
 
 import json

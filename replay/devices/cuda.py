@@ -1,13 +1,8 @@
 """The CUDA device: registered host memory, one copy stream, one compute stream, polled by the driver's own thread.
 
-Copy engines know no priorities, so prefetches are chosen late (`sim.loop.pump`). Nothing else copies host to device:
-what a kernel must know goes as its arguments. Slots and slabs are allocated once. Compute waits, on the device, for the
-event behind an expert's last piece; a slot is taken again only when its last use was seen to have ended.
-The host's memory was registered before (`replay.devices.gpu.pinned`).
-
-A decoded token goes in few launches, since each costs the host some microseconds. What does not depend on routing
-(dense parts, combine, head) is a CUDA graph each; small experts that are at hand go through one fused kernel. Large
-experts, and those of longer steps, are matmuls on views of their slots.
+Nothing but transfers is copied to the device, and nothing is allocated in a run. Compute waits, on the device, for the
+event behind an expert's last piece; a slot is taken again only when its last use was seen to have ended. Dense parts,
+combine and head are a CUDA graph each, small experts at hand one fused kernel, others matmuls on views of their slots.
 """
 
 import time

@@ -1,11 +1,8 @@
 """The experts of a model in one file, for a disk that is read past the operating system's page cache.
 
-The container is safetensors (github.com/huggingface/safetensors, "Format"): tensors `expert.0`, `expert.1`, ... of type
-U8, each an expert in the layout of `replay.model.network.Network.weights` (gate, up and down, or up and down), and what
-fills it up to a multiple of 4,096 bytes, so that each expert begins at such a multiple: what O_DIRECT asks for. The
-metadata says which model it is, and has a CRC-32 of each expert. Where layers have experts of different sizes, each has
-its own. Where all are of one size, experts e, e + N, e + 2N, ... share the tensor of e if the file holds N of them
-(`moe-replay store --dedup N`).
+The container is safetensors (github.com/huggingface/safetensors, "Format"): tensors `expert.0`, `expert.1`, ... of U8,
+laid out as `replay.model.network.Network.weights` and filled up to a multiple of 4,096 bytes, where O_DIRECT wants each
+to begin. The metadata names the model, has a CRC-32 of each. With `--dedup N`, e, e + N, ... share one.
 """
 
 import json

@@ -1,11 +1,8 @@
 """The host store: every expert's weights in host memory, one contiguous 256-byte-aligned buffer each.
 
-Memory is anonymous, in slabs of about 1 GiB, huge pages advised, first touched by several threads: what can be
-registered with a driver at its true size. It is filled once with stamps, windows of one long random sequence that
-begin 64 bytes after each other, so that any slot can be checked against its expert and nothing is ever zero; stores of
-several models may lie over the same memory, one after another. Where memory is short of a model, its experts e, e + N,
-e + 2N, ... share a buffer (`--host-dedup N`): the same bytes are moved, but the host's caches see fewer of them, which
-every result states.
+Memory is anonymous, in slabs of about 1 GiB, huge pages advised, first touched by several threads, and filled with
+stamps, so that any slot can be checked against its expert. Where memory is short of a model, its experts e, e + N, ...
+share a buffer (`--host-dedup N`): the host's caches see fewer of them, which every result states.
 """
 
 import mmap

@@ -1,13 +1,8 @@
-"""The experts of one layer, computed from slots with the code of the model's own class.
+"""The experts of one layer, computed from slots with the code of the model's own class, and so the same to the bit.
 
-Every class of experts in transformers has a forward pass that goes through its experts one by one ("eager"), each from
-a row of the stacked parameters. That same code runs here, so that nothing is repeated and the numbers are the model's
-to the bit: over a module whose parameters are looked up in slots where all experts of an event are there, else over a
-module of one expert, whose rows are added up at the end in the order in which eager adds them, ascending ids.
-
-Python that runs for every expert of every token costs more than some experts do. So the calls that a module's own code
-makes for one token are recorded, but for those that depend on nothing that changes, and made again with other inputs:
-the same functions with the same shapes, and so the same numbers to the bit.
+That code ("eager" in transformers) goes through experts one by one. It runs over a module whose parameters are looked
+up in slots where all experts of an event are there, else over a module of one expert, whose rows are added up in
+ascending ids, as eager does. The calls that it makes for one token are recorded and made again: Python costs more.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,9 +1,8 @@
 """Where the weights of experts lie in a slot: the rows of an expert one behind another (`replay.live.sources`).
 
-A disk that is read past the page cache writes whole pages to whole pages. So a row of an expert lies in its slot as
-far behind the beginning of a page as it does in the file, and is read without being copied. Of numbers of 4 bytes,
-libraries promise equal results only at places that are equally aligned: such a row lies as far behind a multiple of
-ALIGNMENT as in the model that transformers loads, and is copied where it lies otherwise in the file.
+A row lies as far behind the beginning of a page as it does in the file, and is read past the page cache without being
+copied. Of numbers of 4 bytes, libraries promise equal results only at equally aligned places: such a row lies as far
+behind a multiple of ALIGNMENT as in the model that transformers loads, and is copied where the file differs.
 """
 
 from collections.abc import Callable, Sequence

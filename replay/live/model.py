@@ -1,14 +1,8 @@
 """A model whose experts are behind a cache: `replay.live.opening` opens one, `LiveModel.model` is called as any other.
 
-Decisions are those of a replay: the session's (`sim.loop.session`), asked by the loop of a live model. Each row of a
-batch is a request (rule 18). A forward pass begins new ones unless it continues the KV cache of the pass before it;
-`end_request` says that the last one has ended. When a read fails, early ones too, the pass that runs then raises the
-error, cache and policy start again, and the model can be called again. Where no pass runs then, `on_note` is called.
-What a policy has learned is kept in a file for the next time (a warm start).
-
-Threads: one pass runs at a time, others wait for it, and every pass gives what it gives alone. Passes of two threads
-that take turns are new requests to the policy each time. `close` waits for the pass that runs. Models share nothing,
-so each may have a thread of its own. A process that was forked, or is sent the model, has to load its own.
+Each row of a batch is a request (rule 18), which continues with the KV cache of the pass before. When a read fails, the
+pass that runs raises the error, cache and policy start again; where no pass runs, `on_note` is called. One pass runs at
+a time, other threads wait for it; those that take turns are new requests to the policy each time.
 """
 
 import os

@@ -1,11 +1,8 @@
 """Opening a live model: its dense part is loaded, its experts are put behind a cache, and the machine is timed.
 
 On `disk`, experts stay in the checkpoint's files and slots are in host memory, where the CPU computes. On `cuda`,
-experts are read into host memory once, slots and the dense part are in the GPU's. Of a model that is loaded already
-the experts come from its own parameters, which stay where they are.
-
-`load_model` and `attach` return transformers' own model; what is open hangs on its `expert_cache` (`LiveModel`), where
-it is also said what threads may do with it. The commands go through the same `open_live`.
+experts are read into host memory once, slots and the dense part are in the GPU's. `load_model` and `attach` return
+transformers' own model; what is open hangs on its `expert_cache` (`LiveModel`). Commands go through `open_live` too.
 """
 
 import warnings

@@ -1,12 +1,8 @@
 """Experts that a checkpoint has in few bits: they stay so on the disk and in slots, and are unpacked to be computed.
 
-What unpacks them is what transformers runs when it loads such a checkpoint dequantised: the operations of its
-converters, here on the tensors of one expert instead of all. So every format works of which it has such operations and
-of which each expert has tensors of its own, or rows of stacked ones: MXFP4, fp8 in blocks, integers of
-compressed-tensors.
-
-On a CPU those of MXFP4 take several times as long as computing the expert. There a loop looks numbers up in a table of
-all that they can make, which they made themselves.
+What unpacks them are the operations of transformers' converters, on the tensors of one expert instead of all: MXFP4,
+fp8 in blocks, integers of compressed-tensors. On a CPU a loop looks the numbers of MXFP4 up in a table that they made:
+they take several times as long as computing the expert.
 """
 
 from collections.abc import Mapping

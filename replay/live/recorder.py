@@ -1,9 +1,8 @@
 """What passes of a live model have routed, kept as a trace: each row of a batch is a request.
 
-A request has the tokens that its attention mask does not hide, in the order of the sequence. Those that the KV cache
-gave up again, as after candidates of an assistant that were rejected, are not in it. What the first pass took in is its
-prompt; what later ones took in counts as decoded. A row that has ended has what it is fed while others continue. Beams
-that change places change those of their requests.
+A request has the tokens that its attention mask does not hide, but for those that the KV cache gave up again (rejected
+candidates of an assistant). The first pass took in its prompt, later ones what was decoded. A row that has ended has
+what it is fed while others continue. Beams that change places change those of their requests.
 """
 
 from typing import Any, NamedTuple

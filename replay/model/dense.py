@@ -1,14 +1,8 @@
 """All that a model multiplies beside routed experts: norms, attention, shared experts, router, layers without experts.
 
-Layers are pre-norm transformer layers, cut where the experts are: what lies between two routers is one stretch, as
-in `sim.profiles.roofline`. Keys and values are cached, a row a token. A step that is as long as its context is a
-prefill: causal attention among its own tokens. Any other attends to the whole context in the cache, of which its own
-tokens are the last rows (tokens of one chunk see each other, which costs a little more than a causal mask).
-
-Latent attention (MLA, arXiv 2405.04434) is plain in a prefill, where keys and values are expanded for every head,
-and absorbed otherwise, where queries go to the latent space and only the latent cache is read. A decoder under an
-encoder attends also to the encoder's states. Left out, as they cost next to nothing in a serving engine's fused
-kernels and carry next to no weights: rotation of queries and keys, their norms, biases, attention sinks.
+What lies between two routers is one stretch, as in `sim.profiles.roofline`. A step as long as its context is a prefill,
+causal among its tokens; any other attends to the whole cache. Latent attention (arXiv 2405.04434) is plain in a prefill
+and absorbed otherwise. Left out: rotation and norms of queries and keys, biases, attention sinks (next to no time).
 """
 
 from collections.abc import Mapping

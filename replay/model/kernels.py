@@ -1,12 +1,8 @@
 """Experts of one decoded token, fused: two Triton kernels over the slot pool, for experts too small to go one by one.
 
-The first computes the inner activations of all experts, silu(gate x) * (up x), or relu(up x) where there is no gate;
-the second adds weight * sum over experts of (down inner) to the output. Both read every weight once and are bound by
-that, so what counts is bytes in flight: by Little's law each of an H200's 132 multiprocessors needs some 26 KiB of
-them (4.3 TB/s, 0.8 us). A tile is TILE_ROWS rows by one 16-byte load of each thread, 8 KiB. The first kernel asks for
-a tile before it computes the last, and 7 or 8 of its programs fit a multiprocessor; of the second there are only
-H / TILE_ROWS, 4 to a multiprocessor, and it asks two tiles ahead. A program owns its rows of the output: sums have one
-order, and results repeat to the bit. Slot ids travel as kernel arguments: no copy to the device.
+The first computes silu(gate x) * (up x), or relu(up x), of all experts; the second adds weight * sum of (down inner).
+Both are bound by bytes in flight, some 26 KiB for each of an H200's 132 multiprocessors (Little's law: 4.3 TB/s, 0.8
+us), in tiles of 8 KiB asked for ahead. A program owns its rows of the output: results repeat to the bit.
 """
 
 from collections.abc import Sequence

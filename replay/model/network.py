@@ -1,11 +1,8 @@
 """The matrices that are really multiplied: a model's shapes on any torch device, with random or loaded weights.
 
-`dense` has no data-dependent shapes and never asks the device for a value, so a decoded token's can be captured in a
-CUDA graph for each layer and bucket of contexts. Its buffers are allocated once; routing comes from the trace, so the
-router's own choice is computed and not used, and experts count with equal weights.
-
-Experts whose bytes are no matrices of float32 or bfloat16 (MXFP4, fp8, GGUF's types) are packed: their bytes are moved,
-and matrices of their shape, which lie ready, are multiplied in their place. Nothing is unpacked.
+`dense` never asks the device for a value, so it can be captured in a CUDA graph. Routing comes from the trace, and
+experts count with equal weights. Experts whose bytes are no float32 or bfloat16 are packed: their bytes are moved, and
+matrices of their shape, which lie ready, are multiplied in their place. Nothing is unpacked.
 """
 
 from itertools import cycle

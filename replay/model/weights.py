@@ -1,9 +1,8 @@
 """Real weights from a safetensors checkpoint, read tensor by tensor as they are asked for.
 
-Which layers have experts, and which tensor is which matrix, is told by the tensors' names. Known are those of
-Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2, Switch and NLLB, as published and as transformers 5 stacks them, and
-of gpt-oss in bf16. Of gpt-oss and NLLB the matrices are the model's, but biases, and gpt-oss's clamped activation, are
-not computed; biases lie behind the matrices where the model profile counts their bytes.
+The tensors' names tell which layers have experts, and which matrix is which: those of Mixtral, Qwen2-MoE, Qwen3-MoE,
+OLMoE, DeepSeek-V2, Switch, NLLB, as published and as transformers 5 stacks them, and gpt-oss in bf16. Biases of gpt-oss
+and NLLB are not computed, nor gpt-oss's clamp; they lie behind the matrices where the profile counts their bytes.
 """
 
 import re

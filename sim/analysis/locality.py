@@ -1,9 +1,8 @@
 """Local routing consistency: how far the tokens of a segment agree on their experts, whatever a cache does.
 
-SRP (segment routing best performance) and SCH (segment cache best hit rate) of "Not All Models Suit Expert
-Offloading" (arXiv 2505.16056, sections 2.2, 2.3 and appendix C.1). Where its text is silent, the authors' code
-(github.com/ljcleo/moe-lrc: `srp_calc`, `calc_fsf`) decides; a difference is named at its place. A sequence is a
-request, all its tokens in order of execution, prefill and decode alike.
+SRP and SCH of "Not All Models Suit Expert Offloading" (arXiv 2505.16056, sections 2.2, 2.3 and appendix C.1). Where its
+text is silent, the authors' code (github.com/ljcleo/moe-lrc: `srp_calc`, `calc_fsf`) decides; a difference is named at
+its place. A sequence is a request, all its tokens in order of execution, prefill and decode alike.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """Does speculation pay where experts move, and from which acceptance on (rule 20 of the contract)?
 
-A cell is run without drafts and, for each number of drafted tokens, with a few acceptances. Between these a step's time
-lies on the line between two runs; the tokens that it keeps are 1 + p + ... + p^L in the mean, times what was counted
-over that at the runs (requests end). Break-even is the first acceptance at which a token takes no longer than without
-drafts. Intervals are 95% percentile bootstraps over requests, the same draws for all runs.
+A cell is run without drafts and, by number of drafted tokens, with a few acceptances; between these a step's time lies
+on the line between two runs. Its kept tokens are 1 + p + ... + p^L in the mean, times counted over expected at runs.
+Break-even is the first acceptance that pays. Intervals: 95% percentile bootstrap over requests, same draws for all.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,12 +1,8 @@
-"""The compiled engine's streams: compute, link, host and disk of one run, as one loop over arrays.
+"""The compiled engine's streams: compute, link, host and disk of one run, as one loop over arrays (`run_steps`).
 
 The compute stream is straight-line code that moves the clock; `advance` lets the other streams do meanwhile, in the
-order of rule 15, what ends up to then. Every decision is the residency's (`policies.core.residency_compiled`,
-`policies.core.host_memory`) or a policy's, which is called by address; every rule about time has its twin in `sim.loop`
-and `sim.engines.simpy_engine`, where it is explained. `run_steps` is what Python calls.
-
-Runs with a host that computes, a disk, or experts of several sizes are compiled apart: the length of `Streams.tiers`
-belongs to its type, so that runs without these pay nothing for the question.
+order of rule 15, what ends up to then. Decisions are the residency's (`policies.core.residency_compiled`,
+`policies.core.host_memory`) or a policy's; rules about time are explained at their twins in `sim.loop`.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,8 @@
 """Counted mode: hits, misses and evictions as on a machine that takes no time at all. Compiled, one event a layer.
 
-Nothing is fetched early and nothing computed on the host. At one instant the link comes before compute (rule 15): all
-that an event looked up stays pinned until its last miss has a slot, or none is left; then the experts that came first
-are computed, one at a time. `one_at_a_time` makes every access an event of its own, as simulators of plain caches do:
-then the misses equal theirs to the unit.
+At one instant the link comes before compute (rule 15): all that an event looked up stays pinned until its last miss has
+a slot, or none is left; then experts are computed as they came. `one_at_a_time` makes every access an event, as
+simulators of plain caches do: then the misses equal theirs to the unit.
 """
 
 from typing import Any, NamedTuple

@@ -1,12 +1,8 @@
-"""What the loop runs on: a device, a few serial streams behind one small interface.
+"""What the loop runs on: a device, a few serial streams behind one small interface; all else is shared by all devices.
 
-The compute stream runs what it is given in the order in which it is given; the link copies pieces in the order in which
-they are given. Host and disk (rules 13 and 17) take one piece of work at a time, since what comes next is chosen then.
-An expert's compute may be submitted while its last piece is flying: the device holds it, and all that is submitted
-behind it, back until that piece has ended. The loop submits work without waiting and asks for the next completion, so
-SimPy processes, threads and CUDA streams polled by one thread all fit. Everything else is shared by all devices.
-
-Devices: `sim.engines.simpy_engine.SimpyDevice`, `replay.devices.cpu.CpuDevice`, `replay.devices.cuda.CudaDevice`.
+Compute stream and link take work in the order in which it is given; host and disk (rules 13, 17) one piece at a time.
+An expert's compute may be submitted while its last piece is flying: the device holds it, and all behind it, back until
+that piece has ended. The loop submits work without waiting and asks for the next completion.
 """
 
 from abc import ABC, abstractmethod

@@ -1,12 +1,8 @@
 """The copy pump: turns the residency's transfers into pieces and keeps a link busy. Rules 5 and 12 over completions.
 
-Copy engines know no priorities, so the queue stays on the host, in the residency, and what comes next is chosen late.
-A chunk goes as two pieces: its body, and a tail that flies no longer than the host takes to answer, right behind it.
-What comes next is chosen and submitted when the body has ended and the tail flies: the link does not wait for the host,
-and no choice is made earlier than that. Behind a demand the choice may be made as soon as all experts of the event that
-have arrived are computed, and may be victims: no router can end before the demand has arrived, so that nothing else can
-be asked for, and the host has the time of a whole transfer to answer. Such a demand is one piece. At most two transfers
-are in flight. A device whose host answers at once has no tails, and one piece in flight.
+Copy engines know no priorities, so what comes next is chosen late: a chunk is a body and a tail that flies no longer
+than the host takes to answer, and the choice is made when the body has ended. Behind a demand it may be made as soon as
+all arrived experts are computed: no router can end before. At most two transfers are in flight.
 """
 
 from collections import deque

@@ -1,10 +1,8 @@
 """A run as it goes: policies, residency, pump and compute stream between two completions. Rules 1 to 5, 11, 13 and 14.
 
-Whoever knows the next routing calls `route(step, layer)`: the driver (`sim.loop.driver`), which runs a schedule, or a
-live model (`sim.loop.schedule.LiveStep`), which computes its dense parts itself. The session answers with work for the
-device, and handles completions. All decisions are the residency's and the policies'. The compute stream keeps the order
-of submission, so the hits of an event go in at once, and each other expert behind them as soon as its last piece is on
-its way: the device waits for it, the host does not (rule 9 needs no more: an event may be larger than the cache).
+Whoever knows the next routing (driver, or a live model) calls `route(step, layer)`; the session answers with work for
+the device, and handles completions. Hits of an event go in at once, and each other expert behind them as soon as its
+last piece is on its way: the device waits for it (rule 9 needs no more: an event may be larger than the cache).
 """
 
 from collections import deque

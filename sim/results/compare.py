@@ -1,11 +1,8 @@
 """Is one cell of a sweep better than another? Paired differences over requests, with bootstrap intervals.
 
-Two cells that ran the same requests of the same trace are compared request by request, so that what requests
-differ in among themselves cancels out. The interval is the percentile bootstrap's (Efron 1979): requests are drawn
-again, with replacement, and the middle 95% of the means taken. It says how far the mean would move with other requests
-of this kind, as if they were independent; a cache that stays warm between them makes them a little less so. Of few
-requests it is too narrow: where differences follow a normal law it holds their mean in 85% of cases with five requests,
-in 90% with ten and in 93% with twenty.
+The interval is the percentile bootstrap's (Efron 1979): the middle 95% of the means of requests drawn with replacement.
+Requests count as independent; a cache that stays warm makes them a little less so. Of few requests it is too narrow:
+under a normal law it holds the mean in 85% of cases with five requests, in 90% with ten and in 93% with twenty.
 """
 
 import math

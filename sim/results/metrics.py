@@ -1,13 +1,8 @@
 """From the log of a run to rows of results: what each column means, whichever engine filled the log.
 
-Definitions are those of docs/contract.md (*What is counted*). Warm-up steps are left out; counters, stalls and busy
-times are sums over all other steps, TPOT is over decode steps and TTFT over prefills. Percentiles interpolate
-linearly between the two nearest ranks (NumPy's default). Overlap takes the stalls for demand, late and behind
-a prefetch as exposed transfer time. Tokens per second: all tokens counted, of prompts too and without rejected ones,
-over the time of their steps; time in which no request runs does not count.
-
-TTFT counts from a request's arrival, TPOT is what a request waits between two of its tokens. Where several requests
-share a step, what the step did is no single request's: hits and misses stand in the row of the run alone.
+Definitions are those of docs/contract.md (*What is counted*). Percentiles interpolate linearly between the two nearest
+ranks (NumPy's default). Where several requests share a step, what it did is no single request's: hits and misses stand
+in the row of the run alone.
 """
 
 import json

@@ -1,11 +1,8 @@
 """The sweep: cells of policies x cache sizes over traces and machines, each run once, wherever there is room.
 
-A cell depends on nothing but its setup, so neither the number of workers nor the order in which they finish changes a
-result; rows come in the order of tables, sizes, then policies as given. What has ended is on disk (`sim.sweeps.store`),
-under
-a key made of all that the cell depends on, the code and the files that it reads included: a sweep that continues runs
-no such cell again. LRU and Belady at each size, and a cache of all experts where it fits, are what rows are judged
-by: where they were not asked for, they are run and get no row.
+A cell depends on nothing but its setup, and its key holds all of it, code and files included: a sweep that continues
+runs no finished cell again (`sim.sweeps.store`). Rows come in the order of tables, sizes, then policies. LRU and Belady
+at each size, and a cache of all experts where it fits, are what rows are judged by: without a row if not asked for.
 """
 
 import dataclasses

@@ -1,10 +1,8 @@
 """Cells that are finished, on disk: each has a file the moment it ends, so that nothing which kills a sweep loses one.
 
-While a sweep runs, FOLDER/cells/results holds a row and FOLDER/cells/requests the requests' rows of every finished
-cell, one Parquet file each, named by the cell's key; both folders can be read as data sets at any time. A file
-appears whole or not at all, the row last: a key with a row is done. When the sweep ends, they become the tables of its
-results, and the folder `cells` goes. What else lies in these folders is left alone
-(`traces.output`).
+FOLDER/cells/results holds a row and FOLDER/cells/requests the requests' rows of each, Parquet files named by the cell's
+key. A file appears whole or not at all, the row last: a key with a row is done. At the sweep's end they become the
+tables of its results, and the folder `cells` goes; what else lies there is left alone (`traces.output`).
 """
 
 import re

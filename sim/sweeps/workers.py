@@ -1,10 +1,8 @@
 """Who runs the cells of a sweep: threads, processes, or a Dask cluster. Neither number nor order changes a result.
 
-What the compiled engine runs leaves Python's lock alone, so threads over one copy of the trace do. What runs in Python
-goes from its thread to a process of its own, which reads the trace itself; either way `workers` cells run at a time. A
-policy that a notebook or a script defines stays in its thread, since no other process can import its class; so does
-a run over a trace in memory. On a cluster every cell is a task: its worker reads the trace by its path or URL, one that
-dies is replaced by another.
+What the compiled engine runs leaves Python's lock alone: threads over one copy of the trace. What runs in Python has a
+process, which reads the trace itself, but a policy of a notebook or script and a trace in memory stay in the thread. On
+a cluster every cell is a task, whose worker reads the trace by its path or URL.
 """
 
 import logging

@@ -1,10 +1,8 @@
 """A timeline file: slices, instants and counters on named tracks, for https://ui.perfetto.dev to open as it is.
 
-The format is the JSON of Chrome's trace events ("Trace Event Format", Google): `X` is a slice, `i` an instant, `C` a
-counter, `M` names a process or a thread. Times are microseconds there, written with three decimals, so that no
-nanosecond is lost. Perfetto looks names up by thread alone, so a number is never used twice, by whichever process. The
-file is written as events come, in any order of time; of slices on one track that begin together, the outer goes first.
-A simulated and a measured run may share a file.
+JSON of Chrome's trace events ("Trace Event Format", Google). Times are microseconds with three decimals: no nanosecond
+is lost. Perfetto looks names up by thread alone, so a number is never used twice. Events come in any order of time; of
+slices on one track that begin together, the outer goes first. A simulated and a measured run may share a file.
 """
 
 import gzip

@@ -1,5 +1,4 @@
-"""A run of the loop put onto a timeline, on whatever device: steps, layers and stalls of the compute stream, every
-transfer on the link, what host and disk do, which request had which batch slot, which expert which slot, what waits.
+"""A run of the loop put onto a timeline, on whatever device: steps, layers, stalls, transfers, slots, what waits.
 
 A part of a stream lasts from its submission, from the end of the part before or, an expert, from its arrival, whichever
 is latest, to its completion as the loop handles it. On a clock of its own (SimPy) that is exact, and parts and stalls
