@@ -1,6 +1,6 @@
 """Classic retention against slow references of our own: lists, searched from end to end, by the words of each rule.
 
-libcachesim judges what it can (tests/sim/test_untimed_classic.py); here is what it cannot know: experts that are
+libcachesim judges what it can (tests/sim/test_untimed.py); here is what it cannot know: experts that are
 not offered, several misses in one event, prefetches, and caches too small for its S3-FIFO.
 """
 

@@ -41,7 +41,6 @@ from replay.devices import (
 from replay.devices.lanes import parts
 from replay.model.network import Network
 from sim.commands import main as report
-from sim.engines import count
 from sim.loop import Requests, play
 from tests.support.command import Run, run
 from tests.support.devices import Watch, Watching, run_of
@@ -112,17 +111,6 @@ def test_every_slot_holds_its_expert_whenever_it_computes(
         plan = run_of(requests, Shape(L, E), slots, parse(policy), profile.expert_bytes, chunk, slots == 9)
         log = play(plan, opened)
         assert opened.watch.computed == (log.hits + log.late + log.misses).sum()
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_hits_misses_and_evictions_are_those_of_the_untimed_analysis(files: Path, policy: str) -> None:
-    requests = Requests(synthetic(4, 10, layers=L, experts=E, top_k=1, seed=1))
-    expected = count(requests, L, E, 7, parse(policy))
-    with device(files / "tiny", 7, lanes=2) as opened:
-        log = play(run_of(requests, Shape(L, E), 7, parse(policy), SIZE), opened)
-    np.testing.assert_array_equal(log.hits, expected.hits)
-    np.testing.assert_array_equal(log.misses, expected.misses)
-    np.testing.assert_array_equal(log.evictions, expected.evictions)
 
 
 def test_the_file_is_read_by_safetensors_and_holds_what_host_memory_would(files: Path) -> None:

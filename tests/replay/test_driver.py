@@ -44,6 +44,8 @@ def test_no_slot_is_overwritten_while_it_computes_or_loads_and_nothing_computes_
         lookups = sum(len(request.experts) for request in plan.requests)
         assert watch.computed == lookups == (log.hits + log.late + log.misses).sum(), f"seed {seed}"
         assert log.demand_transfers.sum() == log.misses.sum()
+        left = log.prefetch_transfers.sum() - log.prefetch_used.sum() - log.prefetch_wasted.sum()
+        assert 0 <= left <= plan.gpu.slots, f"seed {seed}: what was prefetched is used, wasted or still there"
 
 
 def test_the_next_piece_is_there_when_one_ends_so_that_the_link_never_waits_for_the_host() -> None:
@@ -99,14 +101,6 @@ def test_the_next_transfer_is_chosen_as_a_tail_flies_or_behind_a_demand_when_all
             assert observer.most <= (2 if watch.tail_bytes else 1)
             whole += observer.whole
     assert whole > SEEDS
-
-
-def test_prefetched_is_used_wasted_or_still_there() -> None:
-    for seed in range(SEEDS):
-        plan, watch = watched(seed)
-        log = play(plan, AnyOrder(watch, seed))
-        left = log.prefetch_transfers.sum() - log.prefetch_used.sum() - log.prefetch_wasted.sum()
-        assert 0 <= left <= plan.gpu.slots, f"seed {seed}"
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])

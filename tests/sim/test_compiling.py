@@ -66,17 +66,7 @@ def test_where_no_folder_can_keep_the_engine_one_of_the_process_does(nowhere: di
 
 @pytest.mark.slow
 def test_a_sweep_that_can_keep_nothing_plays_all_the_same_and_says_so(home: Path, nowhere: dict[str, Any]) -> None:
-    asked = [
-        *COMMAND,
-        "sweep",
-        str(home / "tiny"),
-        "--policies",
-        "lru",
-        "--cache-sizes",
-        "50%",
-        "--out",
-        "o",
-    ]
-    done = subprocess.run(asked, **nowhere)
+    options = ("--policies", "lru", "--cache-sizes", "50%", "--out", "o")
+    done = subprocess.run([*COMMAND, "sweep", str(home / "tiny"), *options], **nowhere)
     assert done.returncode == 0, done.stderr
     assert "no folder can keep it" in done.stderr

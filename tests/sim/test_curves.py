@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import Int, lru_misses, parse
-from policies.core.stack_distances import each_alone
 from sim.analysis import Accesses, belady_misses
-from sim.analysis.curves import next_uses, reuse
+from sim.analysis.curves import reuse
 from sim.engines import count
 from tests.support.strategies import traces
-from tests.support.untimed_oracle import EXPECTED, SHARED
+from tests.support.untimed_oracle import EXPECTED, SHARED, oracle_misses
 from traces import decode_steps
 from traces.importers import import_dump
 from traces.synthetic import synthetic
@@ -81,51 +80,18 @@ def test_curves_equal_untimed_counts_of_any_trace(trace, pick):
 @pytest.mark.parametrize(("policy", "theirs"), [("lru", "LRU"), ("belady", "Belady")])
 @pytest.mark.parametrize("kind", ["zipf", "mixed", "cyclic"])
 def test_curves_equal_libcachesim_at_single_sizes(policy, theirs, kind):
-    libcachesim = pytest.importorskip("libcachesim", reason="libcachesim, the independent oracle, is not installed")
     rng = np.random.default_rng(8)
     zipf, cyclic = rng.zipf(1.3, 8_000) % 60, np.arange(8_000) % 37
     sequence = ids({"zipf": zipf, "cyclic": cyclic, "mixed": np.where(rng.random(8_000) < 0.5, zipf, cyclic)}[kind])
-    following = next_uses(sequence, 60, each_alone(sequence))
-    following[following == len(sequence)] = np.iinfo(np.int64).max
     curve = CURVES[policy](sequence, 60)
     for slots in (1, 7, 20, 36, 37, 45):
-        cache, request, misses = getattr(libcachesim, theirs)(slots), libcachesim.Request(), 0
-        request.obj_size = 1
-        for expert, after in zip(sequence.tolist(), following.tolist(), strict=True):
-            request.obj_id, request.next_access_vtime = expert, after
-            misses += not cache.get(request)
-        assert curve[slots] == misses, slots
-
-
-@pytest.mark.parametrize("length", [2, 5, 64])
-def test_lru_hits_nothing_of_a_cycle_below_its_length_and_all_but_first_uses_from_there(length):
-    curve = lru_misses(ids(np.arange(10 * length) % length), length + 3)
-    assert curve.tolist() == [10 * length] * length + [length] * 4
-
-
-@pytest.mark.parametrize("length", [3, 5, 64])
-def test_belady_keeps_one_less_than_it_has_slots_of_a_cycle(length):
-    """Forced admission takes a slot: of the length - 1 others s - 1 stay, so in the long run (s-1)/(length-1) hit."""
-    rounds = 40 * (length - 1)
-    curve = belady_misses(ids(np.arange(rounds * length) % length), length)
-    for slots in range(1, length):
-        hits = rounds * length - curve[slots]
-        assert hits == pytest.approx(rounds * length * (slots - 1) / (length - 1), abs=2 * length)
+        assert curve[slots] == oracle_misses(theirs, sequence, slots), slots
 
 
 def test_the_window_of_time_may_close_up_any_number_of_times():
     rng = np.random.default_rng(2)
     sequence = rng.integers(0, 3, 5_000)
     assert lru_misses(ids(sequence), 3).tolist() == [5_000, *(lru_by_hand(sequence, slots) for slots in (1, 2, 3))]
-
-
-@given(sequences)
-def test_curves_fall_and_belady_is_never_above_lru(sequence):
-    lru, belady = lru_misses(ids(sequence), 7), belady_misses(ids(sequence), 7)
-    assert (np.diff(lru) <= 0).all()
-    assert (np.diff(belady) <= 0).all()
-    assert (belady <= lru).all()
-    assert lru[-1] == belady[-1] == len(set(sequence))
 
 
 def test_reuse_distances_are_counted_in_accesses_and_in_tokens():

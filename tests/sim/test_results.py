@@ -169,14 +169,3 @@ def test_rows_survive_parquet_with_their_types(tmp_path):
     assert read["tpot_mean_ms"] == 30
     assert len(pd.read_parquet(tmp_path / "requests.parquet")) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"results.parquet", "requests.parquet"}
-
-
-def test_all_columns_of_the_contract_are_there():
-    wanted = """policy options trace phase model hardware cache_experts cache_fraction all_experts requests tokens
-        lookups hits late misses hit_rate bytes_demand bytes_prefetch bytes_wasted prefetch_precision
-        prefetch_coverage ttft_mean_ms tpot_mean_ms tpot_p50_ms tpot_p95_ms tpot_p99_ms tpot_max_ms
-        stall_demand_ms stall_late_ms
-        stall_behind_prefetch_ms stall_slot_ms stall_predictor_ms gpu_idle_ms link_busy_ms compute_busy_ms overlap
-        tokens_per_s predictor_us seed commit"""
-    assert set(wanted.split()) <= set(RESULTS.names)
-    assert set(rows()[0]) == set(RESULTS.names)

@@ -126,21 +126,6 @@ def test_coverage_is_known_where_the_grid_holds_the_cell_without_prefetch(folder
     assert eamc["prefetch_coverage"] is not None
 
 
-def test_lookups_are_the_routing_of_the_trace(folder):
-    loaded = TimedRun.of(Experiment(folder))
-    accesses = sum(len(request.experts) for request in Requests(loaded.trace))
-    for row in run_grid(loaded, grid("lru,eamc"))[0].rows:
-        assert row["lookups"] == accesses == row["hits"] + row["late"] + row["misses"]
-
-
-def test_stall_and_compute_fill_the_time(folder):
-    for row in run_grid(TimedRun.of(Experiment(folder)), grid("lru,lru+popular,eamc"))[0].rows:
-        assert row["phase"] == "both"
-        elapsed = (row["ttft_mean_ms"] + 12 * row["tpot_mean_ms"]) * 4
-        assert row["gpu_idle_ms"] + row["compute_busy_ms"] == pytest.approx(elapsed)
-        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / elapsed * 1e3)
-
-
 @pytest.mark.parametrize("untimed", [False, True])
 def test_an_encoder_is_not_run_as_decode(untimed):
     trace = Trace.from_arrays([np.tile([0, 1], (4, 12, 1))], 128, 2, model="nllb-moe-54b")
@@ -354,16 +339,6 @@ def test_a_policy_is_constructed_once_a_cell(folder, monkeypatch, tmp_path):
     save([outcome(table, store)], store, tmp_path)
     once = {"random:seed=1": 2, "random:seed=2": 2, "clock": 2, "lru": 3, "belady": 1}  # of all experts too
     assert Counter(built) == once
-
-
-def test_a_predictor_cost_slows_every_event(folder):
-    plain, slow = (
-        run_grid(TimedRun.of(Experiment(folder, predictor_us=cost)), grid("lru", **{"100%": 64}))[0].rows[0]
-        for cost in (0.0, 100.0)
-    )
-    steps = 4 * 13
-    assert slow["stall_predictor_ms"] == pytest.approx(steps * LAYERS * 0.1)
-    assert slow["misses"] == plain["misses"]
 
 
 def test_files_that_a_winner_names_are_found_from_any_folder(tmp_path, monkeypatch):

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from policies.core import Shape, parse
 from sim.engines import simpy_engine
@@ -107,17 +105,6 @@ def test_the_log_is_the_same_with_and_without_a_timeline() -> None:
         assert_logs_equal(log, log_of(run.on(simpy_engine.play)))
         if seed % 10 < 2:
             assert_logs_equal(log_of(watch(run, slots=False)[1]), log)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.data())
-def test_the_timeline_agrees_with_the_log_on_runs_that_hypothesis_shrinks(data: st.DataObject) -> None:
-    run = draw_run(lambda low, high: data.draw(st.integers(low, high)))
-    shown, parts = watch(run)
-    log = log_of(parts)
-    assert_logs_equal(log, log_of(run.on(simpy_engine.play)))
-    for check in CHECKS:
-        check(run, shown, log)
 
 
 # The compute stream

@@ -123,21 +123,13 @@ def test_an_encoder_takes_no_time_while_decoding():
 @pytest.mark.parametrize("name", MODELS.names())
 def test_durations_are_whole_and_never_shrink_with_tokens_or_context(name):
     timing = Roofline(A5000, model(name))
-    for tokens in (1, 2, 64, 4096):
-        durations = [
-            timing.dense_ns(1, tokens, 2 * tokens),
-            timing.expert_ns(tokens),
-            timing.combine_ns(tokens),
-            timing.head_ns(tokens),
-        ]
-        more = [
-            timing.dense_ns(1, 2 * tokens, 4 * tokens),
-            timing.expert_ns(2 * tokens),
-            timing.combine_ns(2 * tokens),
-            timing.head_ns(2 * tokens),
-        ]
-        assert all(type(ns) is int for ns in durations)
-        assert all(a <= b for a, b in zip(durations, more, strict=True))
+    parts = timing.expert_ns, timing.combine_ns, timing.head_ns
+    for n in (1, 2, 64, 4096):
+        fewer, more = (
+            (timing.dense_ns(1, tokens, 2 * tokens), *(part(tokens) for part in parts)) for tokens in (n, 2 * n)
+        )
+        assert all(type(ns) is int for ns in fewer)
+        assert all(a <= b for a, b in zip(fewer, more, strict=True))
 
 
 def test_copying_an_expert_takes_about_thirty_times_as_long_as_computing_it_on_a_consumer_card():

@@ -12,29 +12,120 @@ from sim.engines.untimed import play
 from sim.loop import RunLog, gpu_run, joined
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.strategies import traces
-from tests.support.untimed_oracle import EXPECTED, SHARED, accesses, oracle_misses
+from tests.support.untimed_oracle import SHARED, accesses, oracle_misses
 from traces import DECODE, RequestSteps
 from traces.importers import import_dump
 from traces.synthetic import synthetic
 
-
-@pytest.mark.parametrize(("ours", "theirs"), [("lru", "LRU"), ("fifo", "FIFO"), ("lfu", "LFU"), ("belady", "Belady")])
-@pytest.mark.parametrize("kind", ["zipf", "mixed", "cyclic"])
-def test_misses_equal_libcachesims_to_the_unit(ours, theirs, kind):
-    rng = np.random.default_rng(5)
-    zipf = rng.zipf(1.3, 2_000) % 60
-    cyclic = np.arange(2_000) % 37
-    ids = {"zipf": zipf, "cyclic": cyclic, "mixed": np.where(rng.random(2_000) < 0.5, zipf, cyclic)}[kind]
-    for slots in (1, 7, 20, 45):
-        log = count(accesses(ids, 60), 1, 60, slots, parse(ours))
-        assert log.misses.sum() == oracle_misses(theirs, ids, slots), (slots, kind)
+CLASSIC = ["lfu-perfect", "lfu-aged:half_life=20", "lrfu:decay=0.1", "clock", "clock:bits=2", "sieve", "s3fifo", "arc"]
+CLASSIC += ["random", "least-stale", "lru", "lfu", "fifo"]
+THEIRS = {"fifo": "FIFO", "clock": "Clock", "sieve": "Sieve", "s3fifo": "S3FIFO", "arc": "ARC"}
+THEIRS |= {"lru": "LRU", "lfu": "LFU", "belady": "Belady"}
+EXPERTS = 60
 
 
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=60), st.integers(1, 7))
-def test_lru_hits_grow_with_the_cache(ids, slots):
-    requests = accesses(np.array(ids), 8)
-    fewer, more = (count(requests, 1, 8, n, parse("lru")).hits.sum() for n in (slots, slots + 1))
-    assert fewer <= more
+def sequence(kind: str, n: int = 1_000) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    zipf, cyclic = rng.zipf(1.3, n) % EXPERTS, np.arange(n) % 37
+    return {
+        "random": rng.integers(0, EXPERTS, n),
+        "zipf": zipf,
+        "cyclic": cyclic,
+        "mixed": np.where(rng.random(n) < 0.5, zipf, cyclic),
+        "shifting": (rng.zipf(1.5, n) + np.arange(n) // 200 * 7) % EXPERTS,
+    }[kind]
+
+
+def misses(policy: str, ids: np.ndarray, slots: int, total: int = EXPERTS) -> int:
+    return int(count(accesses(ids, total), 1, total, slots, parse(policy)).misses.sum())
+
+
+@pytest.mark.parametrize("kind", ["random", "zipf", "cyclic", "mixed", "shifting"])
+@pytest.mark.parametrize("policy", THEIRS)
+def test_misses_equal_libcachesims_to_the_unit(policy, kind):
+    """S3-FIFO from 20 slots on: with fewer libCacheSim's small queue has no room, and it caches nothing or aborts."""
+    ids = sequence(kind)
+    for slots in (20, 29, 37, 45, 59) if policy == "s3fifo" else (1, 2, 7, 20, 36, 45, 59):
+        assert misses(policy, ids, slots) == oracle_misses(THEIRS[policy], ids, slots), slots
+
+
+def test_s3fifo_caches_in_less_than_20_slots_where_libcachesim_does_not():
+    ids = sequence("zipf")
+    assert oracle_misses("S3FIFO", ids, 19) == len(ids)
+    assert misses("s3fifo", ids, 19) < misses("fifo", ids, 19)
+
+
+@pytest.mark.parametrize("dump", ["gpt-oss-20b-decode", "deepseek-v2-lite-prefill"])
+@pytest.mark.parametrize("part", [4, pytest.param(10, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_misses_of_real_traces_equal_libcachesims(dump, part):
+    if not (SHARED / f"{dump}.npz").exists():
+        pytest.skip("needs the real traces in ../shared/traces")
+    trace, _ = import_dump(SHARED / f"{dump}.npz", SHARED / f"{dump}.json")
+    short = trace.select(np.array([2, 3]))
+    played = short if short.phases == "decode" else short.as_decode()
+    requests = [played.steps(i) for i in range(2)]
+    ids, total = np.concatenate([request.experts for request in requests]), trace.layers * trace.num_experts
+    slots = total // part
+    for policy, theirs in THEIRS.items():
+        log = count(requests, trace.layers, trace.num_experts, slots, parse(policy), one_at_a_time=True)
+        assert log.misses.sum() == oracle_misses(theirs, ids, slots), policy
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=80), st.integers(1, 8), st.sampled_from(CLASSIC))
+def test_belady_is_never_beaten_untimed(ids, slots, policy):
+    assert misses("belady", np.array(ids), slots, 8) <= misses(policy, np.array(ids), slots, 8)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=80), st.integers(1, 7))
+def test_lrfus_ends_are_perfect_lfu_and_lru(ids, slots):
+    for decay, policy in ((0, "lfu-perfect"), (1, "lru")):
+        ours, ends = (
+            count(accesses(np.array(ids), 8), 1, 8, slots, parse(p)).evictions for p in (f"lrfu:decay={decay}", policy)
+        )
+        assert ours.tolist() == ends.tolist()
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=80), st.integers(1, 7))
+def test_perfect_lfu_counts_over_the_whole_run(ids, slots):
+    counts, last, resident, evictions = [0] * 8, [0] * 8, set[int](), []
+    for serial, expert in enumerate(ids, start=1):
+        counts[expert], last[expert] = counts[expert] + 1, serial
+        if expert not in resident and len(resident) == slots:
+            evictions.append(min(resident, key=lambda e: (counts[e], last[e])))
+            resident.remove(evictions[-1])
+        resident.add(expert)
+    for policy in ("lfu-perfect", "lfu-aged:half_life=1000"):
+        assert count(accesses(np.array(ids), 8), 1, 8, slots, parse(policy)).evictions.tolist() == evictions
+
+
+def test_an_aged_lfu_follows_a_shift_on_which_a_perfect_one_freezes():
+    early, late = np.arange(4_000) % 5, 5 + np.arange(1_000) % 5
+    ids = np.concatenate([early, late])
+    assert misses("lfu-perfect", ids, 5) > 1_000
+    assert misses("lfu-aged:half_life=100", ids, 5) < 200
+    assert misses("lrfu:decay=0.02", ids, 5) < 200
+
+
+TRACE = synthetic(3, 25, 3, 8, 2, seed=4, prompt_tokens=6)
+REQUESTS: list[RequestSteps] = [TRACE.steps(i) for i in range(3)]
+
+
+@pytest.mark.parametrize(("prefetch", "cold"), [("none", True), ("popular:n=3", False), ("oracle1", True)])
+@pytest.mark.parametrize("policy", [policy for policy in CLASSIC if not parse(policy).compiled])
+def test_each_plays_the_timed_engine_twice_alike(policy, prefetch, cold):
+    """Chunks, pins, prefetches that are late, protected or in the way, and cold ends, in a cache of every tightness."""
+    timing = FixedTiming(dense=1_000, expert=300, expert_per_token=20, combine=50, head=700)
+    link = Link(latency_ns=100, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=8_000, chunk_bytes=1_000)
+    for slots in (1, 2, 5, 12, 23):
+        first, second = (
+            simulate(gpu_run(REQUESTS, Shape(3, 8), slots, parse(f"{policy}+{prefetch}"), timing, link, cold))
+            for _ in range(2)
+        )
+        lookups = sum(len(request.experts) for request in REQUESTS)
+        assert first.hits.sum() + first.late.sum() + first.misses.sum() == lookups
+        assert first.evictions.tolist() == second.evictions.tolist()
+        assert first.step_ns.tolist() == second.step_ns.tolist()
+        assert first.hits.tolist() == second.hits.tolist()
 
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=12), st.integers(1, 6))
@@ -54,22 +145,6 @@ def test_one_at_a_time_the_experts_of_an_event_are_looked_up_in_ascending_id(eve
         assert together.misses.sum() + together.hits.sum() == len(flat)
         apart = count(accesses(flat, 6), 1, 6, slots, parse(policy))
         assert together.evictions.tolist() == apart.evictions.tolist()
-
-
-@pytest.mark.slow  # two requests of each are in tests.sim.test_untimed_classic
-@pytest.mark.skipif(not EXPECTED, reason="needs the real traces in ../shared/traces")
-@pytest.mark.parametrize("name", sorted({case["trace"] for case in EXPECTED}))
-@pytest.mark.parametrize("size", [0, 1, 2])
-def test_misses_of_real_traces_equal_those_of_two_independent_simulators(name, size):
-    trace, _ = import_dump(SHARED / name, SHARED / name.replace(".npz", ".json"))
-    for case in [case for case in EXPECTED if case["trace"] == name][size : size + 1]:
-        played = trace.head(case["requests"])
-        played = played if played.phases == "decode" else played.as_decode()
-        requests = [played.steps(i) for i in range(case["requests"])]
-        for policy in ("lru", "lfu", "belady"):
-            log = count(requests, trace.layers, trace.num_experts, case["capacity"], parse(policy), one_at_a_time=True)
-            assert log.misses.sum() == case[policy], (policy, case["capacity"])
-            assert log.misses.sum() + log.hits.sum() == case["accesses"]
 
 
 @pytest.mark.parametrize("sizes", [None, (1, 9, 3)])

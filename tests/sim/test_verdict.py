@@ -37,22 +37,20 @@ def row(policy: str, experts: int, tpot: float, hit_rate: float, **changed):
     return made | changed
 
 
-def said(rows, requests: int = 8):
+def runs_of(rows, requests: int = 8):
     """`requests` of each, whose times lie about its mean as those of all others do, so that pairs differ alike."""
     table = [
-        {
-            "policy": each["policy"],
-            "cache_experts": each["cache_experts"],
-            "request": str(i),
-            "hits": 1000 - each["misses"],
-            "lookups": 1000,
-            "tpot_mean_ms": each["tpot_mean_ms"] + (i - (requests - 1) / 2),
-            "ttft_ms": None,
-        }
+        {name: each[name] for name in ("policy", "cache_experts")}
+        | {"request": str(i), "hits": 1000 - each["misses"], "lookups": 1000, "ttft_ms": None}
+        | {"tpot_mean_ms": each["tpot_mean_ms"] and each["tpot_mean_ms"] + (i - (requests - 1) / 2)}
         for each in rows
         for i in range(requests)
     ]
-    return verdict.sentences(rows, swept_runs(rows, pd.DataFrame(table)))
+    return swept_runs(rows, pd.DataFrame(table))
+
+
+def said(rows, requests: int = 8):
+    return verdict.sentences(rows, runs_of(rows, requests))
 
 
 SWEPT = [
@@ -106,24 +104,14 @@ def test_a_policy_that_hits_more_but_costs_more_is_named():
 
 def test_without_a_clock_it_speaks_of_misses():
     counted = [{**each, "tpot_mean_ms": None, "gap_latency": None, "fits": None} for each in SWEPT]
-    table = [
-        {"policy": each["policy"], "cache_experts": each["cache_experts"], "request": str(i), "lookups": 1000,
-         "hits": 1000 - each["misses"], "tpot_mean_ms": None, "ttft_ms": None}
-        for each in counted for i in range(8)
-    ]  # fmt: skip
-    texts = verdict.sentences(counted, swept_runs(counted, pd.DataFrame(table)))
+    texts = said(counted)
     assert texts[0] == "mine misses least at 10%, 25% and 50%."
     assert "20.0% of lookups miss, 10 points fewer than under LRU in the mean of requests (95%: 10 to 10)" in texts[1]
 
 
 def test_one_run_is_judged_beside_lru():
     rows = SWEPT[2:4]
-    table = [
-        {"policy": each["policy"], "cache_experts": 25, "request": str(i), "hits": 1000 - each["misses"],
-         "lookups": 1000, "tpot_mean_ms": each["tpot_mean_ms"] + i - 3.5, "ttft_ms": None}
-        for each in rows for i in range(8)
-    ]  # fmt: skip
-    runs = swept_runs(rows, pd.DataFrame(table))
+    runs = runs_of(rows)
     assert verdict.of_run(rows[1], runs) == [
         "With 25% of the experts in the cache (25 GiB) a token takes 35.0 ms under mine, 30% less than under LRU in "
         "the mean of requests (95%: 30 to 30); that closes 40% of the gap from LRU to Belady.",
