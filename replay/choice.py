@@ -86,7 +86,6 @@ class Choice:
 
     @property
     def device(self) -> str:
-        """Return the device's kind: one of DEVICES but auto."""
         return self.target.device
 
     @property

@@ -58,10 +58,9 @@ HEADER = ("request", *COLUMNS, "latency_ns")
 def step_writer(
     folder: Path, key: str, done: Sequence[StepRow] = (), commands: Sequence[str] = ()
 ) -> Iterator[Callable[[StepRow], None]]:
-    """Append each step to per_token.csv as it ends, so that a run cut off keeps what it has measured.
+    """Append each step to per_token.csv as it ends, behind the rows `done`: a run cut off keeps what it measured.
 
     Beside it run.json holds the `key` of the run, for `done_before`, and the commands that make it again, for reports.
-    The file begins with the rows `done`.
     """
     with ExitStack() as opened:
         files: list[io.FileIO] = []  # written at once: nothing is left in a buffer that could not be

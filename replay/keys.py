@@ -17,7 +17,6 @@ def key_of(**decides: Any) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of texts, numbers, lists and tables."""
     text = json.dumps(plain_values(value), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -63,9 +63,8 @@ def replay(
 ) -> Outcome:
     """Run a choice on its device. Raise InputError where the machine cannot: no memory, no device.
 
-    done: rows of the first requests, from a run cut off; what follows is run.
-
-    timeline: shows the same part of the run and of what was predicted, a short run whole; `slots`: with a track each.
+    done: rows of the first requests, from a run cut off. timeline: shows the same part of the run and of what was
+    predicted, a short run whole; `slots`: with a track each.
     """
     loaded, run = choice.loaded, choice.run
     names, window = loaded.trace.requests["id"].astype(str).tolist(), timeline_window.first_steps(run.requests)

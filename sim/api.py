@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -177,9 +177,6 @@ class Comparison(Sequence[Difference]):
 
     def __getitem__(self, i: Any) -> Any:
         return self._differences[i]
-
-    def __iter__(self) -> Iterator[Difference]:
-        return iter(self._differences)
 
     def __repr__(self) -> str:
         several = len({difference.cache_experts for difference in self}) > 1

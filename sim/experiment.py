@@ -40,10 +40,9 @@ Text = Annotated[str, Meta(min_length=1)]
 class Option:
     """What there is to know of a field beside its type, limits and default.
 
-    help: as commands print it; empty: a command that takes it has its own. key: whether a cell's key holds it as it
-    stands; else the key holds what it stands for, or it makes no difference. timed: whether it needs a clock.
-    names: all values that it may have. read: makes a value of its name and of what a user wrote, of the types that its
-    parameter `value` has. resolved: makes a path or name, relative to a folder, that holds wherever one stands.
+    help: as commands print it. key: whether a cell's key holds it as it stands. timed: whether it needs a clock. names:
+    all values that it may have. read: makes a value of its name and of what a user wrote, of the types of its parameter
+    `value`. resolved: makes a path or name, relative to a folder, that holds wherever one stands.
     """
 
     help: str = ""
@@ -301,8 +300,7 @@ def resolve(name: str, value: Any, base: Path = Path()) -> Any:
 def from_file(file: Path, name: str, value: Any, trust: bool = False) -> Any:
     """Return the value of an option, or the policy, that a file of ours states; its folder is the base of paths.
 
-    Raise InputError for a URL, and for a policy in a file of Python: somebody else's folder opens and runs none
-    (docs/trust.md). trust: it does.
+    Raise InputError for a URL, and for a policy in a file of Python (docs/trust.md), but for `trust`.
     """
     if isinstance(value, list | tuple):
         return [from_file(file, name, each, trust) for each in value]

@@ -264,7 +264,6 @@ class TimedRun(Loaded):
         return self.experts_in(slots) * self.mean_expert_bytes + self.beside_experts
 
     def fits(self, slots: int) -> bool:
-        """Return whether GPU memory holds such a run."""
         return self.needed(slots) <= self.memory
 
     @property

@@ -210,7 +210,6 @@ def add_model(
 
 
 def profile(result: Calibration) -> str:
-    """Return the TOML file."""
     each = middle([asdict(one) for one in result.rates])
     models = [result.model(name) for name in result.models]
     scalars = {

@@ -88,12 +88,11 @@ def tokens_in_loop(meter: Meter, run: Run, alone: MeasuredModel, top_k: int, con
 
 
 def with_host(model: MeasuredModel, run: Run, top_k: int, context: int, hit: Token, missing: Token) -> MeasuredModel:
-    """Return the model with what the host adds to tokens of both kinds.
+    """Return the model with what the host adds to tokens of both kinds, so that both come out as measured.
 
-    Beyond the sum of its parts a layer takes the turnaround, and a launch for each expert: `together` of them with no
-    miss, and with a miss the last one's, since transfers hide the others. So both kinds come out as measured. Where
-    the parts alone come to more than the step, or to so much less that it cannot be the host's, they are scaled to what
-    they are in the loop, which is what a run does.
+    Beyond the sum of its parts a layer takes the turnaround, and a launch for each expert; with a miss the last one's,
+    as transfers hide the others. Parts that come to more than the step, or to far less, are scaled to what they are in
+    it.
     """
     layers, (busy_layers, together) = run.shape.layers, _launched(run, top_k)
     launches = busy_layers * together

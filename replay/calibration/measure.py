@@ -137,9 +137,8 @@ def middle(values: Sequence[Any]) -> Any:
 def policy_ns(run: Run, device: Device) -> int:
     """Return the ns that an event of decode costs the policy on this host, in the mean: as the driver itself counts it.
 
-    The run is run from its beginning on `device` for POLICY_S, or a few steps: between two events a device lets the
-    host's caches forget the policy, so that it takes up to twice what it takes in a loop. The first tenth (compilation,
-    empty collections) is not counted.
+    The run is run on `device`, since between two events a device lets the host's caches forget the policy, for POLICY_S
+    or a few steps. The first tenth (compilation, empty collections) is not counted.
     """
     if decider_of(run).silent:
         return 0
@@ -189,9 +188,8 @@ class Factors:
     def of(before: Sequence[Pace], after: Sequence[Pace], run: Sequence[Pace], errors: float = 0.0) -> "Factors":
         """Return those of a run's mean pace, and so many standard errors above it.
 
-        before, after: a mean pace of each pass of the calibrations, whose medians count as those of other figures do.
-        Of what the ratio differs from 1, noise is taken off: all of it up to the noise, and the less the more they
-        differ (the non-negative garrote of one number, Breiman 1995). The noise is NOISE and the standard error.
+        before, after: a mean pace of each pass of the calibrations, whose medians count. Of what the ratio differs from
+        1, noise (NOISE and the standard error) is taken off: the non-negative garrote of one number (Breiman 1995).
         """
         factors = []
         for now, *passes in zip(*map(by_kind, (run, before, after)), strict=True):

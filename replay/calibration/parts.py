@@ -193,10 +193,8 @@ class Endless(Transfers):
 def transfers(meter: Meter, run: Run, places: int, paces: list[Pace] | None = None) -> tuple[int, int]:
     """Return the ns of a whole expert's transfer, and what of it is latency by that of half an expert; fills the slots.
 
-    Where noise makes that no shorter, none of it counts as latency, or larger experts would take no longer.
-    Of experts from all over the store, as a run takes them: a few of them, again and again, may come faster. Where
-    they differ in size, of the largest.
-    paces: gets those of a device that reports its own, which is asked between the transfers.
+    Of the largest experts, from all over the store: a few, again and again, may come faster. Where noise makes half of
+    one no shorter, nothing counts as latency. paces: gets those of a device that reports its own, in between.
     """
     link, of_layer = run.gpu.link, run.shape.experts
     expert_bytes, part_bytes = link.expert_bytes, -(-link.expert_bytes // 2)

@@ -51,7 +51,6 @@ class Rates:
 
 
 def host_gib() -> float:
-    """Return all memory of the host, GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 

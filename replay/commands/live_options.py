@@ -46,7 +46,6 @@ class LiveOptions:
     ] = None
 
     def live(self, model: str | None, on: options.Stated, policy: str | PolicySpec, progress: Progress) -> LiveModel:
-        """Open the model; None: the shipped one."""
         live = open_live(
             model,
             DeviceChoice.of(on),

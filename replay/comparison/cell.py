@@ -15,7 +15,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from policies.core.policy import Int
+from policies.core.policy import NOTHING, Event, Float, Int
+from policies.core.residency import Residency
+from policies.core.script import Recorder, Script, ScriptedResidency
 from replay.calibration.pace import OnStep, pausing
 from replay.choice import Choice, Described
 from replay.comparison import errors
@@ -40,11 +42,6 @@ from traces.steps import DECODE
 if TYPE_CHECKING:
     from replay.calibration.measure import Around
     from replay.devices.stage import Stage
-
-
-from policies.core.policy import NOTHING, Event, Float
-from policies.core.residency import Residency
-from policies.core.script import Recorder, Script, ScriptedResidency
 
 CLOSED_LOOP, LOCKSTEP = "closed-loop", "lockstep"
 MODES = (CLOSED_LOOP, LOCKSTEP)

@@ -93,10 +93,9 @@ def steps_differ(measured: RunLog, predicted: RunLog, counted: NDArray[np.bool_]
 
 
 def evictions_differ(measured: Mapping[int, Int], predicted: Mapping[int, Int]) -> float:
-    """Share of the evictions of two runs that the other has not, request by request.
+    """Return the share of the evictions of two runs that the other has not, request by request; 0 without any.
 
-    Of each request the evicted experts are a multiset, for their order depends on time alone; what has no counterpart
-    in the other run's request counts, on both sides, over the evictions of both. 0 where nothing was evicted.
+    Those of a request are a multiset, for their order depends on time alone.
     """
     apart = total = 0
     for request in measured.keys() | predicted.keys():
@@ -107,10 +106,9 @@ def evictions_differ(measured: Mapping[int, Int], predicted: Mapping[int, Int]) 
 
 
 def accuracy(cells: Sequence[Row]) -> Row | None:
-    """How many of the cells that were predicted are within EXACT, and within what the machine's noise allows.
+    """Return how many of the cells predicted are within EXACT, and within what noise allows; None without any.
 
-    `calibrations_disagree` is the root mean square of what the two calibrations around a cell predict it apart, as a
-    share; None where nothing was calibrated here. None without such cells.
+    `calibrations_disagree`: the root mean square of what the two calibrations around a cell differ by, a share.
     """
     predicted = [cell for cell in cells if (cell.get("errors") or {}).get("tpot_mean") is not None]
     if not predicted:
@@ -138,10 +136,9 @@ def in_words(found: Row) -> str:
 
 
 def rankings(cells: Sequence[Row], least_noise: float = 0.0) -> list[Row]:
-    """How policies are ordered where all else is the same, as measured and as predicted, of cells recorded.
+    """Return how policies are ordered where all else is the same, as measured and as predicted, of cells recorded.
 
-    Noise is the greatest of the cells that were run more than once; where none was, the median of what the calibrations
-    around each differ by; and at least what is known of the machine.
+    Noise: the greatest of repeated cells, else the median that calibrations differ by, and at least `least_noise`.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for cell in cells:

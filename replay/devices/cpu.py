@@ -194,10 +194,9 @@ class CpuDevice(LinkThreads):
 
     @timed
     def pace(self) -> Pace:
-        """Stop the clock; read some experts into slots of their own, and meanwhile compute what lies in these.
+        """Stop the clock; read some experts into slots of their own, and compute what was read there a while ago.
 
-        Both at once, as in a run: a machine that others keep busy is slower at both than at either. What is computed
-        was read a while ago, as in a run, and is weights: on other numbers a CPU takes another time.
+        Both at once, as in a run: a machine that others keep busy is slower at both than at either.
         """
         with self._paused([*self._lanes, self._compute]):
             if not len(self._spare):

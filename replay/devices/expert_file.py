@@ -55,7 +55,6 @@ class Facts:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the bytes of each expert in the file."""
         layers = list(map(int, self.layer_bytes.split(","))) if self.layer_bytes else [self.expert_bytes]
         return [size for size in layers for _ in range(self.distinct // len(layers))]
 
@@ -158,11 +157,10 @@ def write(
     overwrite: bool = True,
     command: str = "",
 ) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all: the bytes of `distinct` experts, as `fill` gives them; on_written: after each.
 
-    fill: gives the bytes of each expert. weights: where they are from, in words. distinct: how many experts the file
-    holds, at least 1; all of them where layers differ in size. on_written: called after each. Raise InputError where
-    the disk has not enough space, and without `overwrite` where a file is there by then.
+    weights: where they are from, in words. Raise InputError where the disk has not enough space, where experts of
+    several sizes would share bytes, and without `overwrite` where a file is there by then.
     """
     experts, sizes = model.moe_layers * model.experts, ",".join(map(str, model.differing_bytes))
     if sizes and distinct != experts:

@@ -29,7 +29,6 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Return whether all work before its latest record has ended."""
-        ...
 
 
 class Stream:
@@ -91,10 +90,9 @@ class Gpu:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def capture(self, tasks: list[Task]) -> list[Task]:
-        """Each as one launch: run twice to warm up, then captured as a CUDA graph, on a side stream.
+        """Return each task as one launch: run twice to warm up, then captured as a CUDA graph, on a side stream.
 
-        All graphs of a call share their temporary memory, since one runs at a time. Graphs without an owner
-        go first: with one go the workspaces of the stream on which it was captured.
+        Graphs of a call share temporary memory. Those without an owner go first, and the stream's workspaces with them.
         """
         gc.collect()
         memory = torch.cuda.graph_pool_handle()

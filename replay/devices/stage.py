@@ -66,9 +66,8 @@ class Stage:
     def device(
         self, slots: int, contexts: Iterable[int], verify: bool = False, path: type[CudaDevice] = CudaDevice
     ) -> Iterator[Device]:
-        """One with so many slots, ready to decode at these contexts; closed afterwards, whatever happens.
+        """Open one with so many slots, ready to decode at these contexts. path: another way to move bytes, on a GPU.
 
-        path: another way to move bytes (`benchmarks.checks.baselines`), on a GPU alone.
         InputError where memory does not suffice, the GPU fails, or what was computed is not finite.
         """
         gpu_bytes = slots * self.store.stride
@@ -117,10 +116,9 @@ def open_stage(
     memory: HostMemory | None = None,
     gpu: Gpu | None = None,
 ) -> Iterator[Stage]:
-    """Take memory, pin it, fill it, make the network.
+    """Take memory, pin it, fill it, make the network. most_tokens: of a step; most_context: of a KV cache, in tokens.
 
-    most_tokens: of a step; most_context: of a KV cache, in tokens. memory: one that exists, registered where `gpu` is
-    passed with it, for models that come one after another; the store takes what fits of it.
+    memory: one that exists, and is registered where `gpu` is passed with it, for models that come one after another.
     Raise InputError where memory does not suffice, and for weights that cannot be multiplied.
     """
     checkpoint = Checkpoint(target.weights, profile) if target.weights else None

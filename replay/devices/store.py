@@ -50,14 +50,12 @@ class ExpertStore(ExpertSource, Protocol):
 
     def holds(self, expert: int, content: Bytes) -> bool:
         """Return whether `content`, uint8[bytes_of(expert)], is `expert`."""
-        ...
 
 
 class Stamps:
     """Contents of `buffers` random experts of `stride` bytes: bfloat16 numbers, finite as float32 too.
 
-    Windows of one sequence of normal numbers that begin STAMP_BYTES after each other: all differ, none is zero, and
-    activations stay finite.
+    Windows of one sequence of normal numbers that begin STAMP_BYTES after each other: all differ, none is zero.
     """
 
     def __init__(self, buffers: int, stride: int, seed: int) -> None:

@@ -68,10 +68,9 @@ def answer(
     overwrite: bool = False,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> Answered:
-    """Answer all prompts, one request after another. Raise InputError.
+    """Answer all prompts, one request after another. Raise InputError. record: folder for a trace.
 
-    loaded: the live model, with the tokenizer that reads the prompts; on_token: called with each new token;
-    on_answer: at the end of each request; record: folder for a trace.
+    loaded: with the tokenizer that reads the prompts; on_token: gets each new token; on_answer: ends each request.
     """
     first, traces = len(live.rows), []
 

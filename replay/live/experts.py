@@ -67,8 +67,9 @@ class Recording(Added):
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         arguments, options = self._replaced(args), self._replaced(kwargs)
-        if func is Tensor.__getitem__ and _is_number(arguments[1]):
-            arguments = arguments[0], int(arguments[1])  # which is what it means, and asks no tensor
+        place = arguments[1] if func is Tensor.__getitem__ else None
+        if isinstance(place, Tensor) and place.dim() == 0 and place.dtype == torch.int64:
+            arguments = arguments[0], int(place)  # which is what it means, and asks no tensor
         if any(True for _ in _places((arguments, options))):
             name = getattr(func, "__name__", "")
             writes = name in WRITES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
@@ -144,10 +145,6 @@ class Program:
         name = f"c{len(self._constants)}"
         self._constants[name] = thing
         return name
-
-
-def _is_number(thing: Any) -> bool:
-    return isinstance(thing, Tensor) and thing.dim() == 0 and thing.dtype == torch.int64
 
 
 def _places(thing: Any) -> Iterator[int]:

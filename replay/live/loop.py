@@ -25,13 +25,10 @@ AT_NO_LAYER = -1
 
 
 class LiveLoop:
-    """Steps of one request, or of a batch of them (rule 18).
+    """Steps of one request, or of a batch (rule 18): `begin`; `route`, `works`, `computed`, `combined` by layer; `end`.
 
-    `begin`; `route`, `works`, `computed` and `combined` for each layer; `end`.
-
-    A pass that fails, or is left before its end, leaves nothing behind: with the next one, cache and policy start
-    again. So they do after a transfer that failed when no pass ran, which no pass can raise: `on_note` is called.
-    And so they do with a batch of more requests than any before, for which policies have no room.
+    Cache and policy start again behind a pass that failed or was left before its end, a transfer that failed when no
+    pass ran (`on_note` is called), and with a batch of more requests than any before, for which policies have no room.
     """
 
     def __init__(self, run: Run, device: LiveDevice, on_note: Callable[[str], None]) -> None:
@@ -58,11 +55,10 @@ class LiveLoop:
     def begin(
         self, phase: int, rows: int, columns: int, context: int, is_new: bool, token_ids: Int, request: int
     ) -> None:
-        """A forward pass begins, of so many tokens of each of so many requests, `request` being the first one's number.
+        """Begin a pass of `columns` tokens of each of `rows` requests, `request` being the first one's number.
 
-        phase: PREFILL or DECODE; context: tokens in each KV cache when it ends; is_new: so do requests; token_ids:
-        [rows * columns], or none.
-        Raise InputError where a copy of an earlier pass never ends.
+        context: tokens in each KV cache when it ends; is_new: so are the requests; token_ids: [rows * columns], or
+        none. Raise InputError where a copy of an earlier pass never ends.
         """
         if self._failure or self._step or rows > self._run.shape.batch_slots:
             self.stop()
@@ -95,7 +91,8 @@ class LiveLoop:
             session, layer = self._driver.session, self.layer
             self._routing.put(layer, tokens)
             session.handle(Completion(Kind.ROUTER))
-            session.route(self._current, layer)
+            assert self._step
+            session.route(self._step, layer)
 
     def works(self) -> Sequence[Work]:
         """Wait for experts that are to be computed next: each is in its slot, or landing.
@@ -155,11 +152,6 @@ class LiveLoop:
             self._on_note(f"a transfer between two passes failed: {failure}; the next pass begins with an empty cache")
         self._device.settle()
         self._device.listen(None)
-
-    @property
-    def _current(self) -> Step:
-        assert self._step is not None
-        return self._step
 
     def _require(self) -> None:
         """Raise what has failed since the step began."""

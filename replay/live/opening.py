@@ -145,15 +145,11 @@ def open_live(
     progress: Progress = lambda count: nullcontext(lambda pieces: None),
     on_note: Callable[[str], None] = warnings.warn,
 ) -> LiveModel:
-    """Load a model without its experts and put a cache of them in front of disk or host memory.
+    """Load a model without its experts and put a cache of them in front of disk or host memory. See `load_model`.
 
-    source: a folder or a hub id; None: the shipped model. target: `cuda`, or `disk` with `lanes`, with `threads`, which
-    all of torch has until the model is closed, and with `store`, a file for experts that loading converts, by default
-    in the user's cache folder. dtype: auto is the checkpoint's. profile: what the policy has learned before, if the
-    file is there; written at the end. name: of the model; by default the folder's, or the hub id. progress: is shown
-    while experts are written to a store, or read into host memory; on_note: called with what no forward pass can raise.
-
-    Raise InputError for a model, a device or a policy that cannot run so, and where memory does not suffice.
+    target: `cuda`, or `disk` with `lanes`, `threads`, which all of torch has until the model is closed, and `store`, a
+    file for experts that loading converts, by default in the user's cache folder. name: of the model; by default the
+    folder's, or the hub id. progress: is shown while experts are written or read; on_note: gets what no pass can raise.
     """
     spec = _prepared(target, policy, profile)
     gpu = Gpu() if target.device == "cuda" else None

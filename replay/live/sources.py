@@ -51,7 +51,6 @@ def end_of(rows: Sequence[Row]) -> int:
 
 
 def add_row(rows: list[Row], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Add a row behind the others of an expert."""
     begin = -(-end_of(rows) // ALIGNMENT) * ALIGNMENT if rows else 0
     rows.append(Row(name, shape, dtype, begin))
 

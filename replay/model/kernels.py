@@ -165,9 +165,8 @@ def down(
 class FusedExperts:
     """out += weight * sum of experts(x), for experts of one shape, on the CUDA stream that is torch's current one.
 
-    Both kernels are compiled and loaded here, and the scratch for the inner activations is allocated; a call only
-    launches, without synchronising: two kernels for every EXPERTS_PER_LAUNCH slots. One scratch: calls belong on one
-    stream. `dtype`, bfloat16 or float32, is that of the weights, of x and of the inner activations; sums are float32.
+    A call launches two kernels for every EXPERTS_PER_LAUNCH slots, without synchronising; calls belong on one stream,
+    whose scratch they share. dtype: of weights, x and inner activations, bfloat16 or float32; sums are float32.
     """
 
     def __init__(
@@ -223,10 +222,9 @@ def constants(
 
 
 def compiled(kernel: Any, dtype: torch.dtype, constants: Constants, target: Any) -> Any:
-    """The kernel as machine code for a `triton.backends.compiler.GPUTarget`; needs no GPU.
+    """Return the kernel as machine code for a `triton.backends.compiler.GPUTarget`; needs no GPU.
 
-    Types and alignments are stated, not read off the arguments of a call: nothing that a call passes can make another
-    variant of it.
+    Types and alignments are stated, so nothing that a call passes can make another variant.
     """
     types = {"x": _POINTERS[dtype], "inner": _POINTERS[dtype], "pool": "*u8", "out": "*fp32", "stride": "i64"}
     aligned = {

@@ -27,10 +27,9 @@ READY_BYTES = 256 << 20
 class Network:
     """One state that steps flow through, of at most `max_tokens` tokens each, in contexts of at most `max_context`.
 
-    hidden: [max_tokens, H], what experts get. experts_out: float32[max_tokens, H] on every device, the sum of their
-    outputs, each times `router_weight`. dense: "real", or "none" for a model without its dense part, so that a big
-    model's experts can be replayed alone. loaded: a checkpoint, whose tensors are taken where names and shapes agree.
-    ready: None, or of packed experts uint8[n, bytes], matrices that are multiplied in their place.
+    hidden: [max_tokens, H], what experts get. experts_out: float32[max_tokens, H], the sum of their outputs, each times
+    `router_weight`. dense: "real", or "none" to replay experts alone. loaded: a checkpoint, whose tensors are taken
+    where names and shapes agree. ready: of packed experts uint8[n, bytes], matrices that are multiplied in their place.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class Network:
             hidden.copy_(rms_norm(residual))
 
     def finite(self) -> bool:
-        """Return whether the state holds neither NaN nor infinity."""
         state = (self._residual, self.hidden, self.experts_out)
         return all(bool(each.isfinite().all()) for each in state)
 

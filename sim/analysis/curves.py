@@ -35,13 +35,8 @@ class Accesses:
     @staticmethod
     def of(requests: Iterable[RequestSteps], layers: int, experts: int) -> "Accesses":
         """Lay the requests of a model of `layers` layers of `experts` experts end to end."""
-        ids, tokens, ends, before, held = (
-            [np.empty(0, np.int32)],
-            [np.empty(0, np.int64)],
-            [np.empty(0, np.int64)],
-            0,
-            0,
-        )
+        ids, tokens, ends = ([np.empty(0, kind)] for kind in (np.int32, np.int64, np.int64))
+        before = held = 0
         for request in requests:
             ids.append(request.experts.astype(np.int32))
             tokens.append(np.repeat(before + np.cumsum(request.tokens), np.diff(request.offsets[::layers])))
@@ -52,12 +47,11 @@ class Accesses:
 
 
 def belady_misses(experts: Ids, total: int, first: int = 0, ends: Int | None = None) -> Int:
-    """Misses of Belady's MIN with forced admission by number of slots: int64[total + 1], none first.
+    """Return the misses of Belady's MIN with forced admission by number of slots: int64[total + 1], none first.
 
     experts: [N] ids below `total`. first: the access from which on misses are counted. ends: as `lru_misses` takes
-    them. Mattson's update by priority: the experts in use go to the top, whose experts are pushed out; from there down
-    to the last place that they left, each place takes the one that is used soonest of those pushed out above and its
-    own. O(place) an access.
+    them. Mattson's update by priority: experts in use go to the top and push others out; down to the last place that
+    they left, each place takes the one used soonest of those pushed out above and its own. O(place) an access.
     """
     ends = each_alone(experts) if ends is None else ends
     return misses_by_slots(_belady_places(next_uses(experts, total, ends), ends, total, first), len(experts) - first)

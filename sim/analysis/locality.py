@@ -34,7 +34,6 @@ class Locality:
 
 
 def locality(trace: Trace, segments: tuple[int, ...] = SEGMENTS) -> list[Locality]:
-    """SRP and SCH for each segment length, in tokens."""
     total, active = trace.layers * trace.num_experts, trace.layers * trace.top_k
     found = []
     for m in segments:
@@ -47,10 +46,9 @@ def locality(trace: Trace, segments: tuple[int, ...] = SEGMENTS) -> list[Localit
 def srp(trace: Trace, m: int) -> tuple[float | None, float | None]:
     """Segment routing best performance, and the size ratio of the router that reaches it (equations 5 and 6).
 
-    SRP(E, m) = max over a of 2 * sum_{f >= a} f / (sum_{f >= a} m + sum f), over all (segment, expert): f is the
-    number of the segment's m tokens that activate the expert, and segments start at every token of a request that
-    has m from there on. It is the best F1 of a router that may decide only once a segment. None for both without
-    such a segment.
+    SRP(E, m) = max over a of 2 * sum_{f >= a} f / (sum_{f >= a} m + sum f), over all (segment, expert): f is the number
+    of the segment's m tokens that activate the expert; a segment starts at every token that has m from there on. It is
+    the best F1 of a router that may decide only once a segment. None for both without such a segment.
     """
     pairs = np.zeros(m + 1, np.int64)
     for ids in _sequences(trace):

@@ -66,10 +66,9 @@ LOCALITY = pa.schema([("segment", COUNT), *[(name, SHARE) for name in ("srp", "s
 
 
 def split(cell: Row, lookups: int, compulsory: int, capacity: int, policy_misses: int) -> Row:
-    """Return a row of `SPLITS`: the misses of a cell, by what would have avoided them.
+    """Return a row of `SPLITS`: the misses of a cell, by what would have avoided them (see docs/contract.md).
 
-    compulsory: first uses, only prefetch. capacity: Belady's beyond those, only a larger cache, or a smaller working
-    set. policy_misses: a better policy. Hit rate: None where nothing is looked up.
+    compulsory: first uses. capacity: Belady's beyond those. policy_misses: the rest. Hit rate: None without lookups.
     """
     misses = compulsory + capacity + policy_misses
     parts = {"lookups": lookups, "compulsory": compulsory, "capacity": capacity, "policy_misses": policy_misses}
@@ -113,10 +112,9 @@ class Analysis:
 
 
 def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = None) -> Analysis:
-    """Analyse an untimed setup; `advance` gets the number of requests run, `to_play(grid)` cells of each.
+    """Analyse an untimed setup, of which nothing is prefetched, with experts of one size (`Loaded.alike`).
 
-    Untimed nothing is prefetched: of a pair only what it keeps counts. Experts are of one size (`Loaded.alike`), as the
-    curves of LRU and Belady count them.
+    advance: gets the number of requests run, `to_play(grid)` cells of each.
     """
     accesses = Accesses.of(Requests(loaded.trace), loaded.trace.layers, loaded.trace.num_experts)
     known = {"lru": lru_misses(accesses.experts, accesses.total, accesses.ends)}
@@ -222,10 +220,8 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
         styles = plot.looks(["lru", *others])
         for policy, oracle in others.items():
             points = [split for split in found.splits if split["policy"] == policy]
-            shares, rates = (
-                [100 * one["cache_fraction"] for one in points],
-                [1 - one["misses"] / lookups for one in points],
-            )
+            shares = [100 * one["cache_fraction"] for one in points]
+            rates = [1 - one["misses"] / lookups for one in points]
             axes.plot(shares, rates, **styles[policy], linestyle="", label=plot.wrapped(policy_title(policy, oracle)))
         if loaded.trace.phases != "prefill":
             axes.axvline(100 * found.demand / total, **plot.DEMAND)

@@ -252,7 +252,6 @@ def break_even_text(found: Speculation, seed: int = 0) -> str:
 
 
 def rows(found: Sequence[Speculation], loaded: TimedRun) -> list[dict[str, Any]]:
-    """Return the rows of ROWS."""
     made = []
     for each in found:
         bounds = [bound if np.isfinite(bound) else None for bound in each.interval(loaded.experiment.seed)]

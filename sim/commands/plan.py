@@ -2,9 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -198,17 +198,12 @@ def _measured(model: str, layout: Layout, here: HereOptions, quiet: bool) -> tup
         raise InputError(f"{layout.profile.name} does not fit memory: what is read from a disk is not calibrated")
     if not here.even_if_busy:
         busy.require_quiet(busy.load())
-    with _saying(quiet) as say:
+    with progress(1, quiet, "llama.cpp") as advance:
+        say = partial(advance, 0)
         path = model if is_gguf_file(model) and not layout.model.precision else ""
         calibration = calibrate(layout, path, bench, ["-t", str(threads)], say) if here.calibrate else None
         checked = verify(layout, here.verify, threads, bench, calibration, say) if here.verify else []
     return calibration, checked
-
-
-@contextmanager
-def _saying(quiet: bool) -> Iterator[Callable[[str], None]]:
-    with progress(1, quiet, "llama.cpp") as advance:
-        yield lambda text: advance(0, text)
 
 
 # Printing
@@ -329,11 +324,8 @@ def _verified(checked: list[Checked]) -> Table:
 
 
 def _checked_facts(each: Checked) -> dict[str, Any]:
-    error = each.error if each.measured else None
-    return {
-        **{key: getattr(each, key) for key in ("flags", "depth", "predicted", "measured", "failure")},
-        "error": error,
-    }
+    facts = {key: getattr(each, key) for key in ("flags", "depth", "predicted", "measured", "failure")}
+    return {**facts, "error": each.error if each.measured else None}
 
 
 def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:

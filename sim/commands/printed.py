@@ -7,7 +7,6 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from sim.quantities import show_ms
 from sim.results.metrics import Row, cell_text, engine_words
 from terminal import console
 
@@ -30,14 +29,9 @@ def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> Ta
     return shown
 
 
-def milliseconds(value: float) -> str:
-    return show_ms(value)
-
-
 def progress(
     total: int, quiet: bool, what: str = "requests run", done: int = 0
 ) -> AbstractContextManager[console.Advance]:
-    """Draw a bar on standard error."""
     return console.progress(total, quiet, what, done)
 
 

@@ -69,7 +69,9 @@ def run(
         window = window or timeline_window.first_steps(Requests(loaded.trace))
         summary = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)
     else:
-        summary = _played(loaded, spec, slots, output)
+        output.note(*compiling.notes(loaded.versions([spec])))
+        with progress(len(loaded.trace.requests), output.quiet) as advance:
+            summary = summed(loaded, spec, slots, advance)
     row = {**summary.row(), **summary.latencies()}
     title = cell_title(row, loaded.hardware.title)
     output.show(lambda: row, lambda: (*_verdict(loaded, cell.size, summary), "", title, _block(row)))
@@ -85,12 +87,6 @@ def _verdict(loaded: TimedRun, size: str, summary: Summary) -> list[str]:
     return verdict.of_run(row, [swept_run(lru, requests), swept_run(row, summary.requests().to_pandas())])
 
 
-def _played(loaded: TimedRun, policy: PolicySpec, slots: int, output: options.OutputOptions) -> Summary:
-    output.note(*compiling.notes(loaded.versions([policy])))
-    with progress(len(loaded.trace.requests), output.quiet) as advance:
-        return summed(loaded, policy, slots, advance)
-
-
 def _shown(
     loaded: TimedRun,
     policy: PolicySpec,
@@ -101,7 +97,7 @@ def _shown(
     slot_tracks: bool,
     output: options.OutputOptions,
 ) -> Summary:
-    """The same, and the timeline at `path`."""
+    """Run the cell and write its timeline to `path`."""
     row: Row = {}
     with writing(path, lambda: {"made by": "moe-sim run", **row}, overwrite) as timeline:
         names = loaded.trace.requests["id"].astype(str).tolist()

@@ -13,11 +13,11 @@ from rich.table import Table as RichTable
 from policies.core.grammar import split_list
 from sim import defaults
 from sim.commands import options, printed
-from sim.commands.printed import milliseconds, progress
+from sim.commands.printed import progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.engines import compiling
 from sim.loaded import Loaded, TimedRun, load
-from sim.quantities import parse_whole, show_share
+from sim.quantities import parse_whole, show_ms, show_share
 from sim.results.compare import SweptRun
 from sim.results.metrics import Row, engine_words
 from sim.sweeps import notes, verdict
@@ -294,11 +294,11 @@ def _times(rows: list[Row]) -> dict[str, Callable[[Row], str]]:
     decoded, prefilled = (all(row[name] is not None for row in rows) for name in ("tpot_mean_ms", "ttft_mean_ms"))
     shown: dict[str, Callable[[Row], str]] = {}
     if decoded:
-        shown["TPOT ms"] = lambda row: milliseconds(row["tpot_mean_ms"])
+        shown["TPOT ms"] = lambda row: show_ms(row["tpot_mean_ms"])
         shown["gap "] = lambda row: _whole_share(row["gap_latency"])
-        shown["p99"] = lambda row: milliseconds(row["tpot_p99_ms"])
+        shown["p99"] = lambda row: show_ms(row["tpot_p99_ms"])
     if prefilled:
-        shown["TTFT ms"] = lambda row: milliseconds(row["ttft_mean_ms"])
+        shown["TTFT ms"] = lambda row: show_ms(row["ttft_mean_ms"])
     if prefilled and not decoded:
         shown["gap "] = lambda row: _whole_share(row["gap_latency"])
     return shown

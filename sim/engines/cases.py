@@ -95,7 +95,6 @@ class Case:
             raise InputError(text)
 
     def _wrong(self) -> Iterator[str]:
-        """Yield what no engine can run."""
         if (self.requests is None) == (self.tokens is None):
             yield "a case has requests, or tokens"
         lengths = {"layer_bytes": self.L, **dict.fromkeys(("arrival_ns", "prefill", "prompt"), self.count)}
@@ -124,7 +123,6 @@ class Case:
 
     @property
     def count(self) -> int:
-        """Of requests."""
         return len(self.tokens or self.requests or ())
 
     @property
@@ -165,8 +163,7 @@ KEYS = {field.name for field in fields(Case)}
 def run_file(path: Path, out: TextIO, engine: str = COMPILED, warn: Callable[[str], None] = lambda text: None) -> int:
     """Write one result line for each case of `path`, run on the engine of that name; return how many.
 
-    warn: is called once for each key that no case has, which may be another engine's or wrongly written, and for each
-    that its case does not use.
+    warn: gets once each key that no case has, and each that its case does not use.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)

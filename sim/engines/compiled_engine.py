@@ -34,7 +34,6 @@ IN_PYTHON = -1  # in place of an address
 
 
 def simulate(run: Run) -> RunLog:
-    """Return the whole log of a run."""
     return whole(play, run)
 
 
@@ -187,8 +186,7 @@ class Cell:
 class Engine:
     """Runs of one policy that differ in the sizes of their caches alone: it hears of each event once.
 
-    What a policy knows does not depend on a cache, unless it keeps scores both by events and by what happens in the
-    cache, or names its victims: then it is one run. Several users (rule 18) are one run as well.
+    It may, unless it keeps scores both by events and by the cache, or names its victims: then it is one run.
     """
 
     def __init__(self, runs: Sequence[Run], runner: PolicyRunner) -> None:

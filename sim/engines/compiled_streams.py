@@ -316,7 +316,6 @@ def cause_of(run: Streams) -> int:
 
 @inlined
 def link_event(run: Streams) -> None:
-    """The chunk on the link has ended."""
     n = run.n
     n.now = n.link_end
     account(run)
@@ -344,7 +343,6 @@ def link_event(run: Streams) -> None:
 
 @compiled
 def read_event(run: Streams) -> None:
-    """The read has ended."""
     m, n = run.m, run.n
     n.now = n.read_end
     account_tiers(run, n.now)
@@ -501,7 +499,6 @@ def busy_until_now(n: Numbers) -> int:
 
 @compiled
 def disk_busy_until_now(n: Numbers) -> int:
-    """Time during which the disk read."""
     busy: int = n.disk_busy + (n.now - n.read_began if n.read_end != NEVER else 0)
     return busy
 

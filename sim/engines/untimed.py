@@ -141,10 +141,9 @@ def play(
     expert_bytes: int = 0,
     sizes: Int | None = None,
 ) -> None:
-    """The same; `ended` takes the log of each request as it ends.
+    """Run requests; `ended` takes the log of each as it ends. expert_bytes: of one, 0 where it is not known.
 
-    expert_bytes: of one, 0 where it is not known. sizes: bytes of each expert, int64[L*E], where they differ; `slots`
-    are bytes then (rule 19).
+    sizes: bytes of each expert, int64[L*E], where they differ; `slots` are bytes then (rule 19).
     """
     runner = PolicyRunner(policy.without_prefetch(), Shape(layers, experts), requests)
     residency, keeper = runner.residency(slots, sizes), runner.retention

@@ -11,7 +11,7 @@ from sim.loop.device import Device, Kind
 from sim.loop.log import RunLog, Share, StepRow
 from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
-from sim.loop.schedule import Batches, OneAtATime, Schedule, Step
+from sim.loop.schedule import Batches, OneAtATime, Step
 from sim.loop.session import Decider, Session
 
 
@@ -39,11 +39,10 @@ class Driver:
         decider: Decider | None = None,
         observer: LoopObserver | None = None,
     ) -> None:
-        """`decider`: who decides, if not the run's policies."""
         self._run = run
         self.layers = run.shape.layers
         self.session = Session(run, device, decider, observer)
-        self._schedule: Schedule = OneAtATime(run.requests, run.shape)
+        self._schedule: OneAtATime | Batches = OneAtATime(run.requests, run.shape)
         if run.users:
             self._schedule = Batches(run.requests, run.shape, run.users, self.session)
         self._observer = observer
@@ -88,7 +87,7 @@ class Driver:
     def steps(self, first: int = 0, last: int | None = None) -> Iterator[StepRow]:
         """Run the steps of the requests from `first` up to, not including, `last`; yield the row of each.
 
-        What happens to a row between two steps takes none of their time.
+        What happens to a row between two steps takes none of their time: requests do not wait for it.
         """
         session = self.session
         self._before = session.totals()
@@ -100,7 +99,9 @@ class Driver:
             row = self.end(step)
             given = session.device.now()
             yield row
-            self._forgive(session.device.now() - given)
+            if waited_ns := session.device.now() - given:
+                for batch_slot in self._step_ended_at:
+                    self._step_ended_at[batch_slot] += waited_ns
 
     def begin(self, step: Step) -> None:
         decider = self.session.decider
@@ -122,11 +123,6 @@ class Driver:
         spent = [now - then for now, then in zip(totals, self._before, strict=True)]
         self._before = totals
         return StepRow([step.phase, step.tokens, ended - self._began, *spent], self._shares(step, ended), ended)
-
-    def _forgive(self, waited_ns: int) -> None:
-        """What somebody did with a row is not time that requests waited for their next token."""
-        for batch_slot in self._step_ended_at if waited_ns else ():
-            self._step_ended_at[batch_slot] += waited_ns
 
     def _play(self, step: Step) -> None:
         """One forward pass: L layers, then the head."""

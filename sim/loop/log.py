@@ -94,8 +94,7 @@ class RequestLog:
 class RunLog:
     """One row per step (S steps: the prefill of a request, or one decoded token of each request in it), in order.
 
-    Every counter belongs to the step during which it happened; a sum over any range of steps is
-    therefore a difference of states, and warm-up is left out by leaving out its rows.
+    A counter belongs to the step during which it happened, so warm-up is left out by leaving out its rows.
     """
 
     phase: NDArray[np.uint8]  # [S] traces.PREFILL or traces.DECODE

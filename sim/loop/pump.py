@@ -24,23 +24,18 @@ class Transfers(Protocol):
 
     def next_transfer(self) -> tuple[int, int, bool]:
         """Choose what the free link takes."""
-        ...
 
     def interrupt(self) -> tuple[int, int]:
         """Choose what interrupts a prefetch at a chunk boundary."""
-        ...
 
     def land(self) -> None:
         """The rest of a transfer is sent."""
-        ...
 
     def arrived(self) -> bool:
         """A transfer has ended."""
-        ...
 
     def slot(self, expert: int) -> int:
         """Return the slot of an expert."""
-        ...
 
     def victims(self) -> list[int]:
         """Return who left for the transfer that has just begun, where experts differ in size."""

@@ -16,8 +16,7 @@ class Tier:
     """A memory of `slots` experts under `policy`, filled over `link`.
 
     slots: bytes, where experts differ in size (rule 19: `link.layer_bytes`). policy: None of host memory (rule 17).
-    experts_per_layer: how many experts the link carries while one layer of a decoded token computes
-    (`sim.profiles.timing.experts_per_layer`). A policy with a prefetch budget needs it.
+    experts_per_layer: see `sim.profiles.timing.experts_per_layer`; a policy with a prefetch budget needs it.
     """
 
     slots: int
@@ -37,11 +36,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Users:
-    """Several requests at a time (rule 18).
-
-    arrival_ns: when each request of the run arrives; None: when it is admitted, as of `max_batch` users who each ask
-    again at once.
-    """
+    """Several requests at a time (rule 18). arrival_ns: of each request; None: `max_batch` users ask at once."""
 
     max_batch: int
     arrival_ns: tuple[int, ...] | None = None

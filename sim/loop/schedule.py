@@ -35,11 +35,9 @@ class Clock(Protocol):
 
     def begin_step(self) -> int:
         """Return the time."""
-        ...
 
     def wait_until(self, ns: int) -> None:
         """Let time pass up to `ns`."""
-        ...
 
 
 class Routing(Protocol):
@@ -50,15 +48,12 @@ class Routing(Protocol):
 
         It is called only after that router has ended (rule 16).
         """
-        ...
 
     def event(self, layer: int) -> Event:
         """Return the same as policies hear it."""
-        ...
 
     def start(self) -> Event:
         """Return what policies may know when the step starts."""
-        ...
 
 
 class LiveStep:
@@ -91,12 +86,10 @@ class LiveStep:
         self._by_request = offsets, expert + first, tokens[request, expert]
 
     def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
-        """Return what was put, of all requests together."""
         assert layer == self._layer, "put what the router has chosen before it is routed"
         return self._experts, dict(zip(self._experts.tolist(), self._counts.tolist(), strict=True))
 
     def event(self, layer: int) -> Event:
-        """Return the same as policies hear it."""
         offsets, own_experts, own_counts = (each.copy() for each in self._by_request)
         return Event(
             serial=self._events,
@@ -115,7 +108,6 @@ class LiveStep:
         )
 
     def start(self) -> Event:
-        """Return what is known when the step starts."""
         return self.event(START)
 
 
@@ -140,14 +132,6 @@ class Step:
     start: Callable[[], Event]
     waited_ns: tuple[int, ...] = ()  # by `begins`; empty: nobody waited
     draft_ns: int = 0  # before it
-
-
-class Schedule(Protocol):
-    """The steps of a run, one at a time."""
-
-    def steps(self, first: int = 0) -> Iterator[Step]:
-        """Yield the steps, from those of the request with ordinal `first` on."""
-        ...
 
 
 class OneAtATime:

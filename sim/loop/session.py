@@ -37,32 +37,25 @@ class Decider(Protocol):
     @property
     def silent(self) -> bool:
         """Whether it neither hears of events nor proposes anything, so that it need not be asked."""
-        ...
 
     def residency(self, room: int, sizes: Int | None = None) -> Residency:
         """Return the residency of a cache of so many slots, or bytes where experts differ in size."""
-        ...
 
     def begin_request(self, ordinal: int, batch_slot: int = 0) -> None:
         """A request begins, at a place in the batch."""
-        ...
 
     def observe(self, event: Event) -> None:
         """Hear of an event (rule 3)."""
-        ...
 
     def propose(self, event: Event) -> tuple[Int, Float] | None:
         """Answer what to fetch early (rule 4); None: nothing is ever proposed."""
-        ...
 
     @property
     def at_start(self) -> bool:
         """Whether `propose` is asked when a step starts as well."""
-        ...
 
     def end_request(self, batch_slot: int = 0) -> None:
         """The last step of a request has ended."""
-        ...
 
 
 def decider_of(run: Run) -> PolicyRunner:

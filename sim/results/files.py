@@ -48,8 +48,7 @@ def writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 def read(path: Path, schema: pa.Schema, also: pa.Schema = NO_COLUMNS) -> pa.Table:
     """Return the columns of `schema` of a table of results, and those of `also` that it has: the one reader of them.
 
-    Raise InputError where it is missing, has changed since it was written (pages have checksums), or where another
-    version wrote it, whose columns are others.
+    Raise InputError where it is missing, damaged (pages have checksums), or of another version.
     """
     if not path.is_file():
         raise InputError(f"{path.parent} holds no {path.name}: {A_SWEEP}")

@@ -127,7 +127,8 @@ def marks(outcome: Outcome, runs: Sequence[compare.SweptRun]) -> dict[tuple[int,
         best = next(each for each in here if each.policy == winner.policy)
         others = [each for each in here if each is not best and able.get((each.cache_experts, each.policy))]
         equal = compare.indistinct(best, others, outcome.judged_by)
-        mark = BEST if not equal else UNKNOWN if _too_few(best, outcome.judged_by) else EQUAL
+        too_few = best.requests[compare.OF_A_REQUEST[outcome.judged_by]].count() < compare.FEWEST
+        mark = BEST if not equal else UNKNOWN if too_few else EQUAL
         for each in (best, *equal) if others else ():
             found[each.cache_experts, each.policy] = mark
     return found
@@ -143,7 +144,3 @@ def legend(marks: Mapping[tuple[int, str], str], runs: Sequence[compare.SweptRun
         yield f"{UNKNOWN}: too few requests to say which is the best ({count}; {compare.FEWEST} are needed)"
     if NO_ROOM in marks.values():
         yield f"{NO_ROOM}: GPU memory does not hold this cache beside dense weights and KV cache"
-
-
-def _too_few(cell: compare.SweptRun, judged_by: str) -> bool:
-    return bool(cell.requests[compare.OF_A_REQUEST[judged_by]].count() < compare.FEWEST)

@@ -136,7 +136,6 @@ def _ended(folder: Path) -> list[Path]:
 
 
 def _ours(folder: Path) -> list[str]:
-    """Names in the folder that sweeps have written."""
     return [name for name, maker in marked(folder).items() if maker == MAKER]
 
 

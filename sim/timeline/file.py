@@ -132,10 +132,9 @@ class ComputeTrack:
 
 @contextmanager
 def writing(path: Path, about: Callable[[], Args], overwrite: bool = False) -> Iterator[Timeline]:
-    """A timeline at `path`, gzipped where the name ends in .gz; whole or not at all.
+    """Yield a timeline at `path`, gzipped where the name ends in .gz; whole or not at all. Raise InputError.
 
-    about: called at the end, what the file states of itself (`otherData`). InputError where it cannot be written, or is
-    there and `overwrite` is not set.
+    about: called at the end, what the file states of itself (`otherData`).
     """
     check_file(path, overwrite)
     with replacing(path, overwrite=overwrite) as part, _opened(part, zipped=path.suffix == ".gz") as file:

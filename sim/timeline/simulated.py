@@ -20,8 +20,7 @@ def play(
 ) -> None:
     """Run a run on the SimPy engine and put it onto `timeline`; `ended` takes the log of each request when it ends.
 
-    names: of the trace's requests. slots: whether the slots of the cache have tracks of their own. InputError where a
-    time is beyond what a clock of 64 bits counts.
+    names: of the trace's requests. slots: whether each has a track. InputError for a time beyond a clock of 64 bits.
     """
     observer = TimelineObserver(timeline, run, "simulated", names, window, slots)
 
