@@ -14,37 +14,27 @@ from numpy.typing import NDArray
 from policies.core import Shape, parse
 from replay.calibration import pausing
 from replay.device_choice import DeviceChoice
-from replay.devices import CpuDevice, HostMemory, HostStore, Pace, cpu, open_stage
+from replay.devices import HostMemory, HostStore, Pace, cpu, open_stage
 from replay.devices import store as store_module
 from replay.devices.store import STAMP_BYTES
 from replay.model.network import Network, expert_output
 from sim.engines import count
 from sim.loop import Driver, Requests, RunLog, play
-from tests.support.devices import Watch, Watching, run_of
+from tests.support.devices import Watch, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
+from tests.support.watched import WatchedCpu, watched
 from traces import DECODE, InputError, Trace
 from traces.models.profile import ModelProfile, model
 from traces.synthetic import synthetic
-
-
-class WatchedCpu(Watching, CpuDevice):
-    """Checks every submission and completion."""
-
-    store: HostStore
 
 
 @contextmanager
 def device(slots: int, profile: ModelProfile = PROFILE, dedup: int | None = None) -> Iterator[WatchedCpu]:
     network = Network(profile, torch.device("cpu"), max_tokens=16, max_context=16, seed=0)
     store = HostStore.of(L * E, profile.expert_bytes, seed=0, distinct=dedup)
-    made = WatchedCpu(store, network, slots, verify=True)
-    made.tail_bytes = profile.expert_bytes // 8
-    made.watch = Watch(Shape(L, E), slots, profile.expert_bytes, made.tail_bytes)
-    try:
+    watch = Watch(Shape(L, E), slots, profile.expert_bytes, profile.expert_bytes // 8)
+    with watched(WatchedCpu(store, network, slots, verify=True), watch) as made:
         yield made
-        assert network.finite()
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize("stuck_in", ["copy of expert", "router"])

@@ -11,39 +11,31 @@ import torch
 
 from policies.core import Shape, parse
 from replay.device_choice import BEST_EFFORT, REQUIRE, DeviceChoice
-from replay.devices import CudaDevice, Gpu, HostMemory, HostStore, Launches, cuda, open_stage, pinned
+from replay.devices import Gpu, HostMemory, HostStore, Launches, cuda, open_stage, pinned
 from replay.model.network import Network
 from sim.engines import count
 from sim.loop import Requests, RunLog, play
-from tests.support.devices import Watch, Watching, run_of
+from tests.support.devices import Watch, run_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L
+from tests.support.watched import WatchedCuda, watched
 from traces import InputError
 from traces.models.profile import ModelProfile
 from traces.synthetic import synthetic
-
-
-class Watched(Watching, CudaDevice):
-    """Checks every submission and completion."""
-
 
 PACKED = replace(PROFILE, expert_bytes_per_parameter=0.25)
 
 
 @contextmanager
-def device(gpu: Gpu, slots: int, profile: ModelProfile = PROFILE) -> Iterator[Watched]:
+def device(gpu: Gpu, slots: int, profile: ModelProfile = PROFILE) -> Iterator[WatchedCuda]:
     with torch.inference_mode():
         network = Network(profile, gpu.device, max_tokens=16, max_context=64, seed=0)
         store = HostStore.of(L * E, profile.expert_bytes, seed=0)
         with pinned(store.memory, REQUIRE, gpu):
-            made = Watched(store, network, slots, gpu, Launches(gpu, network), verify=True)
-            made.tail_bytes = profile.expert_bytes // 8
-            made.watch = Watch(Shape(L, E), slots, profile.expert_bytes, made.tail_bytes)
-            try:
+            watch = Watch(Shape(L, E), slots, profile.expert_bytes, profile.expert_bytes // 8)
+            device = WatchedCuda(store, network, slots, gpu, Launches(gpu, network), verify=True)
+            with watched(device, watch) as made:
                 yield made
-                assert network.finite()
-            finally:
-                made.close()
 
 
 @pytest.fixture(params=[0, 1, "cuda"])
@@ -74,7 +66,7 @@ def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     return sizes
 
 
-def replay(made: Watched, policy: str, cold: bool = False, prompt: int = 5, top_k: int = K) -> RunLog:
+def replay(made: WatchedCuda, policy: str, cold: bool = False, prompt: int = 5, top_k: int = K) -> RunLog:
     trace = synthetic(3, 12, layers=L, experts=E, top_k=top_k, seed=1, prompt_tokens=prompt)
     requests = Requests(trace)
     made.prepare({int(context) for request in requests for context in request.context[request.tokens == 1]})
@@ -143,7 +135,7 @@ def test_nothing_is_copied_to_the_gpu_but_by_the_pump_and_nothing_pinned_by_torc
     assert sum(copied) == (log.demand_transfers + log.prefetch_transfers).sum() * SIZE - made_under_way(made)
 
 
-def made_under_way(made: Watched) -> int:
+def made_under_way(made: WatchedCuda) -> int:
     """Bytes of the last transfer that were not submitted when the run ended."""
     return sum(SIZE - sent for _, sent in made.watch.submitted.values())
 

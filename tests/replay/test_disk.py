@@ -43,18 +43,15 @@ from replay.model.network import Network
 from sim.commands import main as report
 from sim.loop import Requests, play
 from tests.support.command import Run, run
-from tests.support.devices import Watch, Watching, run_of
+from tests.support.devices import Watch, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
+from tests.support.watched import WatchedCpu, watched
 from traces import InputError
 from traces.models.profile import MODELS, ModelProfile
 from traces.synthetic import synthetic
 
 BIG = replace(PROFILE, name="big", hidden_size=64, expert_intermediate_size=429, expert_bytes_per_parameter=0.53125)
 """Its experts are packed, and of eleven pages, the last one not full."""
-
-
-class WatchedDisk(Watching, CpuDevice):
-    """Checks every submission and completion."""
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +82,12 @@ def made(path: Path, profile: ModelProfile = PROFILE, distinct: int = L * E) -> 
 
 
 @contextmanager
-def device(path: Path, slots: int, profile: ModelProfile = PROFILE, lanes: int = 1) -> Iterator[WatchedDisk]:
+def device(path: Path, slots: int, profile: ModelProfile = PROFILE, lanes: int = 1) -> Iterator[WatchedCpu]:
     network = Network(profile, torch.device("cpu"), max_tokens=16, max_context=16, seed=0)
     with closing(ExpertFile(path, profile)) as store:
-        opened = WatchedDisk(store, network, slots, verify=True, lanes=lanes)
-        opened.tail_bytes = profile.expert_bytes // 8
-        opened.watch = Watch(Shape(L, E), slots, profile.expert_bytes, opened.tail_bytes)
-        try:
+        watch = Watch(Shape(L, E), slots, profile.expert_bytes, profile.expert_bytes // 8)
+        with watched(WatchedCpu(store, network, slots, verify=True, lanes=lanes), watch) as opened:
             yield opened
-            assert network.finite()
-        finally:
-            opened.close()
 
 
 @pytest.mark.parametrize("policy", ["lru", "eamc", "lru+popular:n=4", "belady+oracle1"])

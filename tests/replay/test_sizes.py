@@ -19,8 +19,6 @@ from policies.core.residency_compiled import places_of
 from replay.calibration import measure_model, under_policy
 from replay.devices import (
     PAGE,
-    CpuDevice,
-    CudaDevice,
     ExpertFile,
     HostStore,
     Launches,
@@ -37,11 +35,12 @@ from sim.planner import random_gguf
 from sim.profiles.timing import FixedTiming, Link
 from sim.results import RESULTS
 from tests.support.command import run
-from tests.support.devices import Watch, Watching
+from tests.support.devices import Watch
 from tests.support.fake_gpu import FakeGpu
 from tests.support.logs import assert_logs_equal
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import PROFILE, E, L
+from tests.support.watched import WatchedCpu, WatchedCuda, watched
 from traces import InputError
 from traces.models.expert_sizes import expert_bytes_by_layer
 from traces.models.profile import written
@@ -53,14 +52,6 @@ SIZES = (9_000, 2 * PAGE, 20_001)
 
 SIZED = replace(PROFILE, name="sized", layer_expert_bytes=SIZES)
 ROOM = 2 * sum(SIZES)
-
-
-class WatchedCpu(Watching, CpuDevice):
-    """Checks every submission and completion."""
-
-
-class WatchedCuda(Watching, CudaDevice):
-    """Checks every submission and completion."""
 
 
 def run_of(policy: str, top_k: int, prompt: int = 0, cold: bool = False) -> Run:
@@ -92,10 +83,7 @@ def device(kind: str, run: Run, file: Path) -> Iterator[Any]:
             made = WatchedCpu(store, network, watch.slots, verify=True, lanes=2)
         else:
             made = WatchedCpu(host, network, watch.slots, verify=True)
-        made.watch, made.tail_bytes = watch, watch.tail_bytes
-        opened.callback(made.close)
-        yield made
-        assert network.finite()
+        yield opened.enter_context(watched(made, watch))
 
 
 def lru_by_layer(run: Run) -> list[int]:
