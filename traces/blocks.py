@@ -1,11 +1,8 @@
 """Parquet files as numbered blocks of rows, decoded when they are asked for: memory is that of a few blocks.
 
-A block is a row group or, of a large one, a part. Who goes forward decodes each block once and opens each file once,
-since it continues where it was; going back within a large row group decodes its beginning again.
-
-Threads share the blocks, each at a place of its own. A thread keeps those that it used last, so that no other can take
-away what it is at; together they keep some more, so that a small trace is decoded once. What two threads ask for at
-once is decoded by the first, while others decode other blocks.
+A block is a row group or, of a large one, a part. Reading forward decodes each block once; going back within a large
+row group decodes its beginning again. Threads share the blocks: each keeps those that it used last, and together they
+keep some more, so that a small trace is decoded once. What two threads ask for at once is decoded by the first.
 """
 
 from collections import OrderedDict

@@ -1,9 +1,8 @@
 """Fit the parameters of `traces.score_model` to a trace.
 
 Everything is measured as overlap: the share of a token's experts that another token has too, by layer. Overlaps of
-tokens a given distance apart show reuse and drift, those of requests of a cluster what the cluster shares, those of
-neighbouring requests how requests drift, and those of unrelated tokens how much depends on the kind of token. Each is
-turned into the correlation of scores that gives it. Synthetic traces then correct what this leaves (`ROUNDS`).
+tokens that are near, of one request, of one cluster or unrelated are each turned into the correlation of scores that
+gives them. Synthetic traces then correct what this leaves (`ROUNDS`).
 """
 
 from dataclasses import astuple, dataclass, replace

@@ -1,8 +1,5 @@
 """Hot-expert profiles: how often a trace uses each expert, as files that engines load; and does it carry over?
 
-An engine that keeps the hottest experts of each layer in fast memory, and never changes that, hits with the share of
-choices that fall on them. `carry_over` measures it on requests that the profile did not see.
-
 Formats, as their loaders read them: ExLlamaV3's census (turboderp-org/exllamav3 pull request 315), the counts that
 SGLang and KTransformers start from (sglang srt/eplb/expert_location.py), and the routing that thecodacus/llama.cpp
 ranks experts by (tools/moe-trace). No engine was run on them here.

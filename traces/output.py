@@ -2,8 +2,7 @@
 
 In a folder of results, MARKER lists the files and folders in it that are ours, each with the command that wrote it;
 nothing else there is replaced or removed. It may be somebody else's: only plain names count, and links are removed,
-never followed. A single file is replaced only where the user says so. LOCK is held while a
-command writes to a folder: by the operating system, so that it ends with the process.
+never followed. LOCK is held by the operating system while a command writes there, so it ends with the process.
 """
 
 import json

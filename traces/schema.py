@@ -1,9 +1,8 @@
-"""The trace on disk: a folder with requests.parquet (one row per request, with its EAMs) and
-routing/part-*.parquet (one row per request and token, in the order of execution).
+"""The trace on disk: a folder with requests.parquet (one row per request, with its EAMs; while it grows,
+requests/part-*.parquet) and routing/part-*.parquet (one row per request and token, in the order of execution).
 
-Every file carries the same metadata, as JSON under one key, so that each can be understood alone. The ids of
-a token lie flat as [L * k]; the largest value of the id type means that nothing was routed there. While a trace
-grows, its requests lie in requests/part-*.parquet instead.
+Every file carries the same metadata, as JSON under one key, so that each can be understood alone. The ids of a token
+lie flat as [L * k]; the largest value of the id type means that nothing was routed there.
 """
 
 import json

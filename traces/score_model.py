@@ -1,10 +1,8 @@
 """Synthetic routing: each expert has a score for each token, and the k highest are chosen.
 
-A score is the expert's popularity in its layer plus normal terms, each shared by other tokens: those of the
-request's cluster, of a run of requests, of the request, of the token's kind (as if the same word occurred again), and
-of passages of several lengths, which end at random. So tokens agree the more the closer they are.
-What is left of the variance of 1 is noise. The first tokens of many requests are the same, as those of a template
-are. `traces.fit` finds popularities and shares of the variance for a real trace.
+A score of variance 1 is the expert's popularity in its layer, normal terms that other tokens share (of the request's
+cluster, of a run of requests, of the request, of the token's kind, of passages of several lengths, which end at
+random), and noise. `traces.fit` finds popularities and shares of the variance for a real trace.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,7 @@
 """Small seeded traces made from nothing, for tests and speed measurements; no substitute for a recording.
 
-`traces.score_model` makes those that behave as a real trace.
-
-Three things that real routing shows are put in by hand: some experts are popular (Zipf), a request has a
-topic that prefers some experts (the groups of its EAM), and adjacent tokens reuse experts.
+Three things that real routing shows are put in by hand: some experts are popular (Zipf), a request has a topic that
+prefers some experts, and adjacent tokens reuse experts. `traces.score_model` behaves as a real trace.
 """
 
 import numpy as np

@@ -1,9 +1,8 @@
 """Write a trace folder while it grows, so that what was finished stays readable whatever happens next.
 
-No file has its final name before it is whole: routing and requests are written beside their places and
-renamed, requests last. They are the commit record: readers leave out routing of requests that are not listed,
-so a kill between the two renames loses nothing that was readable. Both grow as rows of files, of which only
-the last is held in memory and rewritten; closing joins those of the requests into requests.parquet.
+Routing and requests are written beside their places and renamed when they are whole, requests last. They are the
+commit record: readers leave out routing of requests that are not listed. Both grow as rows of files, of which only the
+last is held in memory and rewritten; closing joins those of the requests into requests.parquet.
 """
 
 import math

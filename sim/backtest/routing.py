@@ -1,9 +1,8 @@
 """The routing that a row is run with: the very trace, or one made to reuse experts as it is known to.
 
 Made routing draws each token's experts from the places of its layer's recency order: reuse[i] is how often the one at
-place i is chosen. Under LRU with C slots a layer its hit rate is sum(reuse[:C]) / top-k, by construction. So a measured
-hit rate is reached, and a real model's statistics (`data/reuse.toml`) are carried over to another cache size or model.
-Where every expert is computed where it lies, no routing matters: the same experts are chosen each time.
+place i is chosen, so under LRU with C slots a layer its hit rate is sum(reuse[:C]) / top-k, by construction. Where
+every expert is computed where it lies, no routing matters: the same experts are chosen each time.
 """
 
 import numpy as np

@@ -1,10 +1,8 @@
 """Durations as runtimes reach them: what `sim.profiles.roofline` leaves to the best kernels.
 
-On a CPU, threads read and multiply in turn, so neither hides the other whole: times add up as the sides of a right
-angle. From the slopes of three formats on an A10's host (Q8_0 87% of STREAM, Q4_K 74%, MXFP4 68%) both follow, reads at
-96% of STREAM and 20 GFLOP/s a thread, within 3%. Attention over a context goes head by head and token by token there,
-over rows of the KV cache that lie apart: its time follows heads and cached values, not multiplications. A latent value
-is key and value of all heads, and costs more.
+On a CPU, threads read and multiply in turn: times add up as the sides of a right angle. The slopes of three formats on
+an A10's host (Q8_0 87% of STREAM, Q4_K 74%, MXFP4 68%) give reads at 96% of STREAM and 20 GFLOP/s a thread, within 3%.
+Attention goes head by head there, so its time follows heads and cached values; a latent value costs more.
 """
 
 import math

@@ -1,9 +1,8 @@
 """A plan as the command line of llama.cpp and of vLLM.
 
-llama.cpp: `--n-cpu-moe N` keeps the experts of the first N layers of the file in host memory, layers without experts
-counted; `-ot` states the same with its pattern over the names of tensors, fused ones included. It copies quantised
-weights into memory in another order, so what memory does not hold needs `--no-repack`. vLLM: `--cpu-offload-gb` is in
-GiB.
+`--n-cpu-moe N` keeps the experts of the first N layers of the file in host memory, layers without experts counted;
+`-ot` states the same by the names of tensors. llama.cpp copies quantised weights into memory in another order, so what
+memory does not hold needs `--no-repack`. vLLM: `--cpu-offload-gb` is in GiB.
 """
 
 from sim.planner.placements import Layout, Placement

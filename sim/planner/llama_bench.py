@@ -1,9 +1,8 @@
 """Seconds of decoded tokens in llama.cpp, as llama-bench measures them: the user's own, or this module.
 
-`python -m sim.planner.llama_bench` takes the options of llama-bench that are needed here, and prints JSON of the same
-keys, from the binding of the extra `llama`. It computes on the CPU, and decodes a token of each model and depth in
-turns, so that what else the machine does slows all alike. It is a process of its own, which llama.cpp ends where an
-assertion fails.
+`python -m sim.planner.llama_bench` takes options of llama-bench and prints JSON of the same keys, from the binding of
+the extra `llama`, on the CPU. A token of each model and depth is decoded in turns, so that what else the machine does
+slows all alike. It is a process of its own, which llama.cpp ends where an assertion fails.
 """
 
 import argparse

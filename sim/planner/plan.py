@@ -1,10 +1,8 @@
 """The plan: what to expect, which tier is the wall, how far the physical limit is, and what would help.
 
-What is expected is what llama.cpp does with the printed flags (`placements.today`), beside it its own expert cache and
-the best one, for which no program has flags yet. The
-physical limit reads each byte that a token needs once, at the bandwidth that a data sheet states, from the tier where
-Belady's optimal policy would have it, all tiers at the same time and nothing else taking time. Where the host would
-wait for the GPU's memory, also because that holds all experts, the host reads more, until both end at the same time.
+What is expected is what llama.cpp does with the printed flags (`placements.today`). The physical limit reads each byte
+that a token needs once, at a data sheet's bandwidth, from the tier where Belady's optimal policy would have it, all
+tiers at once; where the host would wait for GPU memory, it reads more, until both end together (docs/planner.md).
 """
 
 from collections.abc import Mapping, Sequence

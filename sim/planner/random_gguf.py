@@ -1,9 +1,8 @@
 """GGUF files with a model's shape and random weights, to time llama.cpp with: some of a model's layers, and the rest.
 
-A shape is a `GgufFile` without data: the header of a file, of any architecture, or what llama.cpp's quantisation makes
-of a model profile (`llama_tensor_get_type` of src/llama-quant.cpp): the mixes `_m` keep more bits of half of the
-layers, rows that are no multiple of 256 take types of 32 weights. A profile becomes an architecture of the same sizes:
-deepseek2 with latent attention, else ernie4_5-moe. Scales of blocks are such that weights are near 0.02.
+A shape is a `GgufFile` without data: the header of a file, or what llama.cpp's quantisation makes of a model profile
+(`llama_tensor_get_type` of src/llama-quant.cpp). A profile becomes an architecture of the same sizes: deepseek2 with
+latent attention, else ernie4_5-moe. Scales of blocks are such that weights are near 0.02.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
 """This machine in the options of `moe-sim plan`, each with where it is from.
 
 GPUs are those that nvidia-smi or rocm-smi lists, or Apple's, whose memory is the CPU's. Of memories what is free
-counts, beside what the planner keeps free anyway: a plan is to start as the machine is now. What a probe measured
-counts for link, disk and the CPU's bandwidth. Without one the disk is taken for a usual one of its kind, and memory is
-read for a moment (STREAM Triad), unless others use the machine.
+counts: a plan is to start as the machine is now. What a probe measured counts for link, disk and the CPU's bandwidth;
+else the disk is a usual one of its kind, and memory is read for a moment, unless others use the machine.
 """
 
 import json

@@ -1,10 +1,8 @@
 """A machine: GPU memory and compute, the host link, the host and its disk, as one TOML profile.
 
-Rates are what a good kernel or copy reaches, not what the datasheet prints; each profile says where its
-values come from. GB and TFLOP are decimal (1 GB/s is one byte a nanosecond), GiB are binary.
-
-A profile that `moe-replay calibrate` wrote also holds what was measured there: of the machine, for people to read, and
-of each model that it was measured with, which then counts instead of the rates (`sim.profiles.measured`).
+Rates are what a good kernel or copy reaches, not what the datasheet prints. GB and TFLOP are decimal (1 GB/s is one
+byte a nanosecond), GiB are binary. One that `moe-replay calibrate` wrote also holds what was measured there, of the
+machine for people to read, and of each model, which then counts instead of the rates (`sim.profiles.measured`).
 """
 
 import re

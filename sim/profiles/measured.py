@@ -1,9 +1,8 @@
 """What one model takes on one machine, as measured there: `[[measured]]` of a hardware profile, and the timing it is.
 
-A roofline is computed from a datasheet's few scalars; these are tables of the parts of a step and of a transfer, which
-`moe-replay calibrate` measures through the device that replays. Between two measured points a duration lies on the line
-through them, beyond the last on the line through the last two, before the first it is the first's; at a measured point
-it is what was measured. Everything is rounded up to whole ns.
+`moe-replay calibrate` measures these tables of the parts of a step and of a transfer through the device that replays.
+Between two measured points a duration lies on the line through them, beyond the last on the line through the last two,
+before the first it is the first's. Everything is rounded up to whole ns.
 """
 
 from bisect import bisect_left

@@ -1,13 +1,8 @@
 """What a policy costs an event: the predictor of rule 14, as every timed cell pays it by default.
 
-The shipped table, `profiles/predictors.toml`, is measured by `python -m benchmarks predictors --write` at two shapes
-on one core of the CPU that it names: what `observe` and `propose` of a `PolicyRunner` take in the steady state of
-decode, each policy with its default options, less the same calls with nothing to tell. Models of other shapes lie on
+`profiles/predictors.toml` is measured by `python -m benchmarks predictors --write` at two shapes; other shapes lie on
 the line through both, over the experts of a layer or over all of them, whichever gives more, so that no policy is
-flattered.
-
-Residency, recency, victims and the queue are any cache's work and cost nothing here, so `lru` costs 0. Oracles cost 0:
-they cannot be run, and a bound must not pay. Learning at the end of a request is outside any token.
+flattered. Recency, victims and the queue are any cache's work, so `lru` costs 0; so do oracles, which cannot be run.
 """
 
 import tomllib

@@ -1,9 +1,8 @@
 """What no policy gets below: Belady's misses, and the physical floor of a token.
 
-The floor of a token is the longer of computing with every expert at hand, and moving what Belady would miss in decoding
-alone, at the link's bandwidth without latencies; where a policy computes misses on the CPU, at link and CPU together.
-What the CPU computes takes no slot: Belady misses no more with one more slot, through which all that would pass.
-What a prefill or the requests that warm up leave in the cache costs a token nothing: that may be any experts.
+The floor is the longer of computing with every expert at hand, and moving what Belady would miss in decoding alone, at
+the link's bandwidth without latencies; where a policy computes misses on the CPU, at link and CPU together, with one
+slot more, through which they would pass. What a prefill or the warm-up leaves in the cache costs a token nothing.
 """
 
 from collections.abc import Sequence

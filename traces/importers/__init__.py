@@ -2,8 +2,7 @@
 
 Four shapes of data are read: rows (`files`), nested records (`tree`), arrays (`plain`), and what servers answer or
 SGLang records (`answers`, `recorder`). Rows and records name their columns by `words` and become one long table
-(`table`). Behind all, `traces.defects` checks and `build` makes the trace. A format of known words needs nothing here;
-one whose words mean something else is an entry of `words.FORMATS`.
+(`table`). Behind all, `traces.defects` checks and `build` makes the trace.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,8 @@
 """Answers of servers that return the routed experts of a request, as JSON: vLLM and SGLang.
 
-Lines of OpenAI's batch format, {"custom_id", "response": {"body"}}, are unwrapped. Rows are the prompt's and the
-generated tokens' but the last.
-
-- vLLM with --enable-return-routed-experts: base64 of a .npy [rows, layers, k] in each choice, only MoE layers, -1 where
-  routing came from the prefix cache (0.22 on: vllm/entrypoints/openai/completion/protocol.py); or, in 0.21, nested
-  lists, apart for the prompt (docs/training/routed_experts_replay.md).
-- SGLang with --enable-return-routed-experts: base64 of flat int32 [rows - start, layers, k], dense layers counted, in
-  `meta_info` of /generate, in `sglext` of an OpenAI answer or in `sgl_ext` of its choices
-  (docs/basic_usage/openai_api_completions.md, test/registered/rl/test_return_routed_experts.py).
+Rows are the prompt's and the generated tokens' but the last. vLLM (completion/protocol.py of its OpenAI entrypoints):
+base64 of a .npy [rows, layers, k] in each choice, only MoE layers, or, in 0.21, nested lists. SGLang
+(test_return_routed_experts.py): base64 of flat int32 [rows - start, layers, k], dense layers counted.
 """
 
 from base64 import b64decode

@@ -1,9 +1,7 @@
 """Arrays: .npz and .npy of routing, of one layer a file, or of one request of vLLM's.
 
 `experts` is an integer array [tokens, layers, k] of ids within a layer, -1 where nothing was routed; `offsets`
-[requests + 1] rises from 0 to the number of tokens. Optional in a .npz: `weights` [tokens, layers, k], and, for
-requests with both phases, `phase` (0 prefill, 1 decode), `position`, `step` and `token_id`, each [tokens].
-`moe-trace export --to npz` writes them. Token ids of any dump may lie apart, in a .npz with `token_ids` or a .npy.
+[requests + 1] rises from 0 to the number of tokens. `moe-trace export --to npz` writes these and the optional ones.
 A .npz with other names is read as nested records are (`traces.importers.tree`).
 """
 

@@ -1,9 +1,8 @@
 """SGLang's expert distribution recorder: forward passes (mode per_token) or counts, as .pt, one file for each rank.
 
 A file holds `records`, a dict for each forward pass, and `last_physical_to_logical_map` [layers, physical experts]
-(python/sglang/srt/eplb/expert_distribution.py, _DetailSinglePassGatherer and _DetailAccumulator). It does not name
-requests: they are rebuilt from positions, and what fits several requests is refused. A request that SGLang retracts and
-prefills again looks like another one.
+(python/sglang/srt/eplb/expert_distribution.py). It does not name requests: they are rebuilt from positions, and what
+fits several requests is refused. One that SGLang retracts and prefills again looks like another one.
 """
 
 from collections import Counter
