@@ -29,8 +29,8 @@ Arrays = dict[str, NDArray[Any]]
 class Blocks:
     """The columns of a table as blocks; block n has the rows `starts[n]` to `starts[n + 1]` of the table.
 
-    Each is a dict of arrays [rows] or [rows, width], passed through `prepare`. What is `passing`, of use but once, is
-    kept only while it is looked at. Pickled, it opens its files again.
+    Each is a dict of arrays [rows] or [rows, width], passed through `prepare`. What is `passing` is kept only while it
+    is looked at. Pickled, it opens its files again.
     """
 
     def __init__(

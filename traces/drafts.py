@@ -24,9 +24,8 @@ class Drafts:
     def of(self, steps: RequestSteps, layers: int, experts: int, recorded: Int | None = None) -> RequestSteps:
         """Return the request with its decoded tokens in steps of 1 + `length`; the last may have fewer.
 
-        The steps are those of single tokens, of a model with so many MoE layers and experts in each. What was drafted
-        and rejected is routed as the tokens half of the decoded tokens away, counted in a circle. recorded: [decoded]
-        what the trace states (`drafted` in `traces.schema.OPTIONAL`).
+        What was drafted and rejected is routed as the tokens half of the decoded tokens away, counted in a circle.
+        layers, experts: of the model. recorded: [decoded] what the trace states (`traces.schema.OPTIONAL`).
         """
         first = int(np.argmax(steps.phase == DECODE)) if (steps.phase == DECODE).any() else len(steps.phase)
         decoded = len(steps.phase) - first

@@ -58,10 +58,9 @@ def join(
     prefix: bool = False,
     on_done: Callable[[int], None] = lambda requests: None,
 ) -> None:
-    """Write the kept requests of traces of one model, one trace after the other, as one trace.
+    """Write the kept requests of traces of one model, in turn, as one trace with the columns that all have.
 
-    Columns that not all have are left out. `prefix` puts the name of its trace before each request's id. Raises
-    InputError if the traces do not fit together, or two requests would have one id.
+    prefix: puts the name of its trace before each id. Raises InputError where traces do not fit or ids repeat.
     """
     check_target(out, overwrite, read=[source.folder.location for source in sources])
     if not any(source.keep.any() for source in sources):

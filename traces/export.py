@@ -86,10 +86,9 @@ def export_csv(trace: Trace, out: Path, overwrite: bool = True) -> int:
 
 
 def export_npz(trace: Trace, out: Path, overwrite: bool = True) -> int:
-    """Write `trace` as plain arrays, and what is known of them as a JSON beside; returns the number of tokens.
+    """Write `trace` as the arrays that traces.importers.plain reads, a JSON of facts beside; returns its tokens.
 
-    The arrays are those that traces.importers.plain reads: importing them gives the same trace, but for the mode, tools
-    and settings of its recording, and for gate probabilities, lookahead and embeddings.
+    Importing gives it back but for mode, tools, settings, gate probabilities, lookahead and embeddings.
     """
     kind = np.int16 if trace.num_experts < 2**15 else np.int32
     experts = trace.experts.astype(kind)

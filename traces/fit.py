@@ -224,8 +224,7 @@ def _overlaps(trace: Trace, first: Int, second: Int) -> Floats:
 def _kinds(trace: Trace) -> tuple[float, Floats]:
     """Return how often two tokens of different requests are of the same kind, and the overlap [L] of such tokens.
 
-    If a share q of the pairs has a high overlap and the rest a low one, then the skewness of the overlap, averaged over
-    layers, is (1 - 2q) / sqrt(q (1 - q)).
+    If a share q of pairs overlaps highly, the skewness of the mean overlap is (1 - 2q) / sqrt(q (1 - q)).
     """
     rng = np.random.default_rng(0)
     first, second = rng.integers(len(trace.experts), size=(2, PAIRS))

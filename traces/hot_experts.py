@@ -42,10 +42,7 @@ def write_exllamav3(trace: Trace, out: Path, overwrite: bool = True) -> int:
 
 
 def write_sglang(trace: Trace, out: Path, overwrite: bool = True) -> int:
-    """Write logical_count [layers of the model][E] for `--init-expert-location`; return the choices.
-
-    Layers without routed experts count zero.
-    """
+    """Write logical_count [layers of the model, 0 if dense][E] for `--init-expert-location`; return the choices."""
     counts, places = _counts(trace).sum(axis=0), numbers(trace.meta.layer_names)
     rows = np.zeros((max(places) + 1, trace.num_experts), np.int64)
     rows[places] = counts
@@ -57,8 +54,7 @@ def write_sglang(trace: Trace, out: Path, overwrite: bool = True) -> int:
 def write_llama_moe_trace(trace: Trace, out: Path, overwrite: bool = True) -> int:
     """Write a line `position,layer,expert,...` a token and layer for `--moe-cache-profile`; return the choices.
 
-    Positions count on over all requests; those of prompts are below 0, as llama-moe-trace writes them. Tokens without
-    all their experts in a layer have no line.
+    Positions count over all requests, below 0 in prompts. Tokens without all their experts in a layer have no line.
     """
     row, layer = (each.ravel() for each in np.indices(trace.experts.shape[:2]))
     position = np.where(trace.phase == DECODE, np.arange(len(trace.phase)), -1 - np.arange(len(trace.phase)))
@@ -87,12 +83,11 @@ FORMATS = {
 
 
 def carry_over(trace: Trace, slots: Sequence[int]) -> dict[str, list[float]]:
-    """Return what share of choices the `slots` hottest experts of each layer serve, by what the profile is tried on.
+    """Return the share of choices that `slots` hottest experts of each layer serve, by what the profile is tried on.
 
-    "chance": experts drawn at random. "itself": what the profile is of. "other half": each half of the requests (every
-    second one; of one request the halves of its tokens) by the profile of the other. "other dataset", "other task":
-    requests of one label by the profile of each other one that has ENOUGH choices, in the mean; left out where there
-    are no two.
+    "chance": experts at random. "itself": what it is of. "other half": every second request (of one the halves of its
+    tokens) by the profile of the others. "other dataset", "other task": requests of one label by the profiles of others
+    that have ENOUGH choices, in the mean; left out where there are no two.
     """
     counts = _counts(trace)
     found = {"chance": [n / trace.num_experts for n in slots], "itself": _served([counts], [counts], slots)}

@@ -23,10 +23,7 @@ NONE = -1
 
 
 class Index:
-    """The rows of each of R requests; rows of other requests are passed over.
-
-    Phases that there are not are counted as decode until `check` refuses them.
-    """
+    """The rows of each of R requests; rows of others are passed over. Phases but 0 count as decode until `check`."""
 
     def __init__(self, requests: int):
         self.counts = np.zeros((2, requests), np.int64)  # rows of each phase
@@ -71,10 +68,7 @@ class Index:
         self._seen += len(request)
 
     def check(self, meta: TraceMeta, requests: pd.DataFrame, where: str) -> None:
-        """Compare the rows with the requests as they are listed: their numbers, and their order within a request.
-
-        Positions ascend, and no prefill follows a decode. Raises InputError.
-        """
+        """Raise InputError unless rows are as many as listed, positions ascend, and no prefill follows a decode."""
         check_unique(requests["id"], where)
         rows = int(self.counts.sum())
         if meta.mode == AGGREGATE:

@@ -25,8 +25,8 @@ ELSEWHERE = "choose another folder"
 def replacing(path: Path, keep: bool = True, overwrite: bool = True) -> Iterator[Path]:
     """Yield a file beside `path` that takes its place once it is whole; nothing is left of it otherwise.
 
-    Raises InputError where another process writes it, the disk is full, or the folder cannot be written to. Without
-    `overwrite` also where another process wrote the file since `check_file` found none.
+    Raises InputError where another process writes it, the disk is full, or the folder cannot be written to; without
+    `overwrite` also where the file came since `check_file`.
     """
     part = path.absolute().with_name(f".{path.name}.part")  # Arrow takes a `~` at the beginning for a home
     with _writing(path), _locked(path.with_name(f".{path.name}.lock"), path):
@@ -112,8 +112,7 @@ def check_file(path: Path, overwrite: bool = False, read: Path | None = None) ->
 def claimed(folder: Path, maker: str, names: Iterable[str]) -> Iterator[None]:
     """Keep `folder`, which is made, for the command `maker` to write files and folders of these names.
 
-    No other process writes there meanwhile. Afterwards the marker lists what is there; a new, empty folder goes.
-    Raises InputError as `claim`, and where another process writes there.
+    Afterwards the marker lists what is there; a new, empty folder goes. Raises InputError as `claim` and `only_writer`.
     """
     with only_writer(folder):
         claim(folder, maker, names)

@@ -24,10 +24,9 @@ from traces.trace import AnyTrace
 
 @dataclass(frozen=True, eq=False)
 class Shards(AnyTrace):
-    """A trace whose tokens stay on disk.
+    """A trace whose tokens stay on disk. Several threads may run it at once; going forward is quickest.
 
-    Several threads may run it at once, each going through the requests as it likes; going forward is quickest. Where
-    rows of a request are far apart, all between them is decoded for it. Pickled, it is opened again at the same place.
+    All between distant rows of a request is decoded for it. Pickled, it is opened again at the same place.
     """
 
     path: str  # as it was typed

@@ -25,10 +25,9 @@ SAMPLE = 2_000
 
 @dataclass(frozen=True)
 class Reuse:
-    """Agreement of tokens that follow each other in a request and phase: the share of experts chosen again.
+    """Of the experts that tokens choose in a layer that the token before them used, the share chosen there by both.
 
-    Of all experts that tokens choose in a layer in which the token before them chose some, the share that it chose
-    there, too. `chance` is what random routing would give (k / E).
+    Within a request and phase. `chance` is what random routing would give (k / E).
     """
 
     share: float | None  # None if no two tokens with routed experts are adjacent
@@ -59,8 +58,7 @@ class Similarity:
 class WorkingSet:
     """The experts that the last `tokens` tokens of a request and phase chose, averaged over its tokens.
 
-    A cache that holds them, `experts` of all on average, hits the share `hits` of the lookups: LRU, about. Requests
-    start with nothing, so their first uses are misses.
+    A cache of so many hits about the share `hits`, under LRU. Requests start with nothing, so first uses are misses.
     """
 
     tokens: int

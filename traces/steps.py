@@ -108,10 +108,7 @@ def prefill_step(
     lookahead: NDArray[np.integer] | None = None,
     before: int = 0,
 ) -> RequestSteps:
-    """Run all tokens as one step, behind the `before` first ones of the prompt.
-
-    experts, lookahead: [tokens, L, k] ids in a layer, `sentinel` where not routed.
-    """
+    """Run all tokens, [tokens, L, k] ids or `sentinel`, as one step behind the `before` first ones of the prompt."""
     tokens, L, _ = experts.shape
     ahead = None if lookahead is None else Lookahead(L, *_all_together(lookahead, E, sentinel))
     phase, count = np.array([PREFILL], np.uint8), np.array([tokens], np.int64)

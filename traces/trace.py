@@ -116,10 +116,7 @@ class AnyTrace(ABC):
         return replace(self, prefill_chunk=prefill_chunk, drafts=drafts)
 
     def steps(self, i: int) -> RequestSteps:
-        """Return request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one.
-
-        `in_steps` changes that.
-        """
+        """Return request `i` as an engine runs it: prefill as one step, then token by token, unless `in_steps` says."""
         rows, prompt = self._rows_of(i), int(self.prompts[i])
         shape, held = (prompt, self.num_experts, self.sentinel), (rows.get("lookahead"), rows.get("token_id"))
         steps = steps_of_rows(i, rows["experts"], rows["position"], *shape, *held, self.prefill_chunk)
@@ -165,10 +162,9 @@ class Trace(AnyTrace):
 
     @staticmethod
     def read(path: Path | str, columns: Iterable[str] = ()) -> "Trace":
-        """Read and validate a trace folder, a path or a URL. `columns` names what else to read, of traces.reader.EXTRA.
+        """Read and validate a trace folder, a path or a URL. `columns`: what else to read, of traces.reader.EXTRA.
 
-        Routing of requests that are not listed is left out: its writer was killed before they were whole.
-        Raises InputError with what is wrong, where, and what to do.
+        Routing of requests that are not listed is left out: its writer was killed. Raises InputError.
         """
         wanted = require_known(columns)
         folder = open_folder(path)

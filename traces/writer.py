@@ -80,11 +80,9 @@ def _files(folder: Path) -> list[Path] | None:
 class TraceWriter:
     """Write requests to a trace folder as they finish; the trace appears with the first flush.
 
-    A trace that is already there is removed at that moment, and only if `overwrite` is set; with `resume` its
-    requests are kept, and `written` says how many they are. Use as a context manager: leaving it, also by an
-    exception, writes what is still held. Until then no other process writes there (`traces.output`).
-
-    With `whole` the trace appears, and an old one goes, when the writer is closed; an exception leaves all as it was.
+    An old trace is removed at that moment, and only with `overwrite`; with `resume` its requests are kept, and
+    `written` counts them. As a context manager it writes what is still held, also after an exception. No other process
+    writes there meanwhile. With `whole` the trace appears, and an old one goes, when it is closed without an exception.
     """
 
     def __init__(

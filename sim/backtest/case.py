@@ -183,8 +183,8 @@ class Case:
     def aimed(self, rates: Rates | None) -> "Case":
         """Return the case whose routing reaches the measured hit rate, if there is one, when it is run.
 
-        Copies that are under way when they are needed are no hits, and a policy may keep other experts than LRU would,
-        so the routing is made for more or less until it fits: by the difference, or half of what is left to try.
+        Late copies are no hits and policies keep other experts than LRU, so the routing is made for more or less until
+        it fits: by the difference, or half of what is left to try.
         """
         case = replace(self, aim=self.row.setting.hit_rate)
         if self.row.setting.hit_rate < 0 or self.static:

@@ -204,10 +204,7 @@ def shipped() -> list[Path]:
 
 
 def read(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[Row]:
-    """Return the rows of a file, in its order. Raise InputError for what cannot be used.
-
-    warn: is called for each key that does nothing beside or without another one; [defaults] may hold such keys.
-    """
+    """Return the rows of a file, in order. warn: called for each key without effect. Raise InputError."""
     tables = typed(_Tables, read_toml(path), str(path))
     machines, models = (
         {name: _part(cls, f"{path}: {key}.{name}", {**facts, "name": name}, warn) for name, facts in table.items()}

@@ -151,10 +151,7 @@ def kernels_per_layer(model: ModelProfile) -> float:
 
 
 def gpu_data_sheet(gpu: str, gb_per_s: float = 0.0) -> dict[str, Any]:
-    """Return the entry of gpus.toml for a GPU, without a name that of the first with that bandwidth, if there is any.
-
-    Raise InputError with near names for an unknown one.
-    """
+    """Return the entry of gpus.toml for a GPU, unnamed that of the first with that bandwidth. Raise InputError."""
     for spelled in spellings(gpu) if gpu else ():
         for name, known in table("gpus").items():
             sizes = (f"{plain(name)}{known.get('memory_gib')}{unit}" for unit in ("gb", "gib"))
@@ -177,10 +174,7 @@ def _peak(machine: Machine) -> float:
 
 
 def engine_of(system: str) -> Mapping[str, Any]:
-    """Return the entry of systems.toml for a system's name, what stands behind "(" or a comma aside.
-
-    One that is not there is unknown: it has the overheads of the median of what is.
-    """
+    """Return the entry of systems.toml for a system, what stands behind "(" or a comma aside, else `unknown`."""
     engines = table("systems")
     for wanted in (_plain(system), _plain(re.split(r"[(,]", system)[0])):
         for name, entry in engines.items():

@@ -89,7 +89,7 @@ def made(
 
 
 def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 0) -> list[RequestSteps]:
-    """Return the first `most` requests (0: all) of a trace: a folder, an imported dump, or the shipped phone run.
+    """Return the first `most` requests (0: all) of a trace folder, an imported dump, or the shipped phone run.
 
     as_decode: run prompts token by token. shape: layers, experts and top-k, which must be the trace's.
     """

@@ -44,10 +44,7 @@ class Board:
 
     @classmethod
     def of(cls, cards: Sequence[Card], policies: Sequence[str], stored: Result | None = None) -> "Board":
-        """Return the board of these policies, LRU and Belady. Raise InputError for a policy that there is not.
-
-        stored: has the costs; without it those of own policies, and the memory of all, are measured now.
-        """
+        """Return the board of these policies, LRU and Belady; costs are `stored`, or measured. Raise InputError."""
         named = specs([LRU, *policies, BELADY], None)
         cases = list(cases_of(cards))
         loaded = [load(case.experiment) for case in cases]

@@ -83,10 +83,7 @@ def values(profile: ModelProfile, context: float) -> float:
 
 
 def calibrate(layout: Layout, path: str, bench: Bench, flags: Sequence[str], say: Callable[[str], None]) -> Calibration:
-    """Measure the cuts of a model; path: its GGUF file or URL, or empty. Raise InputError where that cannot be.
-
-    say: gets what comes next. flags: of every run, such as threads.
-    """
+    """Measure cuts of a model; path: its GGUF file, URL or ""; flags: of every run; say: gets progress. InputError."""
     if layout.on_gpu and not bench.has_gpu:
         raise InputError("to calibrate with a GPU, put the llama-bench of your llama.cpp on PATH: the binding has none")
     whole = gguf_files.read(path) if path else random_gguf.of_profile(layout.profile, layout.precision)

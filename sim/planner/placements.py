@@ -243,8 +243,8 @@ class Layout:
 class Placement:
     """Where a model's experts lie, and who computes them.
 
-    parts: settings whose seconds a token are added (True) or subtracted (False), each over so many of the model's MoE
-    layers. From a disk, the layers that read from it are run alone, with the disk and without.
+    parts: settings whose seconds a token are added (True) or subtracted (False), each over so many MoE layers; layers
+    that read from a disk are run alone, with the disk and without.
     """
 
     kind: str
@@ -311,10 +311,7 @@ def today(layout: Layout) -> Placement:
 
 
 def cached(layout: Layout) -> list[Placement]:
-    """Return an expert cache in GPU memory: misses copied over the link, or split between link and CPU.
-
-    The first is llama.cpp's own (`--moe-cache-mib`). Host memory holds all experts of the layers that are cached.
-    """
+    """Return expert caches in GPU memory: llama.cpp's own (`--moe-cache-mib`), and one whose misses the CPU shares."""
     profile, L, n, sizes = layout.profile, layout.profile.moe_layers, layout.cached_layers, layout.layer_bytes
     size = min(int(layout.gpu_free) - sum(sizes[n:]), sum(sizes[:n]))
     if not layout.on_gpu or not layout.host_layers or size < profile.top_k * profile.expert_bytes:

@@ -312,8 +312,7 @@ def chosen(text: str, machine: Resources, context: int, precision: str | None) -
 def _model(text: str, precision: str | None) -> Model:
     """Return the model of a name or a path.
 
-    Raise InputError with near names for one that is not known, and for an encoder-decoder: routing that stands in has
-    every layer in each token, and an encoder's layers are in none that is decoded.
+    Raise InputError with near names for an unknown one, and for an encoder-decoder, for which no routing stands in.
     """
     profile = model(text)
     if profile.encoder_moe_layers:

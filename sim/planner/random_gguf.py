@@ -56,10 +56,7 @@ POOL_BYTES = 16 << 20
 
 
 def cut(file: GgufFile, layers: int, experts: int = 0) -> GgufFile:
-    """Return so many layers of a model and what belongs to none, with so many experts; 0: with all.
-
-    Each layer is one with the tensors that the first ones have, and types such that the mean of bytes is the model's.
-    """
+    """Return so many layers of a model, of its mean bytes, and what belongs to none; experts: of a layer, 0: all."""
     whole, count = file.key("block_count"), file.key("expert_count", 0)
     groups, experts = file.key("expert_group_count", 0) or 1, experts or count
     experts = -(-experts // groups) * groups
@@ -179,10 +176,7 @@ def _sized(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
 
 
 def of_profile(profile: ModelProfile, precision: str) -> GgufFile:
-    """Return a model as a file of an architecture of its sizes.
-
-    Raise InputError for layers of which llama.cpp has no architecture that takes any sizes, and for other precisions.
-    """
+    """Return a model as a file of an architecture of its sizes. Raise InputError where llama.cpp has none for it."""
     odd = [kind for kind in profile.order if kind.state or not kind.mixes or not (kind.kv or kind.windowed)]
     if odd or profile.expert_hidden_size or profile.expert_matrices != 3 or profile.encoder_layers:
         raise InputError(

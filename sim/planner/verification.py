@@ -103,10 +103,7 @@ def setting(layout: Layout, variant: Variant, context: int) -> Setting:
 
 
 def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool: str) -> str:
-    """Return what was measured as a file of the back-test.
-
-    title: of the machine. name: begins the names of figures.
-    """
+    """Return what was measured as a file of the back-test. title: of the machine; name: begins names of figures."""
     machine, profile = layout.machine, layout.profile
     shape = profile.moe_layers, profile.experts, profile.top_k
     bandwidths = {

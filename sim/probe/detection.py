@@ -59,10 +59,7 @@ Facts = dict[str, Fact]
 
 
 def detected(folder: Path, quick: bool = True) -> Facts:
-    """Return this machine by the planner's options; quick: read memory for a moment where no probe has.
-
-    folder: on the disk that models are read from.
-    """
+    """Return this machine by the planner's options; folder: of models; quick: read memory where no probe has."""
     facts, found = _gpu_facts(), probed()
     facts["host_memory"] = _host_memory()
     classes = core_classes()

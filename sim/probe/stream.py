@@ -40,10 +40,7 @@ class Rate:
 
 
 def triad(cpus: Sequence[int], passes: int = PASSES, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return GB/s of a thread on each of these processors together: of the best pass, as STREAM counts.
-
-    clock: of one thread, `time.thread_time` leaves out when others ran.
-    """
+    """Return GB/s of a thread on each of these processors together, of the best pass; clock: as time.thread_time."""
     size = min(ARRAY_BYTES, psutil.virtual_memory().available // 12) // 8 // len(cpus)
     barrier, spans = threading.Barrier(len(cpus)), np.zeros((len(cpus), passes, 2))
 

@@ -39,8 +39,7 @@ class Derived:
 class Blocking(Derived):
     """No expert is computed before all of its layer have arrived: their compute comes behind the layer's combine.
 
-    So it belongs to the next layer's dense part, or to the head. Of n tokens that choose k of E experts, min(E, n k)
-    are computed, with as many tokens each.
+    Of n tokens that choose k of E experts, min(E, n k) are computed, with as many tokens each.
     """
 
     layers: int

@@ -20,8 +20,7 @@ MEASURED = ((26, 64, 6), (58, 256, 8))
 def cost_us(policy: PolicySpec, layers: int, experts: int) -> float | None:
     """Return the microseconds an event of a model of `layers` x `experts`; None for a policy of somebody else.
 
-    A preset with a row of its own has that cost, by whatever words its halves are typed; halves that share what they
-    learn are one predictor, others add up. Other options and scopes make no difference.
+    A preset's own row counts; halves that share what they learn are one predictor, others add up; options do not count.
     """
     table = _table()
     rows: list[tuple[float, float] | None]

@@ -47,11 +47,9 @@ def _link(gb_per_s: float, latency_us: float, model: ModelProfile, chunk_bytes: 
 class Roofline:
     """Durations from profiles: the slower of reading and multiplying, then what each launch and layer costs.
 
-    Layers without experts belong to the MoE layer after them, the last ones to the head; of a step's tokens
-    only the last reaches the vocabulary. An encoder takes time only in a prefill: a step
-    that is as long as its context.
-
-    kv_cache: how many times as much a byte of the KV cache costs as others. multiply: the same of a weight's FLOP.
+    Layers without experts belong to the MoE layer after them, the last ones to the head; only a step's last token
+    reaches the vocabulary. An encoder takes time only in a prefill, a step that is as long as its context.
+    kv_cache, multiply: how many times as much a byte of the KV cache, and a weight's FLOP, cost as others.
     """
 
     kv_cache = 1.0

@@ -25,10 +25,7 @@ class Timing(Protocol):
         ...
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """Return the time before the router of MoE layer `layer`.
-
-        context: tokens in the KV caches of all `requests` of the step when it ends.
-        """
+        """Return the time before the router of `layer`. context: tokens in the caches of all `requests` at the end."""
         ...
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
@@ -64,10 +61,7 @@ class Durations(NamedTuple):
 
 
 class DurationTables:
-    """`Durations` of stretch after stretch of steps. Each value is the timing's own, computed once.
-
-    host: whether experts are computed on the host as well.
-    """
+    """`Durations` of stretch after stretch of steps, each value computed once; host: experts on the host too."""
 
     def __init__(self, timing: Timing, layers: int, host: bool = False) -> None:
         self._timing = timing
@@ -169,8 +163,7 @@ class Link:
 def experts_per_layer(timing: Timing, link: Link, layers: int, top_k: int) -> float:
     """Return how many experts the link carries while one layer of a decoded token computes, all experts at hand.
 
-    Dense part (mean of the layers), `top_k` experts and combine over one transfer. The context is empty, so that a
-    prefetch budget, which is a share of this (`policies.core.limits`), is never overrated.
+    The context is empty, so that a prefetch budget, a share of this (`policies.core.limits`), is never overrated.
     """
     dense_ns = sum(timing.dense_ns(layer, 1, 1) for layer in range(layers)) / layers
     computing_ns = dense_ns + top_k * timing.expert_ns(1) + timing.combine_ns(1)

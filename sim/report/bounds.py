@@ -71,10 +71,7 @@ def _unavoidable(loaded: Loaded) -> tuple[Int, int, int]:
 
 
 def _computing_ns(loaded: TimedRun, timing: Timing, experts: float, on_host: bool) -> float:
-    """Return what a decoded token computes with so many experts, all at hand, and an empty context.
-
-    An encoder's layers compute nothing. on_host: GPU and CPU compute experts together.
-    """
+    """Return what a decoded token computes with so many experts at hand and no context; on_host: with the CPU."""
     layers = range(loaded.profile.encoder_moe_layers, loaded.trace.layers)
     dense = sum(timing.dense_ns(layer, 1, 1) for layer in layers)
     rate = 1 / timing.expert_ns(1)

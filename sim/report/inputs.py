@@ -82,10 +82,7 @@ class Results:
 
 
 def read(folders: Iterable[Path], trust: bool = False) -> list[Results]:
-    """Return the results of these folders, and of the folders in one that holds several sweeps; each folder once.
-
-    trust: open also what `from_file` refuses.
-    """
+    """Return the results of these folders and of folders in them, each once; trust: open what `from_file` refuses."""
     places: dict[str, Path] = {}
     for folder in folders:
         for each in _tables(folder):

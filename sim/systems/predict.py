@@ -57,10 +57,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all systems share.
+    """What all systems share. cache_size: None: what GPU memory leaves.
 
-    cache_size: None for what GPU memory leaves. profile: a trace to take popularity from, empty for the one that is
-    run. precision: of the experts, for systems that name none.
+    profile: a trace to take popularity from, empty: the one that is run. precision: where systems name none.
     """
 
     loaded: TimedRun
@@ -70,10 +69,7 @@ class Setting:
     precision: str | None = None
 
     def model(self, system: System | None = None) -> ModelProfile:
-        """Return the model in the precision of a system, or of all.
-
-        Raise InputError for an unknown precision, or experts of several sizes in the model's own.
-        """
+        """Return the model in the precision of a system, or of all. Raise InputError for an unknown or unclear one."""
         profile = self.loaded.profile
         if profile.differing_bytes and not self.precision:
             raise InputError(f"{profile.name} has experts of several sizes, which no system here runs: use --precision")

@@ -106,10 +106,7 @@ def preload(ids: Int, layers: int, experts: int, mark: int) -> RequestSteps:
 
 
 def streamed(steps: RequestSteps, layers: int, resident: int) -> RequestSteps:
-    """Return the steps of a model with one expert a layer, which all tokens choose that pass the layer.
-
-    The first `resident` layers choose none: theirs is always there. Their compute is `Blocking`'s.
-    """
+    """Return the steps of a model with one expert a layer, which all tokens choose but in `resident` first layers."""
     passed = np.diff(steps.offsets).reshape(-1, layers) > 0  # [S, L]
     moved = passed & (np.arange(layers) >= resident)
     step, ids = np.nonzero(moved)

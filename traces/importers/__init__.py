@@ -34,11 +34,10 @@ def import_dump(
     options: Options | None = None,
     load_pt: Callable[[Path], Any] | None = None,
 ) -> tuple[Trace, list[str]]:
-    """Read a dump as a trace; also return what was assumed, a line each.
+    """Read a dump as a trace, of EAMs only where it has no sequences; also return what was assumed, a line each.
 
-    meta: a JSON with `model`, `experts`, `phase`, `requests`, ... (`traces.importers.source.Facts`). load_pt: reads a
-    torch file as dicts, lists and numpy arrays (this package knows no torch). Dumps without sequences give a trace of
-    EAMs only. Raises InputError.
+    meta: a JSON (`traces.importers.source.Facts`). load_pt: reads a torch file as dicts, lists and numpy arrays (this
+    package knows no torch). Raises InputError.
     """
     source = Source.of(path, meta, options or Options(), load_pt)
     return read_dump(source), list(dict.fromkeys(source.notes))

@@ -26,10 +26,7 @@ AXES = {"layer": "layer", "token": "token", "step": "token", "request": "request
 
 
 def rows(records: Iterable[Any], columns: Columns, stated: Row) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of records, with their numbers; add the facts that stand beside them to `stated`.
-
-    Names with # are facts, `#record` the record's number.
-    """
+    """Yield numbered rows of records (`#record`); add the facts beside them, named with #, to `stated`."""
     kinds = Kinds()
     for number, record in enumerate(records):
         row: Row = {}

@@ -59,8 +59,8 @@ PHASES = {
 class Format:
     """A kind of dump whose words mean something else than in ROLES.
 
-    has: names that its records have, by which it is known. example: a file in tests/traces/formats, or in a public
-    repository. columns: role -> name. phase: of all its tokens. note: what else is to know.
+    has: names by which it is known. example: a file in tests/traces/formats, or in a public repository. columns: role
+    -> name. phase: of all its tokens. note: what else is to know.
     """
 
     has: str

@@ -48,10 +48,7 @@ class _Layer:
 
 
 def with_sizes_of(profile: "ModelProfile", path: str) -> "ModelProfile":
-    """Return the model with experts as large as in these files, or at a precision of that name.
-
-    Raise InputError where the files hold another model, and for a precision that no file of the model has.
-    """
+    """Return the model with the experts of these files, or at a named precision. Raise InputError for others."""
     if is_precision(path):
         if profile.precisions and path.lower() not in profile.precisions:
             raise InputError(f"all files of {profile.name} have experts at {', '.join(profile.precisions)}: not {path}")
@@ -65,11 +62,9 @@ def with_sizes_of(profile: "ModelProfile", path: str) -> "ModelProfile":
 def expert_bytes_by_layer(path: Path | str, experts: int | None = None) -> NDArray[np.int64]:
     """Return the bytes of one expert of each MoE layer, int64[L], in the order of execution (encoder first).
 
-    path: a .gguf file or its URL (of a split model any of its files), a .safetensors file, or a folder of safetensors
-    files with or without an index. All tensors of an expert count: matrices, biases and scales. What all experts of a
-    layer share in one tensor is divided by their number, rounded up. Raises InputError for a file of another format, a
-    damaged or missing one, a tensor in two files, and where no experts are there, those of a layer differ in size or
-    are not as many as `experts`.
+    path: a .gguf file or its URL (any of a split model), a .safetensors file, or a folder of those. Matrices, biases
+    and scales count; what a layer's experts share in one tensor is divided by their number, rounded up. Raises
+    InputError for other formats, damage, a tensor in two files, no experts, unequal ones, or others than `experts`.
     """
     return bytes_by_layer(list(_tensors(str(path))), str(path), experts)
 

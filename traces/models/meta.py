@@ -68,10 +68,7 @@ MLP = {"mlp", "feed_forward", "ffn", "ff", "block_sparse_moe", "DenseReluDense"}
 
 
 def counted(config: Mapping[str, Any], name: str, precision: Precision) -> ModelProfile:
-    """Return the profile of the model of a transformers config, its weights at a precision.
-
-    Raises InputError where transformers does not know the architecture, cannot build it or runs no experts in it.
-    """
+    """Return the profile of a transformers config at a precision. Raises InputError where it cannot be counted."""
     config = _translated(config)
     silent = patch.object(logging.getLogger("transformers"), "handlers", [logging.NullHandler()])
     with warnings.catch_warnings(action="ignore"), silent:
@@ -243,10 +240,7 @@ class _Counting:
         )
 
     def _kinds(self, name: str, layer: nn.Module, kept: LayerKind) -> Iterator[LayerKind]:
-        """Yield the kind of a layer; where it has two sets of experts, of the second one a layer of its own.
-
-        kept: what it keeps in the cache.
-        """
+        """Yield the kind of a layer, and of a second set of experts that of a layer of its own. kept: in the cache."""
         sites = [site for site in self.sites if site.name.startswith(f"{name}.")]
         parameters = mlp = shared = 0
         in_blocks = {each for site in sites if site.owner is not layer for each in site.owner.parameters()}
@@ -315,7 +309,7 @@ class _Counting:
     def _kept(self) -> list[LayerKind]:
         """Return what each layer of the decoder keeps, by the caches of two passes of different length.
 
-        Without data, layers that are alike do the same: the first of them runs, and the others return what it did.
+        Without data, layers that are alike do the same: the first runs, and the others return what it did.
         """
         alike, outputs = self._alike(), dict[int, Any]()
 

@@ -72,8 +72,7 @@ class Precision:
 def precision_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Precision:
     """Return the precision that a config states; beside: the content of hf_quant_config.json, if that is there.
 
-    Raises InputError for a method of which it is not known how many bits it has. A config that states nothing at all
-    is taken as bf16, with a warning.
+    Raises InputError for a method of unknown bits. A config that states nothing is taken as bf16, with a warning.
     """
     places = [config, *(config[key] for key in ("text_config", "llm_config", "thinker_config") if key in config)]
     dtype = next((place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)), None)

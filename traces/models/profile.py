@@ -265,10 +265,7 @@ class ModelProfile:
         )
 
     def at_precision(self, name: str) -> "ModelProfile":
-        """Return the model at a precision of precisions.toml, all of it where files have that as a whole.
-
-        Experts stay as all published files have them, if those have one precision. Raise InputError for an unknown one.
-        """
+        """Return the model at a precision of precisions.toml; experts whose files all have one stay. InputError."""
         each, name = bytes_per_parameter(name), canonical(name)
         dense = each if name.startswith(WHOLE) else None
         if self.precisions and name not in self.precisions:
@@ -276,10 +273,7 @@ class ModelProfile:
         return replace(self.at(each, dense), precision=name)
 
     def holding(self, layers_bytes: float = 0, head_bytes: float = 0) -> "ModelProfile":
-        """Return the same model with so many bytes of all layers, routed experts aside, and of the head; 0: as now.
-
-        An embedding beside the head is as wide as that.
-        """
+        """Return it with so many bytes of all layers but experts, and of the head and embedding; 0: as now."""
         dense, head = self.dense_bytes_per_parameter, self.head_bytes / self.head_weights
         return replace(
             self,
@@ -296,7 +290,7 @@ def is_gguf_file(text: str) -> bool:
 def model(text: str) -> ModelProfile:
     """Return the shipped profile of that name (`known`), or that of a TOML file, a transformers config or a GGUF file.
 
-    A GGUF file may be at a URL, and of a split model any one is named. Raise InputError where it cannot be used.
+    A GGUF file may be at a URL; of a split model any is named. Raise InputError where it cannot be used.
     """
     if is_gguf_file(text):
         return models.of_gguf(text)
@@ -347,8 +341,7 @@ def shipped() -> tuple[ModelProfile, ...]:
 def known(name: str) -> ModelProfile | None:
     """Return the shipped profile of a model by the name that a person, a trace or a file has for it; None: none.
 
-    Owner, case and variant do not matter, nor do sizes where there is one model; bytes are of the precision that the
-    name says, else as published.
+    Owner, case and variant do not matter. Bytes are of the precision that the name says, else as published.
     """
     stem, precision = parted(name)
     wanted = (family(name), family(stem), family(stem.partition("_")[2]))

@@ -242,8 +242,7 @@ class ProductKeys(Site):
 class Children(Site):
     """Remote code (Arctic, DeepSeek-MoE, the first Mixtral): a list of MLPs, each called with its tokens' states.
 
-    Rows are attributed to tokens by their values, which is sound because tokens with equal states are routed
-    alike. Weights stay unknown.
+    Rows are attributed to tokens by value, which is sound as equal states are routed alike. Weights stay unknown.
     """
 
     weighted = False
