@@ -193,21 +193,14 @@ def test_in_a_browser_its_tables_sort_and_scroll_on_a_narrow_screen(made: tuple[
 
 
 def test_a_board_of_its_leader_alone_says_so() -> None:
+    measured: dict[str, Any] = {"lru": {HITS: {"a cold": (0.5,)}}, "belady": {HITS: {"a cold": (0.6,)}}}
     found = Result(
         version=1,
         traces={"a": ""},
         requests={"a cold": {HITS: 1}},
         policies={
-            name: entry(
-                {"lru": {HITS: {"a cold": (0.5,)}}, "belady": {HITS: {"a cold": (0.6,)}}},
-                name,
-                {},
-                digest="",
-                oracle=name == "belady",
-                overhead_us=0.0,
-                memory_mib=0.0,
-            )
-            for name in ("lru", "belady")
+            name: entry(measured, name, {}, digest="", oracle=name == "belady", overhead_us=0.0, memory_mib=0.0)
+            for name in measured
         },
     )
     assert sentences(found) == [

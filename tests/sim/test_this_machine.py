@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +30,7 @@ COMMUNITY = sorted((Path(file.__file__).parent / "community").glob("*.toml"))
 def small(name: str) -> ModelProfile:
     """A shipped model with a vocabulary of 256, so that its cuts are quick to write."""
     whole = model(name)
-    return ModelProfile(**{**vars_of(whole), "vocabulary": 256, "embedding_parameters": 256 * whole.hidden_size})
-
-
-def vars_of(profile: ModelProfile) -> dict:
-    return {name: getattr(profile, name) for name in profile.__dataclass_fields__}
+    return replace(whole, vocabulary=256, embedding_parameters=256 * whole.hidden_size)
 
 
 def fake(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

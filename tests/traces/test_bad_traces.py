@@ -178,16 +178,16 @@ def test_a_folder_with_other_files_is_never_touched(folder: Path, name: str) -> 
     assert (folder / REQUESTS).is_file()
 
 
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_failed_write_leaves_what_was_there_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = TraceWriter(tmp_path / "t", GOOD.meta)
     writer.add(GOOD)
     writer.flush()
     more = replace(GOOD, requests=GOOD.requests.assign(id=["x", "y", "z"]))
     writer.add(more)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr("traces.parquet.pq.ParquetWriter.write_table", full)
     with pytest.raises(InputError, match="3 requests are readable"):
         writer.flush()
@@ -234,9 +234,6 @@ def test_a_trace_that_is_written_whole_replaces_nothing_until_then(tmp_path: Pat
 def test_a_disk_that_fills_leaves_the_trace_that_was_to_be_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr("traces.parquet.pq.ParquetWriter.write_table", full)
     with pytest.raises(InputError, match="no new trace is there"):
         write_trace(GOOD.head(1), folder, overwrite=True)

@@ -58,14 +58,6 @@ def test_without_json_what_is_assumed_is_said(tmp_path: Path) -> None:
     assert (trace.num_experts, trace.phases, assumed) == (8, "prefill", [])
 
 
-def test_minus_one_is_not_routed(tmp_path: Path) -> None:
-    experts = EXPERTS.copy()
-    experts[0] = -1
-    trace, _ = import_dump(*dump(tmp_path, experts=experts))
-    assert (trace.experts[0] == trace.sentinel).all()
-    assert trace.steps(0).experts.size == 4
-
-
 @pytest.mark.parametrize(
     "meta",
     [

@@ -165,12 +165,6 @@ def test_dense_layers_are_refused_until_the_moe_layers_are_named(tmp_path: Path)
         assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
 
 
-def test_a_layer_map_takes_the_layers_apart_that_it_names(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", [vllm_answer(TRACE, i) for i in range(3)])
-    made, _ = import_dump(file, options=Options(experts=8, layer_map="0,2"))
-    assert np.array_equal(made.experts, TRACE.experts[:, [0, 2]])
-
-
 @pytest.mark.parametrize(
     ("spec", "layers"),
     [

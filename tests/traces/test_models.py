@@ -324,24 +324,3 @@ def test_a_written_profile_is_the_counted_one(config: dict[str, Any], tmp_path: 
     found = read(config)
     (tmp_path / "x.toml").write_text(written(found, "# made by a test\n"))
     assert model(str(tmp_path / "x.toml")) == found
-
-
-@pytest.mark.parametrize(
-    ("said", "is_of"),
-    [
-        ("olmoe", "olmoe-1b-7b"),
-        ("mixtral", "mixtral-8x7b"),
-        ("Llama4-Scout", "llama-4-scout"),
-        ("qwen3-coder-30b", "qwen3-30b-a3b"),
-        ("deepseek-ai/DeepSeek-V3.1-Terminus", "deepseek-v3"),
-        ("deepseek", None),
-        ("granite-4.0-h-small", None),
-        ("qwen3.5", None),
-    ],
-)
-def test_a_name_is_of_one_shipped_model_or_of_none(said: str, is_of: str | None) -> None:
-    if is_of:
-        assert model(said).name == is_of
-    else:
-        with pytest.raises(InputError, match="unknown model profile"):
-            model(said)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from traces import InputError
 from traces.models.names import bytes_per_parameter
 from traces.models.profile import known, model, shipped
 
@@ -53,15 +54,23 @@ dots.llm1.inst.i1-IQ3_XS.gguf.part1of2: dots.llm1
 LFM2-8B-A1B.Q6_K.gguf: lfm2-8b-a1b
 qwen3:30b-a3b-q4_K_M: qwen3-30b-a3b
 gpt-oss:120b: gpt-oss-120b
+deepseek-ai/DeepSeek-V2-Lite-Chat: deepseek-v2-lite
+GPT-OSS-20B: gpt-oss-20b
+/models/Mixtral-8x7B-v0.1/: mixtral-8x7b
+allenai/OLMoE-1B-7B-0125-Instruct: olmoe-1b-7b
+Snowflake/snowflake-arctic-instruct: arctic
+olmoe: olmoe-1b-7b
+mixtral: mixtral-8x7b
+Llama4-Scout: llama-4-scout
+qwen3-coder-30b: qwen3-30b-a3b
 """
 
 
 @pytest.mark.parametrize("line", FILES.strip().splitlines())
 def test_names_of_publishers_files_name_their_model(line):
     name, wanted = line.rsplit(": ", 1)
-    found = known(name)
-    assert found
-    assert found.name == wanted
+    assert known(name) == model(name)
+    assert model(name).name == wanted
 
 
 @pytest.mark.parametrize(
@@ -90,7 +99,13 @@ def test_every_shipped_model_is_known_as_publishers_name_its_files(form, precisi
 
 
 @pytest.mark.parametrize(
-    "name", ["", "x", "model", "DeepSeek-R1-Distill-Qwen-32B-Q4_K_M.gguf", "Qwen3-8B", "qwen3", "q4_k_m.gguf"]
+    "name",
+    [
+        *("", "x", "model", "DeepSeek-R1-Distill-Qwen-32B-Q4_K_M.gguf", "Qwen3-8B", "qwen3", "q4_k_m.gguf"),
+        *("deepseek", "granite-4.0-h-small", "qwen3.5"),
+    ],
 )
 def test_other_models_are_not_taken_for_a_shipped_one(name):
     assert known(name) is None
+    with pytest.raises(InputError, match=r"unknown model profile|no file at"):
+        model(name)

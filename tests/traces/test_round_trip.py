@@ -29,18 +29,6 @@ def test_a_trace_reads_back_as_it_was_written(trace: Trace) -> None:
     assert again.experts.dtype == trace.meta.id_type
 
 
-@settings(max_examples=20, deadline=None)
-@given(traces())
-def test_a_trace_written_request_by_request_is_the_same_trace(trace: Trace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace"
-        with TraceWriter(path, trace.meta) as writer:
-            for r in range(len(trace.requests)):
-                writer.add(one_request(trace, r))
-                writer.flush()
-        assert_same(trace, Trace.read(path))
-
-
 def one_request(trace: Trace, r: int) -> Trace:
     return trace.select(np.array([r]))
 
@@ -187,13 +175,3 @@ def test_rows_on_disk_are_in_the_order_of_execution(tmp_path: Path) -> None:
     assert rows.column("request").to_pylist()[:8] == [0, 0, 1, 1, 2, 2, 0, 1]
     assert np.all(np.diff(rows.column("step").to_numpy().astype(int)) >= 0)
     assert_same(together, Trace.read(tmp_path / "t"))
-
-
-def test_a_full_row_group_starts_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traces.writer.FILE_ROWS", 10)
-    trace = synthetic(7, 4, 2, 4, 2, seed=0)
-    with TraceWriter(tmp_path / "t", trace.meta) as writer:
-        for r in range(7):
-            writer.add(one_request(replace(trace, token_id=np.zeros(28, np.int32)), r))
-    assert sorted(p.name for p in (tmp_path / "t" / ROUTING).iterdir()) == [f"part-0000{i}.parquet" for i in range(3)]
-    assert_same(trace, Trace.read(tmp_path / "t"))
