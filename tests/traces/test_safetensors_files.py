@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from traces import InputError
-from traces.models.safetensors_files import INDEX, files_of, header_of, tensors_of
+from traces.models.safetensors_files import files_of, header_of, tensors_of
 
 
 def written(path: Path, *entries: dict[str, Any], data: int = 8) -> Path:
@@ -47,19 +47,6 @@ def test_a_type_that_is_not_known_is_taken_with_its_bytes(tmp_path: Path) -> Non
 def test_a_shape_that_the_bytes_do_not_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         tensors_of(written(tmp_path / "a.safetensors", {"shape": [3]}))
-
-
-def test_a_file_without_all_of_its_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
-        tensors_of(written(tmp_path / "a.safetensors", {}, {"data_offsets": [4, 8]}, data=7))
-
-
-def test_an_index_names_the_files(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        written(tmp_path / f"{name}.safetensors", {})
-    assert files_of(tmp_path) == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}))
-    assert files_of(tmp_path) == [tmp_path / "b.safetensors"]
 
 
 def test_files_beside_a_whole_model_are_not_of_it(tmp_path: Path) -> None:
