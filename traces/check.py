@@ -34,12 +34,6 @@ def check_requests(requests: pd.DataFrame, prefill: Int, decode: Int, where: str
             )
 
 
-def check_unique(ids: "pd.Series[str]", where: str) -> None:
-    repeated = ids[ids.duplicated()]
-    if len(repeated):
-        raise InputError(f"{where}: the request id {repeated.iloc[0]!r} occurs twice")
-
-
 def check_steps(
     step: NDArray[np.uint32], phase: NDArray[np.uint8], offsets: NDArray[np.int64], where: str, first: int = 0
 ) -> None:

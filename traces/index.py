@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.check import check_requests, check_unique
+from traces.check import check_requests
 from traces.errors import InputError
 from traces.reader import CORE, Folder
 from traces.schema import AGGREGATE, TraceMeta
@@ -69,7 +69,8 @@ class Index:
 
     def check(self, meta: TraceMeta, requests: pd.DataFrame, where: str) -> None:
         """Raise InputError unless rows are as many as listed, positions ascend, and no prefill follows a decode."""
-        check_unique(requests["id"], where)
+        if (repeated := requests["id"][requests["id"].duplicated()]).size:
+            raise InputError(f"{where}: the request id {repeated.iloc[0]!r} occurs twice")
         rows = int(self.counts.sum())
         if meta.mode == AGGREGATE:
             if rows:

@@ -17,7 +17,7 @@ from sim.backtest.machine import Rates
 from sim.planner import flags, placements, prefill
 from sim.planner.calibration import OFF, Calibration
 from sim.planner.placements import DIRECT, DISK, MMAP, Factor, Layout, Placement
-from sim.planner.resources import Resources, described, resources
+from sim.planner.resources import GIB, Resources, described, resources
 from sim.quantities import show_bytes
 from traces.errors import InputError
 from traces.files import expanded
@@ -26,8 +26,6 @@ from traces.models.profile import MODELS, is_gguf_file, model
 
 CONTEXT = 8192
 PROMPT = 2048
-
-GIB = 2**30
 
 FAST = 1e6
 """A tier that is this much faster takes no time."""

@@ -221,7 +221,7 @@ class _Counting:
             name=name,
             hub_ids=(),
             experts=experts,
-            top_k=self._top_k(),
+            top_k=top_k,
             hidden_size=self.hidden,
             expert_bytes_per_parameter=expert_bytes,
             vocabulary=self.config.vocab_size,
