@@ -15,7 +15,7 @@ def llama_cpp(layout: Layout) -> list[str]:
         return [f"-ngl 0 {common}"]
     if not n:
         return [f"-ngl 99 {common}"]
-    last = _in_file(layout, n)
+    last = layers_of_file(layout, n)
     layers = "|".join(map(str, range(last)))
     return [
         f"-ngl 99 --n-cpu-moe {last} {common}",
@@ -31,7 +31,7 @@ def fitted(layout: Layout) -> str:
 def with_cache(placement: Placement) -> str:
     """Return the options of llama.cpp's own expert cache, of its release b11480 and later."""
     layout, size = placement.layout, placement.cache_bytes
-    last = _in_file(layout, layout.cached_layers)
+    last = layers_of_file(layout, layout.cached_layers)
     return f"-ngl 99 --n-cpu-moe {last} --moe-cache-mib {size // 2**20} {_common(layout)}"
 
 
@@ -61,6 +61,6 @@ def _tensor_split(layout: Layout) -> str:
     )
 
 
-def _in_file(layout: Layout, moe_layers: int) -> int:
-    """Return how many layers of the file the first `moe_layers` MoE layers end."""
-    return layout.profile.places[moe_layers - 1] + 1
+def layers_of_file(layout: Layout, moe_layers: int) -> int:
+    """Return how many layers of the file the first MoE layers end; 0: none."""
+    return layout.profile.places[moe_layers - 1] + 1 if moe_layers else 0

@@ -14,6 +14,7 @@ import tomli_w
 
 from sim.backtest.file import Setting
 from sim.planner.calibration import Calibration, placed
+from sim.planner.flags import layers_of_file
 from sim.planner.llama_bench import TOKENS, Bench
 from sim.planner.placements import DISK, Layout, Placement, today
 from traces.errors import InputError
@@ -68,7 +69,7 @@ def verify(
         )
     checked = []
     for each in variants(layout, threads):
-        flags = ["-t", str(each.threads), *placed(_in_file(layout, each.host_layers), layout.on_gpu)]
+        flags = ["-t", str(each.threads), *placed(layers_of_file(layout, each.host_layers), layout.on_gpu)]
         say(f"{bench.name} {' '.join(flags)}")
         depths = DEPTHS if each.planned else DEPTHS[:1]
         failure, took = "", dict[tuple[Path, int], float]()
@@ -146,8 +147,3 @@ def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool
             }
         )
     return tomli_w.dumps({"machines": machines, "models": {profile.name: model}, "rows": figures})
-
-
-def _in_file(layout: Layout, moe_layers: int) -> int:
-    """Return how many layers of the file the first MoE layers end; 0: none."""
-    return layout.profile.places[moe_layers - 1] + 1 if moe_layers else 0

@@ -22,32 +22,25 @@ class Timing(Protocol):
     @property
     def predictor_ns(self) -> int:
         """The predictor's time on the compute stream, paid once an event."""
-        ...
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
         """Return the time before the router of `layer`. context: tokens in the caches of all `requests` at the end."""
-        ...
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """Return the time of one expert of `layer`, in GPU memory. Layers differ where their experts' sizes do."""
-        ...
 
     @property
     def hop_ns(self) -> int:
         """The activations' way to the host and back, once an event (rule 13)."""
-        ...
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
         """Return the time of one expert of `layer` on the host."""
-        ...
 
     def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
         """Return the time of the weighted sum of the experts' outputs, once an event; context: as for `dense_ns`."""
-        ...
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
         """Return the time behind the last MoE layer, with the vocabulary matmul of each request."""
-        ...
 
 
 class Durations(NamedTuple):
