@@ -14,7 +14,7 @@ from sim.loaded import Loaded, TimedRun
 from sim.loop.requests import Requests
 from sim.profiles.timing import Int, Timing
 from sim.results.metrics import Row
-from traces.steps import DECODE, RequestSteps
+from traces.steps import RequestSteps
 
 
 def belady(loaded: Loaded, sizes: Sequence[Row]) -> list[Row]:
@@ -33,7 +33,7 @@ def belady(loaded: Loaded, sizes: Sequence[Row]) -> list[Row]:
 
 def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
     """Return the least mean TPOT, a row for each size; none where nothing is decoded or nothing is timed."""
-    if not isinstance(loaded, TimedRun) or loaded.sizes is not None:
+    if not isinstance(loaded, TimedRun) or loaded.sizes is not None or loaded.trace.phases == "prefill":
         return []
     misses, lookups, tokens = _unavoidable(loaded)
     if not tokens:
@@ -50,17 +50,17 @@ def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
 
 def _unavoidable(loaded: Loaded) -> tuple[Int, int, int]:
     """Return the misses in decoding that no policy avoids, by slots, all lookups there, and the decoded tokens."""
-    layers, experts = loaded.trace.layers, loaded.trace.num_experts
+    trace, layers, experts = loaded.trace, loaded.trace.layers, loaded.trace.num_experts
+    decoded = Requests(trace if trace.phases == "decode" else trace.without_prompts())
     tokens, stretches = 0, [(False, list[RequestSteps]())]  # decoded in a row; whether the cache may be full of any
-    for i, steps in enumerate(Requests(loaded.trace)):
+    for i, (steps, prompt) in enumerate(zip(decoded, trace.prompts.tolist(), strict=True)):
         if i < loaded.experiment.warmup_requests:
             stretches = [(True, [])]
             continue
-        decoded = _decoded(steps)
-        if len(decoded.phase) < len(steps.phase):
+        if prompt:
             stretches.append((True, []))
-        stretches[-1][1].append(decoded)
-        tokens += len(decoded.phase)
+        stretches[-1][1].append(steps)
+        tokens += len(steps.phase)
     total, lookups = np.zeros(layers * experts + 1, np.int64), 0
     for filled, requests in stretches:
         accesses = Accesses.of(requests, layers, experts).experts
@@ -78,22 +78,6 @@ def _computing_ns(loaded: TimedRun, timing: Timing, experts: float, on_host: boo
     if on_host:
         rate += 1 / timing.host_ns(1)
     return dense + experts / rate + len(layers) * timing.combine_ns(1) + timing.head_ns(1)
-
-
-def _decoded(steps: RequestSteps) -> RequestSteps:
-    kept = steps.phase == DECODE
-    layers = (len(steps.offsets) - 1) // max(len(steps.phase), 1)
-    sizes = np.diff(steps.offsets).reshape(-1, layers) if layers else np.empty((0, 0), np.int64)
-    of_step = np.repeat(kept, sizes.sum(axis=1)) if layers else np.empty(0, np.bool_)
-    return RequestSteps(
-        request=steps.request,
-        phase=steps.phase[kept],
-        tokens=steps.tokens[kept],
-        context=steps.context[kept],
-        offsets=np.concatenate([[0], np.cumsum(sizes[kept].ravel())]).astype(np.int64),
-        experts=steps.experts[of_step],
-        counts=steps.counts[of_step],
-    )
 
 
 def _row(row: Row, **values: float) -> Row:
