@@ -169,11 +169,9 @@ def backtest(
                 warnings[row.figure],
             )
         )
-    of_phone = next(
-        (outcomes[row.figure] for row in rows if row.setting.trace == PHONE and row.timed and row.figure in outcomes),
-        None,
-    )
-    return Backtest(results, list(fits.values()), token_by_token(of_phone) if of_phone else None)
+    of_phone = (row.figure for row in rows if row.setting.trace == PHONE and row.timed and row.figure in outcomes)
+    phone = next(map(outcomes.__getitem__, of_phone), None)
+    return Backtest(results, list(fits.values()), token_by_token(phone) if phone else None)
 
 
 def _warnings(case: Case, outcome: Outcome) -> tuple[str, ...]:

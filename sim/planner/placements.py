@@ -271,11 +271,8 @@ class Placement:
     def simulated(self, own_rates: Rates | None = None) -> tuple[float, Outcome]:
         """Return the seconds of a decoded token, reads past the page cache, and what came of the first part."""
         outcomes = [case.simulated(own_rates or self.layout.rates) for case in self.cases]
-        added = [part[2] for part in self.parts]
-        seconds = sum(
-            (one.seconds or 0.0) * (1 if is_added else -1) for one, is_added in zip(outcomes, added, strict=True)
-        )
-        return seconds, outcomes[0]
+        signs = (1 if added else -1 for _, _, added in self.parts)
+        return sum((one.seconds or 0.0) * sign for one, sign in zip(outcomes, signs, strict=True)), outcomes[0]
 
     @cached_property
     def cases(self) -> list[Case]:
