@@ -13,10 +13,10 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from sim.backtest import FACTORS, Case, file, table
-from sim.backtest.errors import class_of, of_rows
-from sim.backtest.tables import DATA
-from sim.backtest.timing import Runtime
+from sim.backtest import DATA, file
+from sim.prediction import FACTORS, Case, table
+from sim.prediction.errors import class_of, of_rows
+from sim.prediction.timing import Runtime
 
 Factor = tuple[str, ...]
 

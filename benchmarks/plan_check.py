@@ -12,13 +12,13 @@ import argparse
 import time
 from pathlib import Path
 
-from sim.backtest.file import Model
 from sim.planner import random_gguf
 from sim.planner.calibration import calibrate
 from sim.planner.llama_bench import TOKENS, Bench
 from sim.planner.placements import Layout
 from sim.planner.resources import resources
 from sim.planner.verification import DEPTHS, Variant, predicted_s
+from sim.prediction.described import Model
 from sim.probe import busy
 from sim.probe.cores import core_classes, processor
 from sim.probe.stream import triad

@@ -1,7 +1,8 @@
 """How good plans are: published speeds beside them, and the errors of the back-test that their intervals follow from.
 
 `python -m benchmarks.planner` prints the table of docs/planner.md, a check, not a fit: nothing of the planner was set
-by these figures, though they are rows of the back-test as well. With `--write` it writes sim/backtest/data/errors.toml.
+by these figures, though they are rows of the back-test as well. With `--write` it writes
+sim/prediction/data/errors.toml.
 """
 
 import sys
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.backtest import Case, file, score
-from sim.backtest.errors import CALIBRATED, NARROWER, class_of
+from sim.backtest import file, score
 from sim.backtest.score import Result
-from sim.backtest.tables import DATA
 from sim.planner.plan import quick
+from sim.prediction import Case
+from sim.prediction.errors import CALIBRATED, NARROWER, class_of
+from sim.prediction.tables import DATA
 
 PUBLISHED = Path(__file__).with_suffix(".toml")
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sim.analysis.speculation import union
-from sim.backtest import file, routing
-from sim.backtest.case import SETTLING, Case
+from sim.backtest import file
 from sim.engines.compiled_engine import simulate
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop.run import Run
+from sim.prediction import routing
+from sim.prediction.case import SETTLING, Case
 from sim.profiles.derived import Derived
 from traces.board import FOLDER
 from traces.drafts import Drafts

@@ -2,7 +2,7 @@
 
 Decodes with one and with three layers of OLMoE's shape, eight experts each, all matrices of a layer in one type; the
 difference is the time of two layers. Reading at STREAM Triad's rate is taken out as the side of a right angle
-(`sim.backtest.timing`). Processor time of one thread, the least of ROUNDS. Writes 2 GB beside temporary files.
+(`sim.prediction.timing`). Processor time of one thread, the least of ROUNDS. Writes 2 GB beside temporary files.
 """
 
 import sys
@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from sim.backtest.tables import FACTORS
 from sim.planner import random_gguf
 from sim.planner.llama_bench import Bench
+from sim.prediction.tables import FACTORS
 from sim.probe.cores import core_classes
 from sim.probe.stream import triad
 from traces.models.gguf_files import GgufFile

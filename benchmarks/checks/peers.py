@@ -33,7 +33,7 @@ ROUTER_SPREAD = 0.5
 EMBEDDING_SCALE = 80
 """Of embeddings over other weights: how much of a token's state is its own. With these two numbers a token of OLMoE's
 shapes shares 27% of its experts with the token before it, as in a trace of DeepSeek-V2-Lite
-(`sim/backtest/data/reuse.toml`: 26%, of Qwen3-30B-A3B 37%).
+(`sim/prediction/data/reuse.toml`: 26%, of Qwen3-30B-A3B 37%).
 """
 
 

@@ -1,8 +1,8 @@
-"""The back-test: published measurements of other people's systems, predicted by the simulator, with the errors.
+"""The back-test: published measurements of other people's systems beside what is predicted for them, with the errors.
 
-A file holds machines, models and rows (`file`); a row is simulated (`case`) on a machine's rates (`machine`), a model's
-sizes (`model`) and a routing (`routing`); `score` fits what a machine lets be fitted, and sums up; `printed` prints.
-General factors and the overheads of systems are data: `factors.toml` and `systems.toml`."""
+A file holds machines, models and rows (`file`), which `sim.prediction` simulates; `score` fits what a machine lets be
+fitted, and sums up; `printed` prints. Nothing stands on it but its command and programs beside the packages.
+"""
 
 import lazy_loader
 

@@ -1,13 +1,4 @@
-from .case import Case as Case
-from .file import Machine as Machine
-from .file import Model as Model
-from .file import Setting as Setting
+from .file import DATA as DATA
 from .file import read as read
-from .machine import Rates as Rates
-from .machine import rates as rates
-from .model import profile_of as profile_of
 from .score import backtest as backtest
 from .score import summary as summary
-from .tables import DATA as DATA
-from .tables import FACTORS as FACTORS
-from .tables import table as table

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sim.backtest.errors import NARROWER
-from sim.backtest.file import UNITS
 from sim.backtest.score import Backtest, Result, blind_errors, errors, grouped, inside, summary
+from sim.prediction.described import UNITS
+from sim.prediction.errors import NARROWER
 from sim.quantities import show_share
 from traces.errors import InputError
 from traces.output import replacing

@@ -14,12 +14,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from sim.backtest import errors as errors_of
-from sim.backtest.case import Case, Outcome
-from sim.backtest.file import Machine, Row
-from sim.backtest.machine import Rates
-from sim.backtest.routing import PHONE
-from sim.backtest.tables import DATA
+from sim.backtest.file import DATA
+from sim.prediction import errors as errors_of
+from sim.prediction.case import Case, Outcome
+from sim.prediction.described import Machine, Row
+from sim.prediction.machine import Rates
+from sim.prediction.routing import PHONE
 from sim.quantities import show_share
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -44,7 +44,7 @@ class Result:
     blind: float | None = None
     hit_rate: float | None = None
     stand_in: str = ""
-    kind: str = ""  # of what is known, of a speed or latency: see `sim.backtest.errors`
+    kind: str = ""  # of what is known, of a speed or latency: see `sim.prediction.errors`
     warnings: tuple[str, ...] = ()
     failed: str = ""  # why it could not be simulated
 

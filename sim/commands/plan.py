@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from sim.backtest.errors import CONFIDENCE
 from sim.commands import options
 from sim.commands.printed import progress, table
 from sim.planner import plan as planner
@@ -22,6 +21,7 @@ from sim.planner.plan import CachePlan, Plan, Speed
 from sim.planner.ranking import CURRENT, Ranked, ranked
 from sim.planner.resources import resources, show_gib
 from sim.planner.verification import Checked, rows, verify
+from sim.prediction.errors import CONFIDENCE
 from sim.probe import busy
 from sim.probe.cores import processor
 from sim.probe.detection import Facts, detected, of_profile, with_stated

@@ -1,6 +1,6 @@
 """What a model would do on a machine that was never measured: `moe-sim plan`.
 
-The times are the back-test's (`sim.backtest`): the same rates from data sheets, the same factors, the same engines.
+The times are those of `sim.prediction`, as the back-test's are: the same rates from data sheets, factors and engines.
 This package says what fits where, which of these placements is fastest, and how far that can be trusted."""
 
 import lazy_loader

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from sim.backtest.case import Case, Outcome
-from sim.backtest.file import Machine, Model, Row, Setting
-from sim.backtest.machine import Rates, engine_of, rates
-from sim.backtest.model import profile_of
 from sim.planner.resources import HOST_RESERVED, Resources
+from sim.prediction.case import Case, Outcome
+from sim.prediction.described import Machine, Model, Row, Setting
+from sim.prediction.machine import Rates, engine_of, rates
+from sim.prediction.model import profile_of
 from sim.quantities import show_bytes
 from traces.models.names import name_of
 from traces.models.profile import LayerKind, ModelProfile

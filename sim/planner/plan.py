@@ -11,13 +11,13 @@ from os.path import exists  # of any name, however long
 from pathlib import Path
 from typing import Any
 
-from sim.backtest import errors
-from sim.backtest.file import Model
-from sim.backtest.machine import Rates
 from sim.planner import flags, placements, prefill
 from sim.planner.calibration import OFF, Calibration
 from sim.planner.placements import DIRECT, DISK, MMAP, Factor, Layout, Placement
 from sim.planner.resources import GIB, Resources, described, resources
+from sim.prediction import errors
+from sim.prediction.described import Model
+from sim.prediction.machine import Rates
 from sim.quantities import show_bytes
 from traces.errors import InputError
 from traces.files import expanded

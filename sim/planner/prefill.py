@@ -4,9 +4,9 @@ A batch of llama.cpp (`-ub 512`) uses nearly all experts of a layer. Those in ho
 layer by layer, while nothing is computed; without a GPU the CPU computes all. Weights are read once a batch.
 """
 
-from sim.backtest.machine import Rates
-from sim.backtest.tables import FACTORS
 from sim.planner.placements import Layout
+from sim.prediction.machine import Rates
+from sim.prediction.tables import FACTORS
 
 BATCH = 512
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sim.backtest.file import Machine
-from sim.backtest.machine import gpu_data_sheet
-from sim.backtest.tables import FACTORS, table
+from sim.prediction.described import Machine
+from sim.prediction.machine import gpu_data_sheet
+from sim.prediction.tables import FACTORS, table
 from sim.quantities import parse_bytes, parse_gb_per_s
 from traces.errors import InputError, refuse, unknown
 

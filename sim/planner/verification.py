@@ -12,11 +12,11 @@ from typing import Any
 
 import tomli_w
 
-from sim.backtest.file import Setting
 from sim.planner.calibration import Calibration, placed
 from sim.planner.flags import layers_of_file
 from sim.planner.llama_bench import TOKENS, Bench
 from sim.planner.placements import DISK, Layout, Placement, today
+from sim.prediction.described import Setting
 from traces.errors import InputError
 from traces.models.profile import known
 

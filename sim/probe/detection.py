@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from sim.backtest.machine import gpu_data_sheet
+from sim.prediction.machine import gpu_data_sheet
 from sim.probe import busy, stream
 from sim.probe.cores import core_classes, processor
 from sim.probe.disk import kind_of

@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import tomli_w
 
-from sim.backtest.machine import cpu_class, gpu_data_sheet, thread_gflop_per_s
-from sim.backtest.tables import FACTORS
+from sim.prediction.machine import cpu_class, gpu_data_sheet, thread_gflop_per_s
+from sim.prediction.tables import FACTORS
 from sim.probe import cuda, disk, stream
 from sim.probe.cores import core_classes, processor
 from sim.probe.detection import Facts

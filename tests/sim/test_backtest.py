@@ -13,11 +13,12 @@ import pandas as pd
 import pytest
 import tomli_w
 
-from sim.backtest import FACTORS, Case, Machine, Model, Rates, Setting, file, printed, routing, score, table
-from sim.backtest import rates as rates_under
-from sim.backtest.machine import engine_of, gpu_data_sheet, kernels_per_layer, thread_gflop_per_s
-from sim.backtest.tables import DATA
-from sim.backtest.timing import Runtime
+from sim.backtest import DATA, file, printed, score
+from sim.prediction import FACTORS, Case, Machine, Model, Rates, Setting, routing, table
+from sim.prediction import rates as rates_under
+from sim.prediction.described import Row
+from sim.prediction.machine import engine_of, gpu_data_sheet, kernels_per_layer, thread_gflop_per_s
+from sim.prediction.timing import Runtime
 from traces import InputError, write_trace
 from traces.models.profile import model
 from traces.synthetic import synthetic
@@ -457,7 +458,7 @@ def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
 
 def test_the_document_has_a_line_for_every_key_of_the_format():
     text = DOCUMENT.read_text()
-    for cls in (Machine, Model, Setting, file.Row):
+    for cls in (Machine, Model, Setting, Row):
         for key in cls.__dataclass_fields__:
             assert f"`{key}" in text or key in ("name", "title", "file"), key
 

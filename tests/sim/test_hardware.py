@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from sim.backtest.machine import gpu_data_sheet
 from sim.experiment import resolve
+from sim.prediction.machine import gpu_data_sheet
 from sim.profiles.hardware_profile import MACHINES, hardware
 from traces import InputError, TraceMeta
 from traces.models.profile import MODELS, derived, model, of_trace

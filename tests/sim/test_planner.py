@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks import planner as benchmark
-from sim.backtest import Case, Model, errors, file, score, table
-from sim.backtest.tables import DATA
+from sim.backtest import file, score
 from sim.planner import Plan, prefill, quick
 from sim.planner.placements import MMAP, Layout, cached, today
 from sim.planner.plan import PRECISIONS, _limit_s, plan
 from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, Gpu, resources
+from sim.prediction import Case, Model, errors, table
+from sim.prediction.tables import DATA
 from tests.support.command import moe_sim
 from tests.support.profiles import QWEN3
 from traces import InputError

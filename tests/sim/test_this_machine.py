@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from sim.backtest import file
-from sim.backtest.file import Model
-from sim.backtest.machine import thread_gflop_per_s
 from sim.planner import random_gguf
 from sim.planner.calibration import Calibration, _fitted, bytes_read, values
 from sim.planner.placements import Layout
 from sim.planner.resources import resources
 from sim.planner.verification import Checked, rows, variants
+from sim.prediction.described import Model
+from sim.prediction.machine import thread_gflop_per_s
 from sim.probe import detection, limits
 from sim.probe.stream import triad
 from sim.profiles.hardware_profile import hardware

@@ -7,8 +7,8 @@ Attention goes head by head there, so its time follows heads and cached values; 
 
 import math
 
-from sim.backtest.machine import Rates
-from sim.backtest.tables import FACTORS
+from sim.prediction.machine import Rates
+from sim.prediction.tables import FACTORS
 from sim.profiles.roofline import Roofline
 from traces.models.profile import ModelProfile
 

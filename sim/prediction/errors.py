@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.backtest.case import Case
-from sim.backtest.tables import table
+from sim.prediction.case import Case
+from sim.prediction.tables import table
 
 CALIBRATED, MEASURED, DATA_SHEET, UNKNOWN = "calibrated", "measured", "data sheet", "engine unknown"
 """Classes: a parameter was fitted on the machine; memory, link or disk was measured, whichever the experts come from;

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sim.backtest.file import Model
+from sim.prediction.described import Model
 from traces.errors import InputError
 from traces.models.names import WHOLE, bytes_per_parameter, canonical
 from traces.models.profile import LayerKind, ModelProfile, known, model

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from sim.backtest.tables import DATA, table
+from sim.prediction.tables import DATA, table
 from traces.errors import InputError, unknown
 from traces.files import expanded
 from traces.importers import Options, import_dump

@@ -15,15 +15,15 @@ import numpy as np
 
 from policies.core.policy import Shape
 from policies.core.spec import PolicySpec, parse
-from sim.backtest import routing
-from sim.backtest.file import Row
-from sim.backtest.machine import Rates, engine_of, rates
-from sim.backtest.model import profile_of
-from sim.backtest.tables import FACTORS
-from sim.backtest.timing import Runtime
 from sim.engines.compiled_engine import simulate
 from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
+from sim.prediction import routing
+from sim.prediction.described import Row
+from sim.prediction.machine import Rates, engine_of, rates
+from sim.prediction.model import profile_of
+from sim.prediction.tables import FACTORS
+from sim.prediction.timing import Runtime
 from sim.profiles.derived import Blocking, FirstLayersElsewhere
 from sim.profiles.roofline import host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sim.backtest.file import Machine
-from sim.backtest.tables import FACTORS, Cpu, table
+from sim.prediction.described import Machine
+from sim.prediction.tables import FACTORS, Cpu, table
 from sim.profiles.hardware_profile import Hardware, hardware, plain, spellings
 from traces.errors import InputError, unknown
 from traces.models.profile import ModelProfile
