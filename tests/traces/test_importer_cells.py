@@ -74,6 +74,13 @@ def test_an_invalid_value_of_a_nested_record_ends_the_import(made: list[Record],
         imported("a.jsonl", lines(records))
 
 
+def test_ids_of_tokens_that_are_a_text_are_no_ids(tmp_path: Path) -> None:
+    record = {"experts": [[[1, 2], [3, 4]]] * 3, "token_ids": "x"}
+    (tmp_path / "a.jsonl").write_bytes(lines([record]))
+    with pytest.raises(InputError, match=r"a\.jsonl, row 1.*, column 'token_ids': 'x'"):
+        import_dump(tmp_path / "a.jsonl", options=Options("decode", axes="token,layer"))
+
+
 @pytest.mark.parametrize("name", ["NA", "null", "None", "nan", "N/A", "#", "007", "1.50"])
 def test_a_request_may_have_any_name(name: str) -> None:
     records = [{**record, "req_id": name if record["req_id"] == "r1" else record["req_id"]} for record in cells()]

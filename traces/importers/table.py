@@ -165,7 +165,8 @@ def _found(frame: pd.DataFrame, source: Source) -> dict[str, str]:
         if role in ("expert", "weight") or (role and name in source.columns.stated.values()):
             fitting.append(name)
         elif role in NUMBERS:
-            fitting += [name] if fits(cells) else []
+            of_ids = role == "token_id" and labels(cells).any()  # such a name is of nothing else
+            fitting += [name] if of_ids or fits(cells) else []
         elif role:
             named = cells.map(lambda cell: phase_of(str(cell)) is not None) if plain(name) == "stage" else labels(cells)
             fitting += [name] if 2 * named.sum() >= len(cells) else []
