@@ -27,7 +27,7 @@ demo: $(READY) ## the whole loop on what ships with the project: record, sweep, 
 	@echo "Open demo/report.html in a browser: what was found, with figures."
 	@echo "The commands are in $(BIN): run '. $(BIN)/activate' to type moe-trace, moe-sim and moe-replay as they are."
 
-test: $(READY) lint ## what CI runs: about 23 minutes of CPU time, 12 on two quiet cores
+test: $(READY) lint ## what CI runs: about 10 minutes of CPU time, 5 on two quiet cores
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 test-policies: $(READY) ## what a change of a policy touches
