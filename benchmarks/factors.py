@@ -67,10 +67,10 @@ def splits() -> list[Split]:
 
 def ratio(case: Case) -> float:
     """Return predicted over measured speed, by the sum that a static split is."""
-    case.__dict__.pop("rates", None)
-    setting, profile, own = case.row.setting, case.profile, case.rates
+    case.__dict__.pop("hardware", None)
+    setting, profile, own = case.row.setting, case.profile, case.hardware
     assert own
-    timing = Runtime(own, profile, setting.all_on == "cpu" or not own.gpu_gb_per_s, False)
+    timing = Runtime(own, profile, setting.all_on == "cpu" or not own.memory_bandwidth_gb_per_s)
     layers, k, context = profile.moe_layers, profile.top_k, setting.context or FACTORS.context
     host = 0 if setting.all_on else setting.host_layers
     host = round(setting.host_share * layers) if host < 0 else host

@@ -69,8 +69,8 @@ class RowByRow(Derived):
 def run_of(row: file.Row) -> Run:
     """Return the run without speculation, on routing that reaches the published hit rate, if there is one."""
     case = Case(row)
-    case = case.aimed(case.rates)
-    run, profile = case.as_run(case.rates), case.profile
+    case = case.aimed(case.hardware)
+    run, profile = case.as_run(case.hardware), case.profile
     if row.setting.hit_rate < 0:
         E, k, tokens = profile.experts, profile.top_k, SETTLING + row.setting.tokens
         reuse, loaded = routing.like(routing.nearest(E), E, k), round(case.slots_per_layer)

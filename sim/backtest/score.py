@@ -18,8 +18,9 @@ from sim.backtest.file import DATA
 from sim.prediction import errors as errors_of
 from sim.prediction.case import Case, Outcome
 from sim.prediction.described import Machine, Row
-from sim.prediction.machine import Rates
+from sim.prediction.machine import FITTED
 from sim.prediction.routing import PHONE
+from sim.profiles.hardware_profile import Hardware
 from sim.quantities import show_share
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -129,8 +130,8 @@ def backtest(
     outcomes, failures, warnings = dict[str, Outcome](), dict[str, InputError](), dict[str, tuple[str, ...]]()
     for name, case in list(cases.items()):
         try:
-            cases[name] = case.aimed(case.rates)
-            outcomes[name] = cases[name].simulated(case.rates)
+            cases[name] = case.aimed(case.hardware)
+            outcomes[name] = cases[name].simulated(case.hardware)
         except InputError as error:
             failures[name] = InputError(
                 str(error) if str(error).startswith(case.row.where) else f"{case.row.where}: {error}"
@@ -143,7 +144,7 @@ def backtest(
         ended()
     if failures and not outcomes:
         raise next(iter(failures.values()))
-    blind = {name: cases[name].rates for name in outcomes}
+    blind = {name: cases[name].hardware for name in outcomes}
     fitting: dict[tuple[str, Machine], list[Row]] = {}
     for row in rows:
         if row.fit and row.figure in outcomes:
@@ -157,7 +158,8 @@ def backtest(
         case, own, final = cases[row.figure], blind[row.figure], outcomes[row.figure]
         kind = errors_of.class_of(case) if own else ""
         if own and (fit := fits.get(_machine_key(row))):
-            final, kind = case.simulated(replace(own, **{fit.parameter: fit.after})), errors_of.CALIBRATED
+            changed: dict[str, Any] = {FITTED[fit.parameter]: fit.after}
+            final, kind = case.simulated(replace(own, **changed)), errors_of.CALIBRATED
         results.append(
             Result(
                 row,
@@ -190,11 +192,11 @@ def _machine_key(row: Row) -> tuple[str, Machine]:
     return row.file, row.machine
 
 
-def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None]) -> FittedParameter:
+def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Hardware | None]) -> FittedParameter:
     """Search the value at which the mean square of the rows' logarithmic errors is least."""
     file, machine = _machine_key(rows[0])
     parameter = machine.fit_parameter
-    before = float(getattr(blind[rows[0].figure], parameter))
+    before = float(getattr(blind[rows[0].figure], FITTED[parameter]))
     is_overhead = "us" in parameter.split("_")
     if not before and not is_overhead:
         raise InputError(f"{rows[0].where}: its machine states nothing from which {parameter}, to be fitted, follows")
@@ -202,7 +204,8 @@ def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None]
     def predicted(row: Row, value: float) -> float:
         own = blind[row.figure]
         assert own
-        return figure(row, cases[row.figure].simulated(replace(own, **{parameter: value})))
+        changed: dict[str, Any] = {FITTED[parameter]: value}
+        return figure(row, cases[row.figure].simulated(replace(own, **changed)))
 
     def loss(log_value: float) -> float:
         value = math.exp(log_value)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from sim.planner.resources import HOST_RESERVED, Resources
 from sim.prediction.case import Case, Outcome
 from sim.prediction.described import Machine, Model, Row, Setting
-from sim.prediction.machine import Rates, engine_of, rates
+from sim.prediction.machine import engine_of, hardware_of
 from sim.prediction.model import profile_of
+from sim.profiles.hardware_profile import Hardware
 from sim.quantities import show_bytes
 from traces.models.names import name_of
 from traces.models.profile import LayerKind, ModelProfile
@@ -107,8 +108,8 @@ class Layout:
         )
 
     @property
-    def rates(self) -> Rates:
-        return rates(self.machine, engine_of(RUNTIME), self.profile)
+    def hardware(self) -> Hardware:
+        return hardware_of(self.machine, engine_of(RUNTIME), self.profile)
 
     @property
     def host_free(self) -> float:
@@ -264,13 +265,13 @@ class Placement:
         parts = tuple((replace(setting, context=context), layers, added) for setting, layers, added in self.parts)
         return replace(self, parts=parts)
 
-    def seconds(self, own_rates: Rates | None = None) -> float:
+    def seconds(self, hardware: Hardware | None = None) -> float:
         """Return the seconds of a decoded token under llama.cpp."""
-        return self.simulated(own_rates)[0] * self.mapped.middle
+        return self.simulated(hardware)[0] * self.mapped.middle
 
-    def simulated(self, own_rates: Rates | None = None) -> tuple[float, Outcome]:
+    def simulated(self, hardware: Hardware | None = None) -> tuple[float, Outcome]:
         """Return the seconds of a decoded token, reads past the page cache, and what came of the first part."""
-        outcomes = [case.simulated(own_rates or self.layout.rates) for case in self.cases]
+        outcomes = [case.simulated(hardware or self.layout.hardware) for case in self.cases]
         signs = (1 if added else -1 for _, _, added in self.parts)
         return sum((one.seconds or 0.0) * sign for one, sign in zip(outcomes, signs, strict=True)), outcomes[0]
 

@@ -17,7 +17,7 @@ from sim.planner.placements import DIRECT, DISK, MMAP, Factor, Layout, Placement
 from sim.planner.resources import GIB, Resources, described, resources
 from sim.prediction import errors
 from sim.prediction.described import Model
-from sim.prediction.machine import Rates
+from sim.profiles.hardware_profile import Hardware
 from sim.quantities import show_bytes
 from traces.errors import InputError
 from traces.files import expanded
@@ -31,12 +31,18 @@ FAST = 1e6
 """A tier that is this much faster takes no time."""
 
 TIERS: Mapping[str, tuple[str, ...]] = {
-    "GPU memory": ("gpu_gb_per_s", "gpu_tflop_per_s"),
-    "CPU and host memory": ("host_gb_per_s", "host_tflop_per_s"),
-    "link": ("link_gb_per_s",),
-    "disk": ("disk_gb_per_s",),
+    "GPU memory": ("memory_bandwidth_gb_per_s", "compute_tflop_per_s"),
+    "CPU and host memory": ("host_memory_bandwidth_gb_per_s", "host_compute_tflop_per_s"),
+    "link": ("link_bandwidth_gb_per_s",),
+    "disk": ("disk_bandwidth_gb_per_s",),
 }
-OVERHEADS = ("hop_us", "cpu_us_per_layer", "us_per_layer", "us_per_expert", "us_per_token")
+OVERHEADS = (
+    "host_hop_us",
+    "host_us_per_layer",
+    "framework_us_per_layer",
+    "framework_us_per_expert",
+    "framework_us_per_token",
+)
 
 UNITS: Mapping[str, tuple[str, float, str]] = {
     "GPU memory": ("gpu_memory", 1 * GIB, "+1 GiB"),
@@ -214,7 +220,7 @@ def plan(
 
 def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Calibration | None = None) -> Plan:
     """Return the plan of a model on a machine. Of a calibration the expected speed is; all else is scaled by it."""
-    placement, own = placements.today(layout), layout.rates
+    placement, own = placements.today(layout), layout.hardware
     seconds, _ = placement.simulated(own)
     shares, (cache, best) = _shares(placement, own), _caches(layout)
     gpu_margin, host_margin = layout.resources.margins
@@ -270,7 +276,7 @@ def speed_of(placement: Placement) -> Speed:
     return _speed(placement.simulated()[0], _kind(placement), placement.mapped)
 
 
-def bottleneck(placement: Placement, own: Rates) -> str:
+def bottleneck(placement: Placement, own: Hardware) -> str:
     """Return the tier that takes most of a token's time."""
     shares = _shares(placement, own)
     return max(shares, key=lambda tier: shares[tier])
@@ -394,19 +400,20 @@ def _notes(placement: Placement) -> list[str]:
     return notes
 
 
-def _shares(placement: Placement, own: Rates) -> dict[str, float]:
+def _shares(placement: Placement, own: Hardware) -> dict[str, float]:
     """Return what share of a token's time would be saved if a tier took none."""
     there = {"GPU memory": placement.layout.on_gpu, "link": placement.layout.on_gpu, "disk": placement.kind == DISK}
-    faster = {
-        tier: replace(own, **{name: getattr(own, name) * FAST for name in names})
+    faster: dict[str, dict[str, Any]] = {
+        tier: {name: getattr(own, name) * FAST for name in names}
         for tier, names in TIERS.items()
         if there.get(tier, True)
     }
     for tier in faster.keys() & {"link", "disk"}:
-        faster[tier] = replace(faster[tier], **{f"{tier}_latency_us": 0.0})
-    faster["overheads of launches and hops"] = replace(own, **dict.fromkeys(OVERHEADS, 0.0))
+        faster[tier][f"{tier}_latency_us"] = 0.0
+    faster["overheads of launches and hops"] = dict.fromkeys(OVERHEADS, 0.0)
     seconds, shares = placement.seconds(own), dict.fromkeys(TIERS, 0.0)
-    return shares | {tier: max(0.0, 1 - placement.seconds(each) / seconds) for tier, each in faster.items()}
+    took = {tier: placement.seconds(replace(own, **changed)) for tier, changed in faster.items()}
+    return shares | {tier: max(0.0, 1 - each / seconds) for tier, each in took.items()}
 
 
 def _caches(layout: Layout) -> tuple[CachePlan | None, CachePlan | None]:

@@ -51,7 +51,7 @@ def ranked(
             yield Ranked(name, lack=str(error))
             continue
         placement = placements.today(layout)
-        own = layout.rates
+        own = layout.hardware
         yield Ranked(
             layout.profile.name,
             layout.precision,

@@ -20,20 +20,18 @@ from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.prediction import routing
 from sim.prediction.described import Row
-from sim.prediction.machine import Rates, engine_of, rates
+from sim.prediction.machine import FITTED, engine_of, hardware_of
 from sim.prediction.model import profile_of
 from sim.prediction.tables import FACTORS
 from sim.prediction.timing import Runtime
 from sim.profiles.derived import Blocking, FirstLayersElsewhere
-from sim.profiles.roofline import host_link
+from sim.profiles.hardware_profile import Hardware
+from sim.profiles.roofline import disk_link, host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
 from sim.quantities import parse_bytes, parse_whole
 from traces.errors import InputError, located
 from traces.models.profile import ModelProfile
 from traces.steps import DECODE, RequestSteps
-
-NEXT_TO_NOTHING = 1e-6
-"""GB/s of a CPU to which the link leaves nothing of host memory's bandwidth."""
 
 FREE = Link(0, 1, 10**12, 1)
 """A link on which copies take no time."""
@@ -82,12 +80,12 @@ class Case:
         return engine_of(self.row.engine or self.row.system)
 
     @cached_property
-    def rates(self) -> Rates | None:
-        """The rates of the row's machine; None where it is counted without a clock."""
+    def hardware(self) -> Hardware | None:
+        """The row's machine, as its engine reaches it; None where it is counted without a clock."""
         if self.row.machine is None or not self.row.timed:
             return None
         with located(self.row.where):
-            return rates(self.row.machine, self.engine, self.profile)
+            return hardware_of(self.row.machine, self.engine, self.profile)
 
     @property
     def static(self) -> bool:
@@ -175,12 +173,12 @@ class Case:
             reuse = routing.like(self.stand_in, E, k) if self.stand_in else np.full(E, k / E)
         return [routing.made(reuse, L, k, tokens, loaded, context, i) for i in range(setting.batch)]
 
-    def simulated(self, rates: Rates | None) -> Outcome:
-        """Run it on these rates; None: without a clock. Raise InputError for what its row cannot have."""
+    def simulated(self, hardware: Hardware | None) -> Outcome:
+        """Run it on this machine; None: without a clock. Raise InputError for what its row cannot have."""
         with located(self.row.where):
-            return self._summary(simulate(self.as_run(rates)), rates is not None)
+            return self._summary(simulate(self.as_run(hardware)), hardware is not None)
 
-    def aimed(self, rates: Rates | None) -> "Case":
+    def aimed(self, hardware: Hardware | None) -> "Case":
         """Return the case whose routing reaches the measured hit rate, if there is one, when it is run.
 
         Late copies are no hits and policies keep other experts than LRU, so the routing is made for more or less until
@@ -192,7 +190,7 @@ class Case:
         low, high = 0.0, min(1.0, self.slots_per_layer / self.profile.top_k)
         tried = []
         for _ in range(CORRECTIONS):
-            off = case.off(case.simulated(rates))
+            off = case.off(case.simulated(hardware))
             tried.append((abs(off), case))
             if abs(off) < NEAR * self._tolerance:
                 break
@@ -214,13 +212,13 @@ class Case:
         """What a hit rate is compared with: its misses, of which 5 to 10% are as good as any."""
         return min(max(1 - self.row.setting.hit_rate, 0.02), 0.1)
 
-    def as_run(self, rates: Rates | None) -> Run:
+    def as_run(self, hardware: Hardware | None) -> Run:
         setting, profile, shape = self.row.setting, self.profile, Shape(self.profile.moe_layers, self.profile.experts)
         if self.policy.needs_lookahead and not (setting.trace and all(one.lookahead for one in self.requests)):
             raise InputError(
                 f"setting: {self.policy.text} needs a trace with what routers pick early (column lookahead)"
             )
-        timing, link, below = self._times(rates) if rates else (NO_TIME, FREE, FREE)
+        timing, link, below = self._times(hardware) if hardware else (NO_TIME, FREE, FREE)
         link, below = (
             replace(each, expert_bytes=profile.expert_bytes, layer_bytes=profile.differing_bytes or None)
             for each in (link, below)
@@ -232,37 +230,40 @@ class Case:
         users = Users(setting.batch) if setting.batch > 1 else None
         return gpu_run(self.requests, shape, self.capacity, self.policy, timing, link, False, window, host, users)
 
-    def _times(self, rates: Rates) -> tuple[Timing, Link, Link]:
+    def _times(self, hardware: Hardware) -> tuple[Timing, Link, Link]:
         """Return durations with each expert computed by itself, the link to the cache, and that below host memory."""
         setting, profile = self.row.setting, self.profile
-        cpu = setting.all_on == "cpu" or not rates.gpu_gb_per_s
+        cpu = setting.all_on == "cpu" or not hardware.memory_bandwidth_gb_per_s
         disk = setting.misses_from == "disk" or (cpu and setting.misses_from != "host" and not self.static)
         copies = not (self.static or setting.free_copies)
-        rates.require(
+        hardware = _complete(
+            hardware,
             gpu_gb_per_s=not cpu,
             host_gb_per_s=cpu or (self.policy.uses_host and setting.host_layers != 0),
             link_gb_per_s=copies and not (disk and not self.host_capacity),
             disk_gb_per_s=disk or bool(self.host_capacity),
         )
+        changed: dict[str, Any] = {}
         if setting.cpu_layers > 0:  # one hop, behind the last of them
-            rates = replace(rates, hop_us=0.0, us_per_token=rates.us_per_token + rates.hop_us)
+            token_us = hardware.framework_us_per_token + hardware.host_hop_us
+            changed |= {"host_hop_us": 0.0, "framework_us_per_token": token_us}
         if setting.copy_back:
-            rates = replace(rates, link_gb_per_s=rates.link_gb_per_s / 2)
-        dequantises = self.engine.get("dequantises")
-        if dequantises and profile.expert_bytes_per_parameter < WHOLE and rates.gpu_gb_per_s:
-            moved_us = 2 * WHOLE * profile.expert_parameters / rates.gpu_gb_per_s / 1e3
-            rates = replace(rates, us_per_expert=rates.us_per_expert + moved_us)
+            changed["link_bandwidth_gb_per_s"] = hardware.link_bandwidth_gb_per_s / 2
+        if self.engine.get("dequantises") and profile.expert_bytes_per_parameter < WHOLE and not cpu:
+            moved_us = 2 * WHOLE * profile.expert_parameters / hardware.memory_bandwidth_gb_per_s / 1e3
+            changed["framework_us_per_expert"] = hardware.framework_us_per_expert + moved_us
         if setting.mmap:
-            rates = replace(rates, disk_gb_per_s=rates.disk_gb_per_s * FACTORS.mmap_of_disk)
+            changed["disk_bandwidth_gb_per_s"] = hardware.disk_bandwidth_gb_per_s * FACTORS.mmap_of_disk
+        hardware = replace(hardware, **changed)
         if copies and self.policy.uses_host and self.policy.text.endswith("split"):
-            left = max(rates.together_gb_per_s - rates.link_gb_per_s, NEXT_TO_NOTHING)
-            rates = replace(rates, host_gb_per_s=min(rates.host_gb_per_s, left))
-        hardware = rates.hardware(cpu, disk and not self.host_capacity)
-        link = host_link(hardware, profile) if copies else FREE
-        below = host_link(rates.hardware(cpu, disk_link=True), profile) if self.host_capacity else FREE
-        timing: Timing = Runtime(rates, profile, cpu, disk and not self.host_capacity)
+            beside = hardware.host_beside_link_gb_per_s / hardware.host_memory_bandwidth_gb_per_s
+            hardware = replace(hardware, host_expert_share=beside)
+        above = hardware.from_disk() if disk and not self.host_capacity else hardware
+        link = host_link(above, profile) if copies else FREE
+        below = disk_link(hardware, profile) if self.host_capacity else FREE
+        timing: Timing = Runtime(above, profile, cpu)
         if setting.cpu_layers > 0:
-            timing = FirstLayersElsewhere(timing, Runtime(rates, profile, True, False), setting.cpu_layers)
+            timing = FirstLayersElsewhere(timing, Runtime(hardware, profile, True), setting.cpu_layers)
         return timing, link, below
 
     def _summary(self, log: RunLog, timed: bool) -> Outcome:
@@ -286,6 +287,16 @@ class Case:
             bytes_read=float((reads if self.host_capacity else sent) / max(tokens, 1)),
             log=log,
         )
+
+
+def _complete(hardware: Hardware, **needed: bool) -> Hardware:
+    """Return the machine with any rate in place of those that it has not. Raise InputError for one that is needed."""
+    absent = [name for name, field in FITTED.items() if name.endswith("gb_per_s") and not getattr(hardware, field)]
+    for name in absent:
+        if needed.get(name):
+            raise InputError(f"its machine states nothing from which {name} follows")
+    anything: dict[str, Any] = {FITTED[name]: 1.0 for name in absent if name != "gpu_gb_per_s"}
+    return replace(hardware, **anything)
 
 
 def _bytes_of_cache(text: str, everything: float, profile: ModelProfile) -> float:

@@ -6,7 +6,6 @@ from the general factors (`data/factors.toml`). A framework's overheads are its 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 from sim.prediction.described import Machine
@@ -15,69 +14,38 @@ from sim.profiles.hardware_profile import Hardware, hardware, plain, spellings
 from traces.errors import InputError, unknown
 from traces.models.profile import ModelProfile
 
-
-@dataclass(frozen=True)
-class Rates:
-    """What a run is timed with. 0: the machine has none, or nothing is known of it. One of these may be fitted."""
-
-    gpu_gb_per_s: float  # that GPU kernels reach
-    gpu_tflop_per_s: float
-    host_gb_per_s: float  # that expert kernels on the CPU reach, as far as memory goes
-    host_tflop_per_s: float  # as far as its cores go
-    together_gb_per_s: float  # that CPU and link read of host memory at once
-    hop_us: float
-    cpu_us_per_layer: float
-    link_gb_per_s: float
-    link_latency_us: float
-    disk_gb_per_s: float
-    disk_latency_us: float
-    us_per_layer: float
-    us_per_expert: float
-    us_per_token: float
-
-    def require(self, **needed: bool) -> None:
-        """Raise InputError where a rate that is needed is not known."""
-        for key, is_needed in needed.items():
-            if is_needed and not getattr(self, key):
-                raise InputError(f"its machine states nothing from which {key} follows")
-
-    def hardware(self, cpu: bool, disk_link: bool) -> Hardware:
-        """Return the machine to simulate. cpu: the CPU computes everything; disk_link: misses come from the disk."""
-        return Hardware(
-            name="back-test",
-            title="back-test",
-            link_bandwidth_gb_per_s=self.disk_gb_per_s if disk_link else self.link_gb_per_s or 1.0,
-            link_latency_us=self.disk_latency_us if disk_link else self.link_latency_us,
-            memory_gib=1.0,
-            memory_bandwidth_gb_per_s=self.host_gb_per_s if cpu else self.gpu_gb_per_s,
-            compute_tflop_per_s=self.host_tflop_per_s if cpu else self.gpu_tflop_per_s,
-            launch_us=0.0,  # a layer's are in its overhead: one kernel computes all experts of a token
-            framework_us_per_layer=self.cpu_us_per_layer if cpu else self.us_per_layer,
-            framework_us_per_expert=0.0 if cpu else self.us_per_expert,
-            framework_us_per_token=self.us_per_token,
-            host_compute_tflop_per_s=self.host_tflop_per_s,
-            host_memory_bandwidth_gb_per_s=self.host_gb_per_s or 1.0,
-            host_expert_share=1.0,
-            host_hop_us=self.hop_us,
-            disk_bandwidth_gb_per_s=self.disk_gb_per_s or 1.0,
-            disk_latency_us=self.disk_latency_us,
-        )
-
-
 ENOUGH = 1e3
 """TFLOP/s that limit nothing."""
 
-FITTED = tuple(field.name for field in fields(Rates))
-"""What a machine may have fitted."""
+FITTED: Mapping[str, str] = {
+    "gpu_gb_per_s": "memory_bandwidth_gb_per_s",
+    "gpu_tflop_per_s": "compute_tflop_per_s",
+    "host_gb_per_s": "host_memory_bandwidth_gb_per_s",
+    "host_tflop_per_s": "host_compute_tflop_per_s",
+    "hop_us": "host_hop_us",
+    "cpu_us_per_layer": "host_us_per_layer",
+    "link_gb_per_s": "link_bandwidth_gb_per_s",
+    "link_latency_us": "link_latency_us",
+    "disk_gb_per_s": "disk_bandwidth_gb_per_s",
+    "disk_latency_us": "disk_latency_us",
+    "us_per_layer": "framework_us_per_layer",
+    "us_per_expert": "framework_us_per_expert",
+    "us_per_token": "framework_us_per_token",
+}
+"""What a machine may have fitted: rates by the names that a machine states them with, and as fields of Hardware."""
 
 
-def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> Rates:
-    """Return the rates of a machine under an engine of systems.toml. Raise InputError for an unknown link or fit."""
+def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> Hardware:
+    """Return a machine under an engine of systems.toml, as runtimes reach it. Raise InputError for an unknown link.
+
+    A rate of 0: the machine has none, or nothing is known of it. Launches of a layer are in its overhead, since one
+    kernel computes all experts of a token.
+    """
     factors, sheet = FACTORS, gpu_data_sheet(machine.gpu, machine.gpu_data_sheet_gb_per_s)
     gpu = factors.gpu[sheet.get("kind", "gddr")]
     base = hardware(machine.profile) if machine.profile else None
     link = machine.link or ("" if base or not machine.gpu else sheet.get("link", ""))
-    if machine.fit_parameter and machine.fit_parameter not in FITTED:
+    if machine.fit_parameter not in ("", *FITTED):
         raise unknown("fit_parameter", machine.fit_parameter, FITTED)
     if link and link not in factors.links:
         raise unknown("link", link, factors.links)
@@ -109,21 +77,28 @@ def rates(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> R
     launches_us = kernels * (machine.launch_us or gpu.launch_us)
     waiting_us = factors.cpu_us_per_layer + kernels * threads * factors.barrier_us_per_thread
     link_rate = (machine.link_gb_per_s or copies) * engine.get("link", 1.0)
-    return Rates(
-        gpu_gb_per_s=machine.gpu_gb_per_s or (read or of_base("memory_bandwidth_gb_per_s")) * gpu.kernels_of_read,
-        gpu_tflop_per_s=machine.gpu_tflop_per_s or of_base("compute_tflop_per_s", sheet_tflop),
-        host_gb_per_s=reads * engine.get("host_kernels", 1.0),
-        host_tflop_per_s=cores * engine.get("host_kernels", 1.0),
-        together_gb_per_s=machine.host_and_link_gb_per_s or max(reads, link_rate) * factors.host_and_link_of_host,
-        hop_us=stated("hop_us", engine.get("hop_us", factors.hop_us)),
-        cpu_us_per_layer=stated("cpu_us_per_layer", waiting_us),
-        link_gb_per_s=link_rate,
+    at_once = machine.host_and_link_gb_per_s
+    return Hardware(
+        name=machine.name,
+        title=machine.title or machine.name,
+        memory_gib=1.0,
+        launch_us=0.0,
+        host_expert_share=engine.get("host_kernels", 1.0),
+        memory_bandwidth_gb_per_s=machine.gpu_gb_per_s
+        or (read or of_base("memory_bandwidth_gb_per_s")) * gpu.kernels_of_read,
+        compute_tflop_per_s=machine.gpu_tflop_per_s or of_base("compute_tflop_per_s", sheet_tflop),
+        host_memory_bandwidth_gb_per_s=reads,
+        host_compute_tflop_per_s=cores * engine.get("host_kernels", 1.0),
+        host_and_link=at_once / max(reads, link_rate) if at_once else factors.host_and_link_of_host,
+        host_hop_us=stated("hop_us", engine.get("hop_us", factors.hop_us)),
+        host_us_per_layer=stated("cpu_us_per_layer", waiting_us),
+        link_bandwidth_gb_per_s=link_rate,
         link_latency_us=stated("link_latency_us", factors.link_latency_us) + engine.get("us_per_miss", 0.0),
-        disk_gb_per_s=(machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s")) * engine.get("disk", 1.0),
+        disk_bandwidth_gb_per_s=(machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s")) * engine.get("disk", 1.0),
         disk_latency_us=stated("disk_latency_us", factors.disk_latency_us),
-        us_per_layer=stated("us_per_layer", launches_us + engine.get("us_per_layer", 0.0)),
-        us_per_expert=stated("us_per_expert", engine.get("us_per_expert", 0.0)),
-        us_per_token=stated("us_per_token", engine.get("us_per_token", factors.us_per_token)),
+        framework_us_per_layer=stated("us_per_layer", launches_us + engine.get("us_per_layer", 0.0)),
+        framework_us_per_expert=stated("us_per_expert", engine.get("us_per_expert", 0.0)),
+        framework_us_per_token=stated("us_per_token", engine.get("us_per_token", factors.us_per_token)),
     )
 
 

@@ -7,8 +7,8 @@ Attention goes head by head there, so its time follows heads and cached values; 
 
 import math
 
-from sim.prediction.machine import Rates
 from sim.prediction.tables import FACTORS
+from sim.profiles.hardware_profile import Hardware
 from sim.profiles.roofline import Roofline
 from traces.models.profile import ModelProfile
 
@@ -16,8 +16,8 @@ from traces.models.profile import ModelProfile
 class Runtime(Roofline):
     """A roofline whose dense part the GPU computes, or the CPU; experts of the host are always the CPU's."""
 
-    def __init__(self, rates: Rates, model: ModelProfile, cpu: bool, disk_link: bool) -> None:
-        super().__init__(rates.hardware(cpu, disk_link), model)
+    def __init__(self, hardware: Hardware, model: ModelProfile, cpu: bool) -> None:
+        super().__init__(hardware.on_host() if cpu else hardware, model)
         self.cpu = cpu
         self.kv_cache = 1.0 if cpu else FACTORS.gpu_kv_cache
         self.host_multiply = FACTORS.host_multiply.get(model.precision, 1.0)

@@ -7,7 +7,7 @@ machine for people to read, and of each model, which then counts instead of the 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +53,8 @@ class Hardware:
     host_expert_share: Annotated[float, Meta(gt=0, le=1)] = 0.73
     """Of host memory's bandwidth, at which its cores read the experts that they compute."""
     host_hop_us: NotNegative = 30.0  # activations there and back, once an event
+    host_us_per_layer: NotNegative = 20.0  # the framework's, of a layer that the host computes whole
+    host_and_link: Positive = 1.05  # what both read of host memory at once, of what the faster one reads alone
     framework_us_per_expert: NotNegative = 0.0  # computed on the GPU
     framework_us_per_token: NotNegative = 0.0  # once a step
     calibration: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -66,6 +68,34 @@ class Hardware:
     def host_expert_bandwidth_gb_per_s(self) -> float:
         """Return the rate at which the host reads the experts that it computes."""
         return self.host_memory_bandwidth_gb_per_s * self.host_expert_share
+
+    @property
+    def host_beside_link_gb_per_s(self) -> float:
+        """Return what the host reads of its memory while copies cross the link."""
+        faster = max(self.host_memory_bandwidth_gb_per_s, self.link_bandwidth_gb_per_s)
+        left = faster * self.host_and_link - self.link_bandwidth_gb_per_s
+        return min(self.host_expert_bandwidth_gb_per_s, max(left, SLOWEST_GB_PER_S))
+
+    def on_host(self) -> "Hardware":
+        """Return a machine whose GPU is the host's cores, for what they compute of whole layers: no launches."""
+        return replace(
+            self,
+            memory_bandwidth_gb_per_s=self.host_expert_bandwidth_gb_per_s,
+            compute_tflop_per_s=self.host_compute_tflop_per_s,
+            launch_us=0.0,
+            framework_us_per_layer=self.host_us_per_layer,
+            framework_us_per_expert=0.0,
+            measured=(),
+        )
+
+    def from_disk(self) -> "Hardware":
+        """Return the machine with its disk in place of its link: experts are never in host memory."""
+        return replace(
+            self,
+            link_bandwidth_gb_per_s=self.disk_bandwidth_gb_per_s,
+            link_latency_us=self.disk_latency_us,
+            measured=(),
+        )
 
     def measured_with(self, profile: ModelProfile) -> MeasuredModel | None:
         """Return what was measured with that model here, if it was, with experts of those sizes."""

@@ -144,9 +144,7 @@ class SystemRun:
         if system.whole_layers and not fitting:
             raise CannotRunError(f"room for {slots} experts, a layer has {shape.experts}")
         hardware = setting.loaded.hardware
-        loaded = replace(
-            setting.loaded, profile=model, hardware=transforms.from_disk(hardware) if system.disk else hardware
-        )
+        loaded = replace(setting.loaded, profile=model, hardware=hardware.from_disk() if system.disk else hardware)
         policy = _policy(system, setting, host_layers, slots)
         loaded.require(policy, slots)
         link, timing = loaded.link, _timing(system, setting, loaded, policy, host_layers)
@@ -201,7 +199,7 @@ class SystemRun:
         """Of a decoded token in the mean: while the CPU computes the dense part of layers, the GPU is idle."""
         if not self.system.cpu_layers or not self.host_layers:
             return 0.0
-        cpu = Roofline(transforms.as_cpu(self.setting.loaded.hardware), self.setting.model(self.system))
+        cpu = Roofline(self.setting.loaded.hardware.on_host(), self.setting.model(self.system))
         steps = [self.run.requests[i] for i in range(first, len(self.run.requests))]
         contexts, times = np.unique(
             np.concatenate([each.context[each.phase == DECODE] for each in steps]), return_counts=True
@@ -230,7 +228,7 @@ def _timing(system: System, setting: Setting, loaded: TimedRun, policy: PolicySp
     """Return the durations of each part where each expert is computed by itself."""
     timing = loaded.timing(policy)
     if system.cpu_layers:
-        cpu = Roofline(transforms.as_cpu(loaded.hardware), loaded.profile)
+        cpu = Roofline(loaded.hardware.on_host(), loaded.profile)
         timing = FirstLayersElsewhere(timing, cpu, host_layers)
     if system.zero_copy:
         timing = transforms.ZeroCopy(timing, loaded.link)
@@ -257,4 +255,4 @@ def _host(setting: Setting, model: ModelProfile) -> Tier:
     slots, shape = parse_bytes(setting.host_memory, "--host-memory") // model.expert_bytes, setting.loaded.shape
     if slots < shape.experts:
         raise InputError(f"--host-memory {setting.host_memory}: does not hold the experts of one layer")
-    return Tier(min(slots, shape.total), None, host_link(transforms.from_disk(setting.loaded.hardware), model))
+    return Tier(min(slots, shape.total), None, host_link(setting.loaded.hardware.from_disk(), model))

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.profiles.derived import Derived
-from sim.profiles.hardware_profile import Hardware
 from sim.profiles.timing import Link
 from traces.steps import DECODE, RequestSteps
 
@@ -27,27 +26,6 @@ def of_whole_layers(link: Link, experts: int) -> Link:
     """Return a link whose unit is a layer with all its experts."""
     sizes = tuple(size * experts for size in link.layer_bytes) if link.layer_bytes else None
     return replace(link, expert_bytes=link.expert_bytes * experts, layer_bytes=sizes, chunk_bytes=None)
-
-
-def from_disk(hardware: Hardware) -> Hardware:
-    """Return the machine with its disk in place of its link: experts are never in host memory."""
-    return replace(
-        hardware,
-        link_bandwidth_gb_per_s=hardware.disk_bandwidth_gb_per_s,
-        link_latency_us=hardware.disk_latency_us,
-        measured=(),
-    )
-
-
-def as_cpu(hardware: Hardware) -> Hardware:
-    """Return a machine whose GPU is the host's cores, for what they compute of whole layers: no launches."""
-    return replace(
-        hardware,
-        memory_bandwidth_gb_per_s=hardware.host_expert_bandwidth_gb_per_s,
-        compute_tflop_per_s=hardware.host_compute_tflop_per_s,
-        launch_us=0.0,
-        measured=(),
-    )
 
 
 @dataclass(frozen=True)

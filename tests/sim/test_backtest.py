@@ -14,11 +14,11 @@ import pytest
 import tomli_w
 
 from sim.backtest import DATA, file, printed, score
-from sim.prediction import FACTORS, Case, Machine, Model, Rates, Setting, routing, table
-from sim.prediction import rates as rates_under
+from sim.prediction import FACTORS, Case, Machine, Model, Setting, routing, table
 from sim.prediction.described import Row
-from sim.prediction.machine import engine_of, gpu_data_sheet, kernels_per_layer, thread_gflop_per_s
+from sim.prediction.machine import engine_of, gpu_data_sheet, hardware_of, kernels_per_layer, thread_gflop_per_s
 from sim.prediction.timing import Runtime
+from sim.profiles.hardware_profile import Hardware
 from traces import InputError, write_trace
 from traces.models.profile import model
 from traces.synthetic import synthetic
@@ -66,17 +66,17 @@ def case(folder: Path, **changed) -> Case:
     return Case(file.read(written(folder, {**ROW, **changed}))[0])
 
 
-def rates_of(one: Case) -> Rates:
-    assert one.rates
-    return one.rates
+def hardware_of_case(one: Case) -> Hardware:
+    assert one.hardware
+    return one.hardware
 
 
-def rates(machine: Machine, system: str, name: str = "qwen3-30b-a3b") -> Rates:
-    return rates_under(machine, engine_of(system), model(name))
+def reached(machine: Machine, system: str, name: str = "qwen3-30b-a3b") -> Hardware:
+    return hardware_of(machine, engine_of(system), model(name))
 
 
-def seconds(one: Case, own: Rates | None = None) -> float:
-    taken = one.simulated(own or rates_of(one)).seconds
+def seconds(one: Case, own: Hardware | None = None) -> float:
+    taken = one.simulated(own or hardware_of_case(one)).seconds
     assert taken
     return taken
 
@@ -130,25 +130,27 @@ def test_a_gpu_may_be_named_with_its_maker_and_its_own_memory():
 
 def test_measured_figures_come_before_data_sheets_and_those_before_factors():
     sheet = Machine("m", gpu_data_sheet_gb_per_s=1008.0, host_peak_gb_per_s=100.0, link="PCIe 4.0 x16")
-    told, gpu = rates(sheet, "llama.cpp"), FACTORS.gpu["gddr"]
-    assert told.gpu_gb_per_s == pytest.approx(1008 * gpu.read_of_data_sheet * gpu.kernels_of_read)
-    assert told.host_gb_per_s == pytest.approx(100 * FACTORS.host_stream_of_peak * FACTORS.host_experts_of_stream)
-    assert told.link_gb_per_s == FACTORS.links["PCIe 4.0 x16"]
-    measured = rates(
+    told, gpu = reached(sheet, "llama.cpp"), FACTORS.gpu["gddr"]
+    assert told.memory_bandwidth_gb_per_s == pytest.approx(1008 * gpu.read_of_data_sheet * gpu.kernels_of_read)
+    assert told.host_memory_bandwidth_gb_per_s == pytest.approx(
+        100 * FACTORS.host_stream_of_peak * FACTORS.host_experts_of_stream
+    )
+    assert told.link_bandwidth_gb_per_s == FACTORS.links["PCIe 4.0 x16"]
+    measured = reached(
         Machine("m", gpu_data_sheet_gb_per_s=1008.0, gpu_read_gb_per_s=800.0, host_gb_per_s=7.0, hop_us=0.0), "x"
     )
-    assert measured.gpu_gb_per_s == pytest.approx(800 * gpu.kernels_of_read)
-    assert (measured.host_gb_per_s, measured.hop_us) == (7.0, 0.0)
+    assert measured.memory_bandwidth_gb_per_s == pytest.approx(800 * gpu.kernels_of_read)
+    assert (measured.host_memory_bandwidth_gb_per_s, measured.host_hop_us) == (7.0, 0.0)
 
 
 def test_reads_and_multiplications_of_a_cpu_add_up_as_sides_of_a_right_angle(tmp_path):
     """5 MB of experts at 50 GB/s, and 2 x 8.9 M multiplications at 8 x 25 GFLOP/s; measured reads have both in them."""
     machine = {"host_stream_gb_per_s": 50.0, "host_experts_of_stream": 1.0, "host_threads": 8}
     one = case(tmp_path, machine={**machine, "host_gflop_per_s_per_thread": 25.0}, setting={"all_on": "cpu"})
-    timing = Runtime(rates_of(one), one.profile, cpu=True, disk_link=False)
+    timing = Runtime(hardware_of_case(one), one.profile, cpu=True)
     assert timing.host_ns(1) == pytest.approx(math.hypot(5e6 / 50, 2 * one.profile.expert_parameters / 200), abs=1)
     read = case(tmp_path, machine={"host_gb_per_s": 50.0, "host_threads": 8}, setting={"all_on": "cpu"})
-    assert Runtime(rates_of(read), read.profile, True, False).host_ns(1) == pytest.approx(5e6 / 50, rel=1e-3)
+    assert Runtime(hardware_of_case(read), read.profile, True).host_ns(1) == pytest.approx(5e6 / 50, rel=1e-3)
 
 
 def test_the_name_of_a_cpu_says_what_the_threads_that_are_stated_multiply():
@@ -164,7 +166,7 @@ def test_the_name_of_a_cpu_says_what_the_threads_that_are_stated_multiply():
         replace(here, host_gflop_per_s_per_thread=30.0): 8 * 30,
     }
     for machine, each in tflop.items():
-        assert rates(machine, "llama.cpp").host_tflop_per_s == pytest.approx(each / 1_000), machine
+        assert reached(machine, "llama.cpp").host_compute_tflop_per_s == pytest.approx(each / 1_000), machine
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def test_weights_of_a_type_that_is_slow_to_unpack_take_a_cpu_longer_and_no_gpu(t
         for name in ("q4_k_m", "iq3_xxs")
     )
     for cpu in (False, True):
-        one, other = (Runtime(rates_of(each), each.profile, cpu, False) for each in (plain, slow))
+        one, other = (Runtime(hardware_of_case(each), each.profile, cpu) for each in (plain, slow))
         read, multiplied = (
             one.model.bytes_of(0) / 50,
             2 * one.model.expert_parameters / (8 * FACTORS.cpu.desktop.gflop_per_s_per_thread),
@@ -217,8 +219,8 @@ def test_a_model_in_bytes_has_the_compute_of_its_dense_part(tmp_path):
 def test_layers_that_the_cpu_computes_whole_take_their_attention_along(tmp_path):
     whole, experts = (case(tmp_path, setting={key: 3}) for key in ("cpu_layers", "host_layers"))
     assert seconds(case(tmp_path, setting={"cpu_layers": 0})) == seconds(case(tmp_path, setting={"host_layers": 0}))
-    own = rates_of(whole)
-    cpu, gpu = (Runtime(own, whole.profile, on_cpu, False) for on_cpu in (True, False))
+    own = hardware_of_case(whole)
+    cpu, gpu = (Runtime(own, whole.profile, on_cpu) for on_cpu in (True, False))
     context = FACTORS.context
     dense = sum(cpu.dense_ns(layer, 1, context) - gpu.dense_ns(layer, 1, context) for layer in range(3))
     assert seconds(whole) - seconds(experts) == pytest.approx((dense - 2 * gpu.hop_ns) / 1e9, rel=1e-3)
@@ -226,9 +228,7 @@ def test_layers_that_the_cpu_computes_whole_take_their_attention_along(tmp_path)
 
 def test_stated_bytes_are_what_is_read(tmp_path):
     profile = case(tmp_path).profile
-    timing = Runtime(
-        rates(Machine("m", gpu_gb_per_s=100.0, us_per_layer=0.0, us_per_token=0.0), "x"), profile, False, False
-    )
+    timing = Runtime(reached(Machine("m", gpu_gb_per_s=100.0, us_per_layer=0.0, us_per_token=0.0), "x"), profile, False)
     assert sum(timing.dense_ns(layer, 1, 0) for layer in range(6)) == pytest.approx(60e6 / 100, rel=1e-3)
     assert timing.head_ns(1) == pytest.approx(10e6 / 100, rel=1e-3)
     assert timing.expert_ns(1) == pytest.approx(5e6 / 100, rel=1e-3)
@@ -236,13 +236,13 @@ def test_stated_bytes_are_what_is_read(tmp_path):
 
 def test_an_engine_is_known_by_its_whole_name_and_any_other_is_unknown():
     machine, systems = Machine("m"), table("systems")
-    assert rates(machine, "MoE Infinity (2026)").us_per_expert == systems["MoE-Infinity"]["us_per_expert"]
-    assert rates(machine, "accelerate").link_gb_per_s == 0
+    assert reached(machine, "MoE Infinity (2026)").framework_us_per_expert == systems["MoE-Infinity"]["us_per_expert"]
+    assert reached(machine, "accelerate").link_bandwidth_gb_per_s == 0
     launches = kernels_per_layer(model("qwen3-30b-a3b")) * FACTORS.gpu["gddr"].launch_us
-    assert rates(machine, "llama.cpp (llama-bench)").us_per_layer == launches
+    assert reached(machine, "llama.cpp (llama-bench)").framework_us_per_layer == launches
     for name in ("nobody's", "vLLM + a cache of experts", "DeepSpeed-like"):
         assert engine_of(name)["unknown"]
-        assert rates(machine, name).us_per_layer == launches + systems["unknown"]["us_per_layer"]
+        assert reached(machine, name).framework_us_per_layer == launches + systems["unknown"]["us_per_layer"]
 
 
 # What is run
@@ -250,8 +250,8 @@ def test_an_engine_is_known_by_its_whole_name_and_any_other_is_unknown():
 
 def closed_form(one: Case, host_layers: int) -> float:
     """Seconds of a token whose first layers' experts the host computes, everything else the GPU."""
-    own, profile = rates_of(one), one.profile
-    timing = Runtime(own, profile, False, False)
+    own, profile = hardware_of_case(one), one.profile
+    timing = Runtime(own, profile, False)
     context, k = FACTORS.context, profile.top_k
     ns = timing.head_ns(1)
     for layer in range(profile.moe_layers):
@@ -275,13 +275,13 @@ def test_a_trace_all_on_the_gpu_copies_no_expert(tmp_path):
 
 def test_all_on_the_cpu_reads_every_byte_once_from_host_memory(tmp_path):
     one = case(tmp_path, setting={"all_on": "cpu", "context": 1})
-    own = replace(rates_of(one), cpu_us_per_layer=0.0, us_per_token=0.0)
+    own = replace(hardware_of_case(one), host_us_per_layer=0.0, framework_us_per_token=0.0)
     assert seconds(one, own) == pytest.approx((60e6 + 10e6 + 6 * 4 * 5e6) / 50e9, rel=2e-3)
 
 
 def test_without_a_cache_every_expert_crosses_the_link(tmp_path):
     one = case(tmp_path, setting={"policy": "lru", "cache": "0", "blocking": True})
-    out = one.simulated(rates_of(one))
+    out = one.simulated(hardware_of_case(one))
     compute = closed_form(one, 0)
     assert out.hit_rate == 0
     assert out.bytes_read == 6 * 4 * 5_000_000
@@ -290,7 +290,7 @@ def test_without_a_cache_every_expert_crosses_the_link(tmp_path):
 
 def test_whole_layers_move_all_experts_but_those_that_stay(tmp_path):
     one = case(tmp_path, setting={"policy": "lru", "cache": "50%", "whole_layers": True})
-    out = one.simulated(rates_of(one))
+    out = one.simulated(hardware_of_case(one))
     assert out.bytes_read == pytest.approx((6 * 16 - 48) * 5_000_000, rel=0.05)
 
 
@@ -298,7 +298,7 @@ def test_whole_layers_serve_all_requests_of_a_batch(tmp_path):
     setting = {"policy": "lru", "cache": "0", "whole_layers": True}
     row = {"machine": {**MACHINE, "gpu_gb_per_s": 1e6}}
     one, two = (case(tmp_path, **row, setting={**setting, "batch": n}) for n in (1, 2))
-    assert two.simulated(rates_of(two)).step_tokens == 2
+    assert two.simulated(hardware_of_case(two)).step_tokens == 2
     assert seconds(two) == pytest.approx(seconds(one), rel=0.01)
 
 
@@ -313,7 +313,7 @@ def test_misses_from_the_disk_go_at_the_disks_rate(tmp_path):
 
 def test_a_batch_shares_the_dense_weights_and_not_the_experts(tmp_path):
     alone, four = (case(tmp_path, setting={"all_on": "gpu", "batch": batch}) for batch in (1, 4))
-    speeds = [score.figure(each.row, each.simulated(rates_of(each))) for each in (alone, four)]
+    speeds = [score.figure(each.row, each.simulated(hardware_of_case(each))) for each in (alone, four)]
     assert 1.2 < speeds[1] / speeds[0] < 3.5
 
 
@@ -321,7 +321,7 @@ def test_a_batch_shares_the_dense_weights_and_not_the_experts(tmp_path):
 def test_without_a_clock_as_many_bytes_are_read_as_with_one(tmp_path, setting):
     one = case(tmp_path, setting=setting, machine={**MACHINE, "disk_gb_per_s": 2.0})
     read = one.simulated(None).bytes_read
-    assert 0 < read == one.simulated(rates_of(one)).bytes_read
+    assert 0 < read == one.simulated(hardware_of_case(one)).bytes_read
 
 
 @pytest.mark.parametrize("policy", ["lru", "lru@layer", "lru+previous:depth=0@layer/host"])
@@ -329,7 +329,7 @@ def test_without_a_clock_as_many_bytes_are_read_as_with_one(tmp_path, setting):
 def test_the_routing_reaches_a_measured_hit_rate(tmp_path, policy, hit_rate):
     setting = {"policy": policy, "cache": "50%", "hit_rate": hit_rate, "free_copies": True}
     one = case(tmp_path, setting=setting)
-    own = rates_of(one)
+    own = hardware_of_case(one)
     assert one.aimed(own).simulated(own).hit_rate == pytest.approx(hit_rate, abs=0.025)
 
 
@@ -358,8 +358,8 @@ def test_a_trace_in_a_file_is_run_as_it_is(tmp_path):
 def test_a_budget_is_of_what_the_link_carries_while_a_layer_computes(tmp_path, blocking):
     one = case(tmp_path, setting={"policy": "lru+popular:budget=0.5", "cache": "50%", "blocking": blocking})
     assert seconds(one)
-    gpu = one.as_run(rates_of(one)).gpu
-    timing = Runtime(rates_of(one), one.profile, False, False)
+    gpu = one.as_run(hardware_of_case(one)).gpu
+    timing = Runtime(hardware_of_case(one), one.profile, False)
     computing = sum(timing.dense_ns(layer, 1, 1) for layer in range(6)) / 6
     computing += 4 * timing.expert_ns(1) + timing.combine_ns(1)
     assert gpu.experts_per_layer == computing / gpu.link.used_ns(gpu.link.expert_bytes)
@@ -373,7 +373,7 @@ def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
     experts = np.tile(np.arange(12, 16, dtype=np.uint8), (5, 6, 1))
     np.savez(tmp_path / "short.npz", experts=experts, offsets=[0, 1, 5])
     one = case(tmp_path, setting={**CACHED, "trace": str(tmp_path / "short.npz"), "batch": 2})
-    found = one.simulated(rates_of(one))
+    found = one.simulated(hardware_of_case(one))
     assert score.figure(one.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
 
 
@@ -431,7 +431,7 @@ def test_a_fit_finds_the_parameter_that_made_the_rows_and_is_in_no_score(tmp_pat
     truth = {}
     for n in (1, 3, 5):
         one = case(tmp_path, setting={"host_layers": n})
-        truth[n] = 1 / seconds(one, replace(rates_of(one), host_gb_per_s=31.0))
+        truth[n] = 1 / seconds(one, replace(hardware_of_case(one), host_memory_bandwidth_gb_per_s=31.0))
     rows = [
         {**ROW, "figure": f"n={n}", "setting": {"host_layers": n}, "value": value, "fit": n == 3}
         for n, value in truth.items()
