@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from policies.core.grammar import split_list
 from sim.defaults import HARDWARE
-from sim.profiles.hardware_profile import MACHINES, profile_name
+from sim.profiles import hardware_profile
 from sim.quantities import CacheSize, cache_text, parse_bytes
 from traces.drafts import Drafts
 from traces.errors import InputError, refuse, unknown
@@ -122,9 +122,9 @@ class Experiment:
     hardware: Annotated[
         Text,
         Option(
-            f"Hardware profile, its GPU's name, or TOML file. Default: {HARDWARE}.",
+            f"Hardware profile, a GPU's name, or TOML file. Default: {HARDWARE}.",
             key=False,
-            resolved=lambda text, base=Path(): MACHINES.absolute(profile_name(text), base),
+            resolved=hardware_profile.absolute,
         ),
     ] = HARDWARE
     model_profile: Annotated[

@@ -193,7 +193,7 @@ def _facts(here: HereOptions, stated: dict[str, Any]) -> Facts:
 def _measured(model: str, layout: Layout, here: HereOptions, quiet: bool) -> tuple[Calibration | None, list[Checked]]:
     if not (here.calibrate or here.verify):
         return None, []
-    bench, threads = Bench.find(), layout.resources.machine.host_threads
+    bench, threads = Bench.find(), layout.machine.host_threads
     if today(layout).kind == DISK:
         raise InputError(f"{layout.profile.name} does not fit memory: what is read from a disk is not calibrated")
     if not here.even_if_busy:

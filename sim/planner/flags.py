@@ -25,7 +25,7 @@ def llama_cpp(layout: Layout) -> list[str]:
 
 def fitted(layout: Layout) -> str:
     """Return the options with which llama.cpp places layers and experts by the memory that it finds; empty: no GPU."""
-    return f"{_common(layout)} --fit-target 1024" if layout.resources.has_gpu else ""
+    return f"{_common(layout)} --fit-target 1024" if layout.machine.gpus else ""
 
 
 def with_cache(placement: Placement) -> str:
@@ -46,7 +46,7 @@ def vllm(layout: Layout) -> list[str]:
 
 
 def _common(layout: Layout) -> str:
-    threads = layout.resources.machine.host_threads
+    threads = layout.machine.host_threads
     return (
         f"-c {layout.context}"
         + (f" -t {threads}" if threads else "")
@@ -56,9 +56,7 @@ def _common(layout: Layout) -> str:
 
 
 def _tensor_split(layout: Layout) -> str:
-    return (
-        f" -ts {','.join(map(str, layout.layers_by_gpu))}" if layout.on_gpu and len(layout.resources.gpus) > 1 else ""
-    )
+    return f" -ts {','.join(map(str, layout.layers_by_gpu))}" if layout.on_gpu and len(layout.machine.gpus) > 1 else ""
 
 
 def layers_of_file(layout: Layout, moe_layers: int) -> int:

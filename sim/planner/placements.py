@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from sim.planner.resources import HOST_RESERVED, Resources
+from sim.catalogue.parts import Gpu
+from sim.planner.resources import GIB, HOST_RESERVED, margins, reserved
 from sim.prediction.case import Case, Outcome
 from sim.prediction.described import Machine, Model, Row, Setting
 from sim.prediction.machine import engine_of, hardware_of
@@ -51,7 +52,7 @@ class Layout:
     """A model on a machine: what lies where, in bytes."""
 
     model: Model
-    resources: Resources
+    machine: Machine
     context: int
 
     @cached_property
@@ -79,43 +80,39 @@ class Layout:
     @property
     def gpu_free(self) -> float:
         """Bytes of GPU memory for experts; below 0 where not even the rest fits."""
-        return self.resources.gpu_memory - sum(self.resources.reserved) - self.fixed_bytes
+        return self.machine.gpu_memory - sum(reserved(self.machine)) - self.fixed_bytes
 
     @property
     def on_gpu(self) -> bool:
         """Whether the GPU computes attention and all else beside experts; of unified memory, experts too."""
-        needed = self.experts_bytes if self.resources.unified else 0
-        return self.resources.has_gpu and self.gpu_free >= needed and bool(self._split)
+        needed = self.experts_bytes if self.machine.unified else 0
+        return bool(self.machine.gpus) and self.gpu_free >= needed and bool(self._split)
 
     @property
-    def machine(self) -> Machine:
-        """The machine as the back-test takes it: GPUs that take turns are as one, by the bytes that a token reads."""
-        machine = self.resources.machine
+    def computing(self) -> Machine:
+        """The machine as a row takes it: GPUs that take turns are as one, by the bytes that a token reads."""
         if not self.on_gpu:
-            return machine
-        read, last = [0.0] * len(self.resources.gpus), self.layers_by_gpu
+            return replace(self.machine, gpus=())
+        read, last = [0.0] * len(self.machine.gpus), self.layers_by_gpu
         for layer, size in enumerate(self._read_bytes):
             gpu = next(i for i in range(len(last)) if layer < sum(last[: i + 1]))
             read[gpu] += size
-        gpus = list(zip(read, self.resources.gpus, strict=True))
+        gpus = list(zip(read, self.machine.gpus, strict=True))
         seconds = sum(size / gpu.gb_per_s for size, gpu in gpus)
-        known = all(gpu.tflop_per_s for gpu in self.resources.gpus)
+        known = all(gpu.tflop_per_s for gpu in self.machine.gpus)
         flop_s = sum(size / gpu.tflop_per_s for size, gpu in gpus) if known else 0.0
-        return replace(
-            machine,
-            gpu_data_sheet_gb_per_s=sum(read) / seconds,
-            gpu_tflop_per_s=sum(read) / flop_s if flop_s else 0.0,
-        )
+        one = Gpu(sum(read) / seconds, sum(read) / flop_s if flop_s else 0.0, kind=self.machine.gpus[0].kind)
+        return replace(self.machine, gpus=(one,))
 
     @property
     def hardware(self) -> Hardware:
-        return hardware_of(self.machine, engine_of(RUNTIME), self.profile)
+        return hardware_of(self.computing, engine_of(RUNTIME), self.profile)
 
     @property
     def host_free(self) -> float:
         """Bytes of host memory for experts."""
         kept = self.profile.head_bytes + (0 if self.on_gpu else self.fixed_bytes)
-        return self.resources.host_memory - HOST_RESERVED - kept if self.resources.host_memory else 0.0
+        return self.machine.host_memory - HOST_RESERVED - kept if self.machine.host_memory else 0.0
 
     @cached_property
     def host_layers(self) -> int:
@@ -142,17 +139,17 @@ class Layout:
 
     def _filled(self, sizes: list[float]) -> tuple[int, ...]:
         """Return how many of these layers each GPU takes, each filled before the next; empty where they do not fit."""
-        gpus, counts = zip(self.resources.gpus, self.resources.reserved, strict=True), list[int]()
+        gpus, counts = zip(self.machine.gpus, reserved(self.machine), strict=True), list[int]()
         free = -1.0
         for size in sizes:
             while size > free:
                 if not (gpu := next(gpus, None)):
                     return ()
-                free = gpu[0].memory - gpu[1]
+                free = gpu[0].memory_gib * GIB - gpu[1]
                 counts.append(0)
             free -= size
             counts[-1] += 1
-        return tuple(counts + [0] * (len(self.resources.gpus) - len(counts)))
+        return tuple(counts + [0] * (len(self.machine.gpus) - len(counts)))
 
     def _kept(self, kind: LayerKind) -> float:
         """Return the bytes of a layer and of its part of the KV cache, routed experts aside."""
@@ -190,47 +187,47 @@ class Layout:
     @property
     def shortage(self) -> str:
         """What GPU and host memory lack to hold the model; empty where it fits without a disk."""
-        profile, resources, kv_cache = self.profile, self.resources, f"the KV cache of {self.context:,} tokens"
-        if resources.has_gpu and not self.on_gpu and not resources.host_memory:
+        profile, machine, kv_cache = self.profile, self.machine, f"the KV cache of {self.context:,} tokens"
+        if machine.gpus and not self.on_gpu and not machine.host_memory:
             return (
-                f"{show_bytes(resources.gpu_memory)} of GPU memory do not hold the dense part of {profile.name} and "
-                f"{kv_cache} ({show_bytes(self.fixed_bytes)}) beside {show_bytes(sum(resources.reserved))} for "
+                f"{show_bytes(machine.gpu_memory)} of GPU memory do not hold the dense part of {profile.name} and "
+                f"{kv_cache} ({show_bytes(self.fixed_bytes)}) beside {show_bytes(sum(reserved(machine)))} for "
                 f"the runtime and a desktop: {show_bytes(-self.gpu_free)} are missing"
             )
         if not self.missing_bytes:
             return ""
         return (
             f"{profile.name} at {self.precision} and {kv_cache} have {show_bytes(self.total_bytes)}, the machine "
-            f"{show_bytes(resources.gpu_memory * (not resources.unified) + resources.host_memory)}, of which "
-            f"{show_bytes(sum(resources.margins))} are kept free: {show_bytes(self._more_bytes)} are missing"
+            f"{show_bytes(machine.gpu_memory * (not machine.unified) + machine.host_memory)}, of which "
+            f"{show_bytes(sum(margins(machine)))} are kept free: {show_bytes(self._more_bytes)} are missing"
         )
 
     @property
     def _more_bytes(self) -> float:
         """Bytes of host memory with which the model fits."""
-        if self.resources.host_memory:
+        if self.machine.host_memory:
             return self.missing_bytes + max(0.0, -self.host_free)
         return self.host_bytes + HOST_RESERVED + self.profile.head_bytes
 
     @property
     def lack(self) -> str:
         """What is missing where the machine cannot run the model at all, and what to do; empty where it can."""
-        profile, resources = self.profile, self.resources
+        profile, machine = self.profile, self.machine
         if not self.shortage:
             return ""
-        if not self.on_gpu and not resources.host_memory:
+        if not self.on_gpu and not machine.host_memory:
             return f"{self.shortage}, or --host-memory for a run on the CPU"
-        if resources.disk_gb_per_s and resources.host_memory:
+        if machine.disk_gb_per_s and machine.host_memory:
             least = profile.top_k * profile.expert_bytes * 2
             if self.host_free >= least:
                 return ""
             return (
-                f"{show_bytes(resources.host_memory)} of host memory do not hold what {profile.name} needs there "
-                f"beside experts ({show_bytes(resources.host_memory - self.host_free)}) and {show_bytes(least)} of "
+                f"{show_bytes(machine.host_memory)} of host memory do not hold what {profile.name} needs there "
+                f"beside experts ({show_bytes(machine.host_memory - self.host_free)}) and {show_bytes(least)} of "
                 f"them: {show_bytes(least - self.host_free)} are missing"
             )
-        disk = " or --disk 3GB/s to read the rest from" if resources.host_memory else ""
-        memory = -(-int(resources.host_memory + self._more_bytes) // 2**30)
+        disk = " or --disk 3GB/s to read the rest from" if machine.host_memory else ""
+        memory = -(-int(machine.host_memory + self._more_bytes) // 2**30)
         return f"{self.shortage}; give --host-memory {memory}GiB{disk}"
 
     @property
@@ -281,7 +278,7 @@ class Placement:
         cases = []
         for setting, layers, _ in self.parts:
             part = model if layers == L else replace(model, layers=layers)
-            row = Row("plan", self.kind, RUNTIME, "speed", "tok/s", "", 1.0, part, self.layout.machine, setting)
+            row = Row("plan", self.kind, RUNTIME, "speed", "tok/s", "", 1.0, part, self.layout.computing, setting)
             cases.append(Case(row))
         return cases
 

@@ -14,9 +14,9 @@ from typing import Any
 from sim.planner import flags, placements, prefill
 from sim.planner.calibration import OFF, Calibration
 from sim.planner.placements import DIRECT, DISK, MMAP, Factor, Layout, Placement
-from sim.planner.resources import GIB, Resources, described, resources
+from sim.planner.resources import GIB, described, margins, resources, with_more
 from sim.prediction import errors
-from sim.prediction.described import Model
+from sim.prediction.described import Machine, Model
 from sim.profiles.hardware_profile import Hardware
 from sim.quantities import show_bytes
 from traces.errors import InputError
@@ -47,8 +47,8 @@ OVERHEADS = (
 UNITS: Mapping[str, tuple[str, float, str]] = {
     "GPU memory": ("gpu_memory", 1 * GIB, "+1 GiB"),
     "host memory": ("host_memory", 8 * GIB, "+8 GiB"),
-    "GPU bandwidth": ("gpu_gb_per_s", 100.0, "+100 GB/s"),
-    "CPU bandwidth": ("host_gb_per_s", 10.0, "+10 GB/s"),
+    "GPU bandwidth": ("gpus_read", 100.0, "+100 GB/s"),
+    "CPU bandwidth": ("host_reads", 10.0, "+10 GB/s"),
     "link": ("link_gb_per_s", 8.0, "+8 GB/s"),
     "disk": ("disk_gb_per_s", 1.0, "+1 GB/s"),
 }
@@ -223,7 +223,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
     placement, own = placements.today(layout), layout.hardware
     seconds, _ = placement.simulated(own)
     shares, (cache, best) = _shares(placement, own), _caches(layout)
-    gpu_margin, host_margin = layout.resources.margins
+    gpu_margin, host_margin = margins(layout.machine)
     kind, speed = _kind(placement), _speed(seconds, _kind(placement), placement.mapped)
     modelled, times, first_s = speed.tokens_per_s, 1.0, placement.behind(1).seconds(own)
     if calibration:
@@ -235,7 +235,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
         precision=layout.precision,
         overruled=_overruled(layout),
         context=layout.context,
-        machine=described(layout.resources),
+        machine=described(layout.machine),
         speed=speed,
         first_tokens_per_s=1 / first_s,
         prompt=prompt,
@@ -262,7 +262,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
         llama_cpp_fit=flags.fitted(layout),
         vllm=tuple(flags.vllm(layout)),
         interval=errors.interval(kind),
-        notes=(*notes, *layout.resources.assumed, *_notes(placement)),
+        notes=(*notes, *(f"{each.what} ({each.option})" for each in layout.machine.assumed), *_notes(placement)),
         calibration=calibration.facts() if calibration else None,
     )
 
@@ -286,7 +286,7 @@ class TooSmallError(InputError):
     """A machine holds a model at no precision."""
 
 
-def chosen(text: str, machine: Resources, context: int, precision: str | None) -> tuple[Layout, list[str]]:
+def chosen(text: str, machine: Machine, context: int, precision: str | None) -> tuple[Layout, list[str]]:
     """Return the model on the machine, and notes on its precision. Raise TooSmallError where it does not fit.
 
     A file, and the precision that is stated or that a file's name says, are planned as they are.
@@ -382,10 +382,10 @@ def _notes(placement: Placement) -> list[str]:
     layout, notes = placement.layout, []
     if layout.model.dense_precision:
         notes.append(f"all but the experts is {layout.model.dense_precision}, as in the GGUF files of such models")
-    if layout.resources.has_gpu and not layout.on_gpu and not layout.resources.unified:
+    if layout.machine.gpus and not layout.on_gpu and not layout.machine.unified:
         notes.append(
             f"the GPU is not used: its memory does not hold the dense part and the KV cache "
-            f"({show_bytes(layout.fixed_bytes)}) beside {show_bytes(layout.resources.margins[0])} for the runtime "
+            f"({show_bytes(layout.fixed_bytes)}) beside {show_bytes(margins(layout.machine)[0])} for the runtime "
             f"and a desktop"
         )
     if placement.kind != placements.RESIDENT and not layout.machine.host_threads:
@@ -445,13 +445,13 @@ def _caches(layout: Layout) -> tuple[CachePlan | None, CachePlan | None]:
 
 def _limit_s(layout: Layout) -> float:
     """Return the seconds of a token at the physical limit: see the head of this file."""
-    profile, machine, read = layout.profile, layout.resources, layout.fixed_bytes
+    profile, machine, read = layout.profile, layout.machine, layout.fixed_bytes
     beyond = _belady(layout, layout.gpu_free if layout.on_gpu else layout.host_free)
     if not layout.on_gpu or machine.unified:
         disk_s = beyond / machine.disk_gb_per_s if beyond else 0.0
-        return max((read + profile.token_bytes) / machine.host_gb_per_s, disk_s) / 1e9
+        return max((read + profile.token_bytes) / machine.host_reads, disk_s) / 1e9
     elsewhere = _belady(layout, layout.gpu_free + max(layout.host_free, 0.0))
-    gpu, host = machine.gpu_gb_per_s, machine.host_reads
+    gpu, host = machine.gpus_read, max(machine.host_reads, machine.link_gb_per_s)
     own = profile.token_bytes - beyond
     if layout.host_free > 0:  # as much as the GPU reads while the host reads the rest, in the same time
         own = min(own, max(0.0, (gpu * profile.token_bytes - host * read) / (gpu + host)))
@@ -472,9 +472,9 @@ def _upgrades(layout: Layout, speed: float, times: float) -> tuple[Upgrade, ...]
     """Return what more of each resource buys; times: as many times as fast as modelled the machine is."""
     upgrades = []
     for resource, (field, more, unit) in UNITS.items():
-        if not getattr(layout.resources, field):
+        if not getattr(layout.machine, field):
             continue
-        grown = replace(layout, resources=layout.resources.with_more(**{field: more}))
+        grown = replace(layout, machine=with_more(layout.machine, **{field: more}))
         faster = 1 / placements.today(grown).seconds()
         with_cache = [1 / each.seconds() for each in placements.cached(grown)[:1]]
         cached = with_cache[0] * times if with_cache else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sim.planner import placements
 from sim.planner.placements import DISK
 from sim.planner.plan import Speed, TooSmallError, bottleneck, chosen, speed_of
-from sim.planner.resources import Resources
+from sim.prediction.described import Machine
 
 CURRENT = (
     "lfm2-8b-a1b",
@@ -41,7 +41,7 @@ class Ranked:
 
 
 def ranked(
-    machine: Resources, context: int, models: Sequence[str] = CURRENT, precision: str | None = None
+    machine: Machine, context: int, models: Sequence[str] = CURRENT, precision: str | None = None
 ) -> Iterator[Ranked]:
     """Yield each model. Raise InputError for an unknown one."""
     for name in models:

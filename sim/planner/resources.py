@@ -1,19 +1,18 @@
 """The machine as a user states it, and what is assumed where they state nothing.
 
-What a runtime and an operating system need beside the model is reserved; each assumption is a sentence for the user.
+What a runtime and an operating system need beside the model is reserved.
 """
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from sim.prediction.described import Machine
-from sim.prediction.machine import gpu_data_sheet
-from sim.prediction.tables import FACTORS, table
+from sim.catalogue.parts import GPUS, LINK, LINKS, Gpu, gpu_that_reads, link_named, ram_gb_per_s
+from sim.prediction.described import Assumed, Machine
+from sim.profiles.hardware_profile import UNIFIED, gpu_of
 from sim.quantities import parse_bytes, parse_gb_per_s
-from traces.errors import InputError, refuse, unknown
+from traces.errors import InputError, refuse
 
 GIB = 2**30
 
@@ -24,93 +23,38 @@ desktop. Other GPUs have the buffers alone."""
 HOST_RESERVED = 2 * GIB
 """The margin of host memory, for the operating system and the runtime."""
 
-RAM = {"PCIe 3.0": "2 x DDR4-2666", "PCIe 4.0": "2 x DDR4-3200", "PCIe 5.0": "2 x DDR5-5600"}
-"""Memory of a desktop of that time, where neither its bandwidth nor its kind is stated."""
-
-LINK = "PCIe 4.0 x16"
-
 USUAL_HOST = 32 * GIB
 """Host memory beside a GPU, where it is not stated."""
 
-UNIFIED = 0.75
-"""Of unified memory, what a GPU may use: what macOS grants by default on machines of more than 36 GB."""
-
-_LINK = re.compile(r"(?:pcie)?\s*-?([345])(?:\.0)?\s*[x ]*x(\d+)", re.IGNORECASE)
+SLOW_RAM, FAST_RAM = "2 x DDR4-2400", "2 x DDR5-6400"
+"""Between these the memory of a PC lies of which nothing is stated."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU: its memory in bytes, and GB/s and TFLOP/s of its data sheet; 0: not known."""
-
-    memory: int
-    gb_per_s: float
-    tflop_per_s: float = 0.0
+def reserved(machine: Machine) -> tuple[int, ...]:
+    """Return the bytes of each GPU's memory that are kept free."""
+    return tuple(GPU_BUFFERS if place else GPU_RESERVED for place in range(len(machine.gpus)))
 
 
-@dataclass(frozen=True)
-class Resources:
-    """A machine. Memories in bytes and bandwidths in GB/s; 0: it has none.
+def margins(machine: Machine) -> tuple[int, int]:
+    """Return the bytes of GPU and of host memory that are kept free."""
+    return sum(reserved(machine)), HOST_RESERVED * bool(machine.host_memory)
 
-    gpus: in the order in which a runtime lists them; layers of a model are split over them in that order. unified: GPU
-    and CPU share host_memory, of which the GPU may use a part. machine: the same as the back-test takes it, from which
-    all times follow. assumed: sentences.
-    """
 
-    gpus: tuple[Gpu, ...]
-    host_memory: int
-    machine: Machine
-    host_gb_per_s: float  # peak, or as measured
-    link_gb_per_s: float
-    disk_gb_per_s: float
-    unified: bool = False
-    assumed: tuple[str, ...] = ()
-
-    @property
-    def gpu_memory(self) -> int:
-        return sum(gpu.memory for gpu in self.gpus)
-
-    @property
-    def gpu_gb_per_s(self) -> float:
-        """GB/s of the GPUs' data sheets, one after another in proportion to their memories."""
-        return self.gpu_memory / sum(gpu.memory / gpu.gb_per_s for gpu in self.gpus) if self.gpus else 0.0
-
-    @property
-    def has_gpu(self) -> bool:
-        return bool(self.gpus)
-
-    @property
-    def reserved(self) -> tuple[int, ...]:
-        """Bytes of each GPU's memory that are kept free."""
-        return tuple(GPU_RESERVED if gpu is self.gpus[0] else GPU_BUFFERS for gpu in self.gpus)
-
-    @property
-    def margins(self) -> tuple[int, int]:
-        """Bytes of GPU and of host memory that are kept free."""
-        return sum(self.reserved), HOST_RESERVED * bool(self.host_memory)
-
-    @property
-    def host_reads(self) -> float:
-        """GB/s of host memory, for link and CPU together: at least what the link carries."""
-        return max(self.host_gb_per_s, self.link_gb_per_s)
-
-    def with_more(self, **more: float) -> "Resources":
-        """Return the machine with more of some resources, by the names of the fields; of GPUs, each has more."""
-        memory, reads = (more.pop(key, 0) for key in ("gpu_memory", "gpu_gb_per_s"))
-        gpus = tuple(replace(gpu, memory=gpu.memory + int(memory), gb_per_s=gpu.gb_per_s + reads) for gpu in self.gpus)
-        grown = replace(self, gpus=gpus, **{name: getattr(self, name) + value for name, value in more.items()})
-        host = grown.host_gb_per_s / self.host_gb_per_s if self.host_gb_per_s else 1.0
-        machine = replace(
-            self.machine,
-            gpu="",
-            gpu_data_sheet_gb_per_s=grown.gpu_gb_per_s,
-            ram="",
-            host_peak_gb_per_s=self.machine.host_peak_gb_per_s * host,
-            host_stream_gb_per_s=self.machine.host_stream_gb_per_s * host,
-            link="",
-            link_gb_per_s=grown.link_gb_per_s,
-            disk_gb_per_s=grown.disk_gb_per_s,
-        )
-        return replace(grown, machine=machine)
+def with_more(machine: Machine, **more: float) -> Machine:
+    """Return the machine with more of some resources: gpu_memory and gpus_read of each GPU."""
+    memory, reads, host_reads = (more.pop(key, 0.0) for key in ("gpu_memory", "gpus_read", "host_reads"))
+    gpus = tuple(
+        replace(gpu, gb_per_s=gpu.gb_per_s + reads, memory_gib=gpu.memory_gib + memory / GIB) for gpu in machine.gpus
+    )
+    host = machine.host_reads and (machine.host_reads + host_reads) / machine.host_reads
+    grown: dict[str, Any] = {name: getattr(machine, name) + value for name, value in more.items()}
+    return replace(
+        machine,
+        gpus=gpus,
+        host_peak_gb_per_s=machine.host_peak_gb_per_s * host,
+        host_stream_gb_per_s=machine.host_stream_gb_per_s * host,
+        **grown,
+    )
 
 
 def resources(
@@ -124,16 +68,16 @@ def resources(
     threads: int | None = None,
     unified: bool = False,
     cpu: str | None = None,
-) -> Resources:
+) -> Machine:
     """Return the machine of these options. Raise InputError for what cannot be read or would do nothing.
 
     Several GPUs are a list: gpu="RTX 3090, 2 x RTX 3060" or gpu_memory="24GiB, 12GiB", and likewise gpu_bandwidth.
     """
-    assumed: list[str] = []
+    assumed: list[Assumed] = []
     host = _memory(host_memory, "--host-memory")
     names, memories, rates = _listed(gpu), _listed(gpu_memory), _listed(gpu_bandwidth)
-    sheets = [gpu_data_sheet(name) for name in names]
-    if sheets and not gpu_memory and not all("memory_gib" in sheet for sheet in sheets):
+    sheets = [gpu_of(name) for name in names]
+    if sheets and not gpu_memory and not all(sheet.memory_gib for sheet in sheets):
         if not host:
             raise InputError(f"--gpu {gpu} shares its memory with the CPU: say how much there is with --host-memory")
         unified = True
@@ -142,10 +86,11 @@ def resources(
     sizes = [_memory(text, "--gpu-memory") for text in memories]
     if unified and not sizes:
         sizes = [int(host * UNIFIED)]
-    sizes = [size for size in sizes or [int(sheet["memory_gib"]) * GIB for sheet in sheets] if size]
+    sizes = [size for size in sizes or [int(sheet.memory_gib * GIB) for sheet in sheets] if size]
     if sizes and host_memory is None and not unified:
         host = USUAL_HOST
-        assumed.append(f"{host // GIB} GiB of host memory (--host-memory)")
+        text = f"{host // GIB} GiB of host memory"
+        assumed.append(Assumed(text, "--host-memory", {"host_memory": host // 2}, {"host_memory": 2 * host}))
     refuse(
         (not sizes and not host, "a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both"),
         (
@@ -159,32 +104,30 @@ def resources(
             raise InputError(f"{option} states {len(stated)} GPUs, the memories are {len(sizes)}")
     if unified and cpu_bandwidth and not (rates or sheets):
         rates = [cpu_bandwidth.removesuffix("measured")]
-    gpus, like = [], ""
-    for place, size in enumerate(sizes):
-        sheet = sheets[place % len(sheets)] if sheets else {}
-        reads, like = _gpu_reads(size, sheet, rates[place % len(rates)] if rates else None)
-        if like:
-            assumed.append(f"the GPU reads {reads:,.0f} GB/s, as the {like} does (--gpu or --gpu-bandwidth)")
-        gpus.append(Gpu(size, reads, float(sheet.get("tflop_per_s", 0.0))))
+    gpus = tuple(
+        _gpu(size, sheets[place % len(sheets)] if sheets else None, rates[place % len(rates)] if rates else None)
+        for place, size in enumerate(sizes)
+    )
+    if not (sheets or rates) and gpus:
+        assumed.append(_assumed_gpus(gpus))
+    lanes, carries = _link(link, gpus, assumed if host and not unified else [])
     if unified:
         lanes, carries, peak, stream = "", gpus[0].gb_per_s, gpus[0].gb_per_s, 0.0
     else:
-        lanes, carries = _link(link, sheets[0] if sheets else {}, like, assumed, bool(gpus and host))
-        peak, stream = _host_reads(cpu_bandwidth, lanes, assumed, bool(host))
-    disk_reads = parse_gb_per_s(disk, "--disk") if disk else 0.0
-    links = FACTORS.links.items()
-    named = next((name for name, rate in links if lanes and name.startswith(lanes) and rate == carries), "")
-    machine = Machine(
+        peak, stream = _host_reads(cpu_bandwidth, lanes, assumed if host else [])
+    return Machine(
         name="the machine of the plan",
+        gpus=gpus,
+        host_memory=host,
+        unified=unified,
         host_peak_gb_per_s=peak,
         host_stream_gb_per_s=stream,
-        link=named,
-        link_gb_per_s=0.0 if named else carries,
-        disk_gb_per_s=disk_reads,
+        link_gb_per_s=carries,
+        disk_gb_per_s=parse_gb_per_s(disk, "--disk") if disk else 0.0,
         host_threads=threads or 0,
         cpu=cpu or "",
+        assumed=tuple(assumed),
     )
-    return Resources(tuple(gpus), host, machine, stream or peak, carries, disk_reads, unified, tuple(assumed))
 
 
 def _listed(text: str | None) -> list[str]:
@@ -203,46 +146,63 @@ def _memory(text: str | None, option: str) -> int:
     return parse_bytes(re.sub(r"(?i)(?<=[kmgt])b$", "iB", text.strip()), option)
 
 
-def _gpu_reads(memory: int, sheet: Mapping[str, Any], stated: str | None) -> tuple[float, str]:
-    """Return GB/s of GPU memory, and the GPU that was assumed, if one was: the middle card of those of that size."""
+def _gpu(memory: int, sheet: Gpu | None, stated: str | None) -> Gpu:
+    """Return a GPU of so many bytes; without data sheet and bandwidth, the middle card of those of that size."""
+    known = sheet or _of_size(memory)[1]
     if stated:
-        return parse_gb_per_s(stated, "--gpu-bandwidth"), ""
-    if sheet:
-        return float(sheet["gb_per_s"]), ""
-    known = {name: one for name, one in table("gpus").items() if re.match(r"RTX \d", name)}
-    near = min(abs(math.log(one["memory_gib"] * GIB / memory)) for one in known.values())
-    alike = [name for name, one in known.items() if abs(math.log(one["memory_gib"] * GIB / memory)) <= near + 1e-9]
-    alike.sort(key=lambda name: known[name]["gb_per_s"])
-    middle = alike[(len(alike) - 1) // 2]
-    return float(known[middle]["gb_per_s"]), middle
+        reads = parse_gb_per_s(stated, "--gpu-bandwidth")
+        alike = sheet or gpu_that_reads(reads)
+        known = replace(alike, gb_per_s=reads)
+    return replace(known, memory_gib=memory / GIB)
 
 
-def _link(text: str | None, sheet: Mapping[str, Any], like: str, assumed: list[str], needed: bool) -> tuple[str, float]:
-    """Return the link's generation, and GB/s of a copy; ("", GB/s) where it was stated as that."""
-    links = FACTORS.links
+def _of_size(memory: int) -> tuple[Gpu, Gpu, Gpu]:
+    """Return the slowest, the middle and the fastest card of those whose memory is nearest."""
+    known = [one for name, one in GPUS.items() if re.match(r"RTX \d", name)]
+    near = min(abs(math.log(one.memory_gib * GIB / memory)) for one in known)
+    alike = [one for one in known if abs(math.log(one.memory_gib * GIB / memory)) <= near + 1e-9]
+    alike.sort(key=lambda one: one.gb_per_s)
+    return alike[0], alike[(len(alike) - 1) // 2], alike[-1]
+
+
+def _assumed_gpus(gpus: tuple[Gpu, ...]) -> Assumed:
+    """Return what is assumed of GPUs of which the memory alone is stated."""
+    cards = [_of_size(int(gpu.memory_gib * GIB)) for gpu in gpus]
+
+    def as_fast(place: int) -> dict[str, Any]:
+        return {
+            "gpus": tuple(replace(gpu, gb_per_s=card[place].gb_per_s) for gpu, card in zip(gpus, cards, strict=True))
+        }
+
+    names = sorted({name for name, one in GPUS.items() if any(one is card[1] for card in cards)})
+    rates = " and ".join(f"{rate:,.0f}" for rate in dict.fromkeys(gpu.gb_per_s for gpu in gpus))
+    text = f"the GPU reads {rates} GB/s, as the {' and '.join(names)} does"
+    return Assumed(text, "--gpu or --gpu-bandwidth", as_fast(0), as_fast(2))
+
+
+def _link(text: str | None, gpus: tuple[Gpu, ...], assumed: list[Assumed]) -> tuple[str, float]:
+    """Return the link's name, and GB/s of a copy; ("", GB/s) where it was stated as that."""
     if text and "/" in text:
         return "", parse_gb_per_s(text, "--link")
     if text:
-        parts = _LINK.fullmatch(text.strip())
-        name = f"PCIe {parts[1]}.0 x{parts[2]}" if parts else text
-        if name not in links:
-            names = [each.replace(" ", "").replace(".0", "").lower() for each in links]
-            raise unknown("link", text, [*names, "25GB/s"])
-    else:
-        name = str(sheet.get("link") or (table("gpus")[like]["link"] if like else LINK))
-        if needed:
-            assumed.append(f"the GPU is linked by {name} (--link)")
-    return name.rsplit(" ", 1)[0], float(links[name])
+        name, link = link_named(text)
+        return name, link.gb_per_s
+    name = (gpus and gpus[0].link) or LINK
+    rate = LINKS[name].gb_per_s
+    if gpus:
+        changed = {"link_gb_per_s": rate / 2}
+        assumed.append(Assumed(f"the GPU is linked by {name}", "--link", changed, {}))
+    return name, rate
 
 
-def _host_reads(text: str | None, lanes: str, assumed: list[str], needed: bool) -> tuple[float, float]:
+def _host_reads(text: str | None, link: str, assumed: list[Assumed]) -> tuple[float, float]:
     """Return the peak of host memory, or what was measured of it, in GB/s; the other is 0."""
     if text is None:
-        ram = RAM.get(lanes, RAM["PCIe 4.0"])
-        channels, kind = ram.split(" x ")
-        peak = int(channels) * int(kind.split("-")[1]) * 8 / 1_000
-        if needed:
-            assumed.append(f"host memory is {ram}, {peak:.1f} GB/s by its data sheet (--cpu-bandwidth)")
+        ram = LINKS[link or LINK].ram
+        peak = ram_gb_per_s(ram)
+        low, high = ({"host_peak_gb_per_s": ram_gb_per_s(each)} for each in (SLOW_RAM, FAST_RAM))
+        sheet = f"host memory is {ram}, {peak:.1f} GB/s by its data sheet"
+        assumed.append(Assumed(sheet, "--cpu-bandwidth", low, high))
         return peak, 0.0
     words = text.strip()
     if words.endswith("measured"):
@@ -250,21 +210,21 @@ def _host_reads(text: str | None, lanes: str, assumed: list[str], needed: bool) 
     return parse_gb_per_s(words, "--cpu-bandwidth"), 0.0
 
 
-def show_gib(size: int) -> str:
+def show_gib(size: float) -> str:
     return f"{size / GIB:.4g} GiB"
 
 
-def described(resources: Resources) -> str:
-    gpu, host, each = "no GPU", "no host memory for experts", resources
-    if each.has_gpu:
-        memories = " + ".join(show_gib(one.memory) for one in each.gpus)
-        reads = ", ".join(f"{one.gb_per_s:,.0f}" for one in each.gpus)
+def described(machine: Machine) -> str:
+    gpu, host = "no GPU", "no host memory for experts"
+    if machine.gpus:
+        memories = " + ".join(show_gib(one.memory_gib * GIB) for one in machine.gpus)
+        reads = ", ".join(f"{one.gb_per_s:,.0f}" for one in machine.gpus)
         gpu = f"{memories} of GPU memory at {reads} GB/s"
-    if each.unified:
-        gpu = f"a GPU that may use {show_gib(each.gpu_memory)} of it"
-    if each.host_memory:
-        host = f"{show_gib(each.host_memory)} of host memory at {each.host_gb_per_s:,.1f} GB/s"
-    has_link = each.has_gpu and each.host_memory and not each.unified
-    link = f", a link of {each.link_gb_per_s:g} GB/s" if has_link else ""
-    first = f"{host.replace('host', 'unified')}, {gpu}" if each.unified else f"{gpu}, {host}"
-    return f"{first}{link}, " + (f"a disk of {each.disk_gb_per_s:g} GB/s" if each.disk_gb_per_s else "no disk")
+    if machine.unified:
+        gpu = f"a GPU that may use {show_gib(machine.gpu_memory)} of it"
+    if machine.host_memory:
+        host = f"{show_gib(machine.host_memory)} of host memory at {machine.host_reads:,.1f} GB/s"
+    has_link = machine.gpus and machine.host_memory and not machine.unified
+    link = f", a link of {machine.link_gb_per_s:g} GB/s" if has_link else ""
+    first = f"{host.replace('host', 'unified')}, {gpu}" if machine.unified else f"{gpu}, {host}"
+    return f"{first}{link}, " + (f"a disk of {machine.disk_gb_per_s:g} GB/s" if machine.disk_gb_per_s else "no disk")

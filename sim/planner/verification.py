@@ -90,9 +90,7 @@ def predicted_s(layout: Layout, variant: Variant, context: int, calibration: Cal
     """Return the seconds of a token behind so many others that are planned for a variant."""
     if calibration:
         return calibration.seconds(variant.host_layers, layout.on_gpu, context)
-    resources = layout.resources
-    machine = replace(resources.machine, host_threads=variant.threads)
-    own = replace(layout, resources=replace(resources, machine=machine))
+    own = replace(layout, machine=replace(layout.machine, host_threads=variant.threads))
     place = setting(own, variant, context)
     return Placement("variant", "static", own, 0, 0, ((place, layout.profile.moe_layers, True),)).seconds()
 
@@ -105,13 +103,15 @@ def setting(layout: Layout, variant: Variant, context: int) -> Setting:
 
 def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool: str) -> str:
     """Return what was measured as a file of the back-test. title: of the machine; name: begins names of figures."""
-    machine, profile = layout.machine, layout.profile
+    machine, profile = layout.computing, layout.profile
     shape = profile.moe_layers, profile.experts, profile.top_k
     bandwidths = {
         key: value
-        for key in ("gpu_data_sheet_gb_per_s", "host_peak_gb_per_s", "host_stream_gb_per_s", "link_gb_per_s")
+        for key in ("host_peak_gb_per_s", "host_stream_gb_per_s", "link_gb_per_s")
         if (value := getattr(machine, key))
     }
+    if machine.gpus:
+        bandwidths["gpu_data_sheet_gb_per_s"] = machine.gpus[0].gb_per_s
     shipped = known(profile.name)
     alike = shipped and (shipped.moe_layers, shipped.experts, shipped.top_k) == shape
     stated = dict(zip(("layers", "experts", "top_k"), shape, strict=True))

@@ -6,10 +6,11 @@ files.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from sim.catalogue.parts import Gpu
 from traces.errors import InputError
 
 UNITS = {
@@ -29,6 +30,19 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
+class Assumed:
+    """A fact that is not stated.
+
+    what: the fact with its value; option: what states it; low, high: fields of a machine or a setting as they may be.
+    """
+
+    what: str
+    option: str
+    low: Mapping[str, Any]
+    high: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Machine:
     """What is known of a machine, as its data sheets or its owner's measurements state it."""
 
@@ -36,6 +50,9 @@ class Machine:
     title: str = ""
     profile: str = ""  # a hardware profile, for what is not stated here
     gpu: str = ""  # as in gpus.toml: "RTX 3090", for its data sheet and its link
+    gpus: tuple[Gpu, ...] = ()  # with their memories, in the order in which layers are split over them
+    host_memory: Count = 0  # bytes
+    unified: bool = False  # GPU and CPU share host_memory, of which the GPU may use a part
     gpu_data_sheet_gb_per_s: Number = 0.0
     gpu_read_gb_per_s: Number = 0.0  # a large read, measured
     gpu_gb_per_s: Number = 0.0  # what its kernels reach
@@ -63,6 +80,22 @@ class Machine:
     us_per_token: Number = -1.0
     fit_parameter: str = ""  # the one that rows with fit = true fit
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # of the keys above
+    assumed: tuple[Assumed, ...] = field(default=(), hash=False)
+
+    @property
+    def gpu_memory(self) -> int:
+        """Bytes of all GPUs."""
+        return sum(int(gpu.memory_gib * 2**30) for gpu in self.gpus)
+
+    @property
+    def gpus_read(self) -> float:
+        """GB/s of the GPUs' data sheets, one after another in proportion to their memories."""
+        return self.gpu_memory / 2**30 / sum(gpu.memory_gib / gpu.gb_per_s for gpu in self.gpus) if self.gpus else 0.0
+
+    @property
+    def host_reads(self) -> float:
+        """GB/s of host memory, measured, else its peak."""
+        return self.host_stream_gb_per_s or self.host_peak_gb_per_s
 
 
 @dataclass(frozen=True)

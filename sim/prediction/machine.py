@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from sim.catalogue.parts import LINKS, Gpu, gpu_that_reads, ram_gb_per_s, thread_gflop_per_s
 from sim.prediction.described import Machine
-from sim.prediction.tables import FACTORS, Cpu, table
-from sim.profiles.hardware_profile import Hardware, hardware, plain, spellings
-from traces.errors import InputError, unknown
+from sim.prediction.tables import FACTORS, CpuFactors, table
+from sim.profiles.hardware_profile import Hardware, gpu_of, hardware
+from traces.errors import unknown
 from traces.models.profile import ModelProfile
 
 ENOUGH = 1e3
@@ -41,14 +42,14 @@ def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile
     A rate of 0: the machine has none, or nothing is known of it. Launches of a layer are in its overhead, since one
     kernel computes all experts of a token.
     """
-    factors, sheet = FACTORS, gpu_data_sheet(machine.gpu, machine.gpu_data_sheet_gb_per_s)
-    gpu = factors.gpu[sheet.get("kind", "gddr")]
+    factors, sheet = FACTORS, _data_sheet(machine)
+    gpu = factors.gpu[sheet.kind]
     base = hardware(machine.profile) if machine.profile else None
-    link = machine.link or ("" if base or not machine.gpu else sheet.get("link", ""))
+    link = machine.link or ("" if base or not machine.gpu else sheet.link)
     if machine.fit_parameter not in ("", *FITTED):
         raise unknown("fit_parameter", machine.fit_parameter, FITTED)
-    if link and link not in factors.links:
-        raise unknown("link", link, factors.links)
+    if link and link not in LINKS:
+        raise unknown("link", link, LINKS)
 
     def of_base(field: str, general: float = 0.0) -> float:
         return float(getattr(base, field)) if base else general
@@ -57,22 +58,23 @@ def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile
         value = float(getattr(machine, key))
         return value if value >= 0 else general
 
-    data_sheet = machine.gpu_data_sheet_gb_per_s or sheet.get("gb_per_s", 0.0)
+    data_sheet = machine.gpu_data_sheet_gb_per_s or sheet.gb_per_s
     read = machine.gpu_read_gb_per_s or data_sheet * gpu.read_of_data_sheet
-    stream = machine.host_stream_gb_per_s or _peak(machine) * factors.host_stream_of_peak
+    peak = machine.host_peak_gb_per_s or (ram_gb_per_s(machine.ram) if machine.ram else 0.0)
+    stream = machine.host_stream_gb_per_s or peak * factors.host_stream_of_peak
     experts = (stream or of_base("host_memory_bandwidth_gb_per_s")) * (
         machine.host_experts_of_stream or factors.host_experts_of_stream
     )
     reads = (machine.host_gb_per_s or experts) * factors.host_layouts.get(machine.host_layout, 1.0)
     cpu = cpu_class(reads)
-    copies = factors.links[link] if link else of_base("link_bandwidth_gb_per_s")
+    copies = LINKS[link].gb_per_s if link else of_base("link_bandwidth_gb_per_s")
     named = thread_gflop_per_s(machine.cpu or machine.title) if machine.host_threads else 0.0
     thread = machine.host_gflop_per_s_per_thread or named or cpu.gflop_per_s_per_thread
     threads = machine.host_threads or cpu.threads
     cores = threads * thread / 1_000
     if machine.host_gb_per_s and not machine.host_gflop_per_s_per_thread:
         cores = ENOUGH  # what its kernels were measured to reach has their compute in it
-    sheet_tflop = sheet.get("tflop_per_s", (read or machine.gpu_gb_per_s) * factors.gpu_tflop_per_gb_per_s)
+    sheet_tflop = sheet.tflop_per_s or (read or machine.gpu_gb_per_s) * factors.gpu_tflop_per_gb_per_s
     kernels = kernels_per_layer(model)
     launches_us = kernels * (machine.launch_us or gpu.launch_us)
     waiting_us = factors.cpu_us_per_layer + kernels * threads * factors.barrier_us_per_thread
@@ -102,16 +104,9 @@ def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile
     )
 
 
-def cpu_class(gb_per_s: float) -> Cpu:
+def cpu_class(gb_per_s: float) -> CpuFactors:
     """Return the threads, and GFLOP/s of each, of a CPU that reads memory so fast."""
     return FACTORS.cpu.server if gb_per_s > FACTORS.server_gb_per_s else FACTORS.cpu.desktop
-
-
-def thread_gflop_per_s(cpu: str) -> float:
-    """Return what a thread of a CPU of that name multiplies, by cpus.toml, in GFLOP/s; 0: that does not know it."""
-    kinds = table("cpus").values()
-    known = (kind for kind in kinds if re.search(kind["names"], cpu, re.IGNORECASE))
-    return next((float(kind["gflop_per_s_per_thread"]) for kind in known), 0.0)
 
 
 def kernels_per_layer(model: ModelProfile) -> float:
@@ -125,27 +120,13 @@ def kernels_per_layer(model: ModelProfile) -> float:
     return float(counts.layer + counts.latent * bool(model.kv_latent_size) + sum(more) / len(order))
 
 
-def gpu_data_sheet(gpu: str, gb_per_s: float = 0.0) -> dict[str, Any]:
-    """Return the entry of gpus.toml for a GPU, unnamed that of the first with that bandwidth. Raise InputError."""
-    for spelled in spellings(gpu) if gpu else ():
-        for name, known in table("gpus").items():
-            sizes = (f"{plain(name)}{known.get('memory_gib')}{unit}" for unit in ("gb", "gib"))
-            if plain(spelled) in (plain(name), *sizes):
-                return dict(known)
-    if gpu:
-        raise unknown("gpu", gpu, table("gpus"))
-    alike = (known for known in table("gpus").values() if known["gb_per_s"] == gb_per_s)
-    return dict(next(alike, {}))
-
-
-def _peak(machine: Machine) -> float:
-    """Return the peak of the machine's memory: channels x MT/s x 8 bytes."""
-    if not machine.ram or machine.host_peak_gb_per_s:
-        return machine.host_peak_gb_per_s
-    kind = re.fullmatch(r"(\d{1,6})\s*x\s*(?:LP)?DDR\dX?-(\d{1,6})", machine.ram.strip(), re.IGNORECASE)
-    if not kind:
-        raise InputError(f"ram {machine.ram!r}: write channels and kind, such as 2 x DDR5-6000")
-    return int(kind[1]) * int(kind[2]) * 8 / 1_000
+def _data_sheet(machine: Machine) -> Gpu:
+    """Return the data sheet of its GPU, unnamed that of the newest with that bandwidth. Raise InputError."""
+    if machine.gpus:
+        return machine.gpus[0]
+    if machine.gpu:
+        return gpu_of(machine.gpu)
+    return gpu_that_reads(machine.gpu_data_sheet_gb_per_s)
 
 
 def engine_of(system: str) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ def table(name: str) -> Mapping[str, Any]:
     return tomllib.loads((DATA / f"{name}.toml").read_text("utf-8"))
 
 
-class Gpu(Struct, forbid_unknown_fields=True):
+class GpuFactors(Struct, forbid_unknown_fields=True):
     """Of a kind of GPU memory."""
 
     read_of_data_sheet: float
@@ -24,7 +24,7 @@ class Gpu(Struct, forbid_unknown_fields=True):
     launch_us: float
 
 
-class Cpu(Struct, forbid_unknown_fields=True):
+class CpuFactors(Struct, forbid_unknown_fields=True):
     """Of a class of CPU."""
 
     threads: int
@@ -34,8 +34,8 @@ class Cpu(Struct, forbid_unknown_fields=True):
 class Cpus(Struct, forbid_unknown_fields=True):
     """By class; one that reads faster than `server_gb_per_s` is a server's."""
 
-    desktop: Cpu
-    server: Cpu
+    desktop: CpuFactors
+    server: CpuFactors
 
 
 class Kernels(Struct, forbid_unknown_fields=True):
@@ -69,12 +69,11 @@ class Factors(Struct, forbid_unknown_fields=True):
     link_latency_us: float
     disk_latency_us: float
     context: int
-    gpu: dict[str, Gpu]
+    gpu: dict[str, GpuFactors]
     kernels: Kernels
     cpu: Cpus
     host_multiply: dict[str, float]
     host_layouts: dict[str, float]
-    links: dict[str, float]
 
 
 FACTORS = toml.decode((DATA / "factors.toml").read_bytes(), type=Factors)

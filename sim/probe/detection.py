@@ -15,12 +15,11 @@ from typing import Any
 
 import psutil
 
-from sim.prediction.machine import gpu_data_sheet
 from sim.probe import busy, stream
 from sim.probe.cores import core_classes, processor
 from sim.probe.disk import kind_of
 from sim.probe.limits import memory_limit
-from sim.profiles.hardware_profile import MACHINES, THIS_MACHINE, Hardware, hardware
+from sim.profiles.hardware_profile import MACHINES, THIS_MACHINE, Hardware, gpu_of, hardware
 from traces.errors import InputError
 
 GIB = 2**30
@@ -138,7 +137,7 @@ def _gpu_facts() -> Facts:
 
 def _sheet(name: str) -> bool:
     try:
-        return bool(gpu_data_sheet(name))
+        return bool(gpu_of(name))
     except InputError:
         return False
 

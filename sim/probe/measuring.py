@@ -12,11 +12,13 @@ import numpy as np
 import psutil
 import tomli_w
 
-from sim.prediction.machine import cpu_class, gpu_data_sheet, thread_gflop_per_s
+from sim.catalogue.parts import Gpu, thread_gflop_per_s
+from sim.prediction.machine import cpu_class
 from sim.prediction.tables import FACTORS
 from sim.probe import cuda, disk, stream
 from sim.probe.cores import core_classes, processor
 from sim.probe.detection import Facts
+from sim.profiles.hardware_profile import gpu_of
 
 READ = 4 << 20, 4
 """The size and number of reads whose rate is the disk's: those of experts of usual models."""
@@ -69,19 +71,20 @@ def profile(probe: Probe, facts: Facts, was_busy: bool) -> str:
     if probe.link:
         plan["link"] = f"{probe.link:.4g}GB/s"
     total = psutil.virtual_memory().total / 2**30
-    sheet = gpu_data_sheet(plan["gpu"].split(",")[0]) if "gpu" in plan else {}
-    gpu = FACTORS.gpu[sheet.get("kind", "gddr")]
+    sheet = gpu_of(plan["gpu"].split(",")[0]) if "gpu" in plan else Gpu(0.0)
+    gpu = FACTORS.gpu[sheet.kind]
     thread = thread_gflop_per_s(plan.get("cpu", "")) or cpu_class(probe.triad).gflop_per_s_per_thread
     cores = plan["threads"] * thread / 1e3
     scalars: dict[str, Any] = {
         "title": ", ".join(filter(None, (plan.get("gpu", ""), processor()))) or "this machine",
         "link_bandwidth_gb_per_s": probe.link or probe.copy,
         "link_latency_us": FACTORS.link_latency_us,
-        "memory_gib": float(sheet.get("memory_gib", total)),
-        "memory_bandwidth_gb_per_s": sheet.get("gb_per_s", 0) * gpu.read_of_data_sheet or max(probe.triad, probe.copy),
-        "compute_tflop_per_s": float(sheet.get("tflop_per_s", 0)) or cores,
+        "memory_gib": sheet.memory_gib or total,
+        "memory_bandwidth_gb_per_s": sheet.gb_per_s * gpu.read_of_data_sheet or max(probe.triad, probe.copy),
+        "compute_tflop_per_s": sheet.tflop_per_s or cores,
         "launch_us": gpu.launch_us,
-        "framework_us_per_layer": FACTORS.cpu_us_per_layer if not sheet else 0.0,
+        "framework_us_per_layer": 0.0 if sheet.gb_per_s else FACTORS.cpu_us_per_layer,
+        "host_us_per_layer": FACTORS.cpu_us_per_layer,
         "host_compute_tflop_per_s": cores,
         "host_memory_bandwidth_gb_per_s": probe.triad,
         "host_memory_gib": total,

@@ -5,8 +5,7 @@ byte a nanosecond), GiB are binary. One that `moe-replay calibrate` wrote also h
 machine for people to read, and of each model, which then counts instead of the rates (`sim.profiles.measured`).
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +13,10 @@ from typing import Annotated, Any
 import platformdirs
 from msgspec import Meta
 
+from sim.catalogue.parts import FOLDER, GPUS, HOSTS, LINKS, Gpu, gpu_name, plain, ram_gb_per_s
 from sim.profiles.measured import MeasuredModel
 from sim.quantities import SLOWEST_GB_PER_S
-from traces.errors import InputError
+from traces.errors import InputError, unknown
 from traces.models.profile import MOST, ModelProfile, NotNegative, Positive
 from traces.shipped import Shipped
 
@@ -26,7 +26,13 @@ Bandwidth = Annotated[float, Meta(ge=SLOWEST_GB_PER_S, le=MOST)]
 OWN = platformdirs.user_config_path("moe-expert-cache") / "hardware"
 """Profiles of the user's, by their names as the shipped ones."""
 
-MACHINES = Shipped(Path(__file__).parent / "hardware", "hardware", OWN)
+MACHINES = Shipped(FOLDER / "machines", "hardware", OWN)
+
+READ_OF_DATA_SHEET, MULTIPLIED_OF_DATA_SHEET = 0.9, 0.7
+"""What good kernels reach of a data sheet's bandwidth and compute: estimates, those of the shipped profiles."""
+
+UNIFIED = 0.75
+"""Of unified memory, what a GPU may use: what macOS grants by default on machines of more than 36 GB."""
 
 THIS_MACHINE = "this-machine"
 """The profile that `moe-sim probe` writes."""
@@ -104,23 +110,28 @@ class Hardware:
         return known.get(wanted)
 
 
-def plain(gpu: str) -> str:
-    """Return the name of a GPU without its maker, case, spaces and hyphens: `rtx3090` for `NVIDIA GeForce RTX 3090`."""
-    return re.sub(r"nvidia|geforce|amd|radeon|apple|tesla|[^a-z0-9+]", "", gpu.lower())
-
-
 def profile_name(text: str) -> str:
-    """Return the name of the profile whose name or title is spelled so, else the text."""
+    """Return the name of the profile, or of the GPU of the catalogue, that is spelled so, else the text."""
     if text in MACHINES.names() or text.endswith(".toml"):
         return text
-    return next((name for name in MACHINES.names() if plain(text) in (plain(name), plain(_title(name)))), text)
+    named = (name for name in MACHINES.names() if plain(text) in (plain(name), plain(_title(name))))
+    return next(named, "") or gpu_name(text) or text
 
 
-def spellings(gpu: str) -> Iterator[str]:
-    """Yield the name of a GPU, and the name and the title of its profile if there is one."""
-    yield gpu
-    if (name := profile_name(gpu)) in MACHINES.names():
-        yield from (name, _title(name))
+def absolute(text: str, base: Path = Path()) -> str:
+    """Return the name of a profile or of a GPU as the catalogue has it, and the absolute path of a file."""
+    name = profile_name(text)
+    return name if name in GPUS else MACHINES.absolute(name, base)
+
+
+def gpu_of(text: str) -> Gpu:
+    """Return the data sheet of a GPU, by its name or that of its machine. Raise InputError for an unknown one."""
+    name = profile_name(text)
+    titles = [name, _title(name)] if name in MACHINES.names() else []
+    known = next(filter(None, map(gpu_name, [text, *titles])), "")
+    if not known:
+        raise unknown("gpu", text, GPUS)
+    return GPUS[known]
 
 
 def _title(name: str) -> str:
@@ -128,8 +139,38 @@ def _title(name: str) -> str:
 
 
 def hardware(text: str) -> Hardware:
-    """Return the profile of a machine of that name or title, or of the TOML file at that path. Raise InputError."""
-    machine = MACHINES.read(Hardware, path := MACHINES.find(profile_name(text)))
+    """Return a machine: the profile of that name or title, the TOML file at that path, or a usual one with that GPU.
+
+    Raise InputError for any other text.
+    """
+    name = profile_name(text)
+    if name in GPUS:
+        return _around(name, GPUS[name])
+    machine = MACHINES.read(Hardware, path := MACHINES.find(name))
     if machine.link_bandwidth_gb_per_s > machine.memory_bandwidth_gb_per_s:  # as units taken for one another make it
         raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
     return machine
+
+
+def _around(name: str, gpu: Gpu) -> Hardware:
+    """Return a usual machine with a GPU, of which kernels reach what the shipped profiles state."""
+    host, link = HOSTS["server" if gpu.kind == "hbm" else "desktop"], LINKS.get(gpu.link)
+    memory = gpu.memory_gib or host.memory_gib * UNIFIED
+    assumed = f"in a usual machine with {host.memory_gib:g} GiB"
+    return Hardware(
+        name=name,
+        title=f"{name} (data sheet), {assumed}",
+        link_bandwidth_gb_per_s=link.gb_per_s if link else gpu.gb_per_s * READ_OF_DATA_SHEET,
+        link_latency_us=8.0,
+        memory_gib=memory,
+        memory_bandwidth_gb_per_s=gpu.gb_per_s * READ_OF_DATA_SHEET,
+        compute_tflop_per_s=gpu.tflop_per_s * MULTIPLIED_OF_DATA_SHEET,
+        launch_us=2.5,
+        framework_us_per_layer=20.0,
+        host_compute_tflop_per_s=host.compute_tflop_per_s,
+        host_memory_bandwidth_gb_per_s=host.gb_per_s
+        or (ram_gb_per_s(link.ram) * host.of_peak if link else gpu.gb_per_s * READ_OF_DATA_SHEET),
+        host_memory_gib=host.memory_gib,
+        disk_bandwidth_gb_per_s=host.disk_gb_per_s,
+        disk_latency_us=100.0,
+    )

@@ -14,11 +14,12 @@ import pytest
 import tomli_w
 
 from sim.backtest import DATA, file, printed, score
+from sim.catalogue.parts import CPUS, LINKS, thread_gflop_per_s
 from sim.prediction import FACTORS, Case, Machine, Model, Setting, routing, table
 from sim.prediction.described import Row
-from sim.prediction.machine import engine_of, gpu_data_sheet, hardware_of, kernels_per_layer, thread_gflop_per_s
+from sim.prediction.machine import engine_of, hardware_of, kernels_per_layer
 from sim.prediction.timing import Runtime
-from sim.profiles.hardware_profile import Hardware
+from sim.profiles.hardware_profile import Hardware, gpu_of
 from traces import InputError, write_trace
 from traces.models.profile import model
 from traces.synthetic import synthetic
@@ -122,10 +123,10 @@ def test_the_shipped_rows_are_those_that_were_published():
 
 def test_a_gpu_may_be_named_with_its_maker_and_its_own_memory():
     names = ("RTX 3060", "NVIDIA GeForce RTX 3060", "rtx 3060 12GB", "RTX3060 12 GiB")
-    assert all(gpu_data_sheet(name) == gpu_data_sheet(names[0]) for name in names)
-    assert gpu_data_sheet("A100 80GB")["gb_per_s"] > gpu_data_sheet("A100 40GB")["gb_per_s"]
+    assert all(gpu_of(name) == gpu_of(names[0]) for name in names)
+    assert gpu_of("A100 80GB").gb_per_s > gpu_of("A100 40GB").gb_per_s
     with pytest.raises(InputError, match="RTX 3060 8GB"):
-        gpu_data_sheet("RTX 3060 8GB")
+        gpu_of("RTX 3060 8GB")
 
 
 def test_measured_figures_come_before_data_sheets_and_those_before_factors():
@@ -135,7 +136,7 @@ def test_measured_figures_come_before_data_sheets_and_those_before_factors():
     assert told.host_memory_bandwidth_gb_per_s == pytest.approx(
         100 * FACTORS.host_stream_of_peak * FACTORS.host_experts_of_stream
     )
-    assert told.link_bandwidth_gb_per_s == FACTORS.links["PCIe 4.0 x16"]
+    assert told.link_bandwidth_gb_per_s == LINKS["PCIe 4.0 x16"].gb_per_s
     measured = reached(
         Machine("m", gpu_data_sheet_gb_per_s=1008.0, gpu_read_gb_per_s=800.0, host_gb_per_s=7.0, hop_us=0.0), "x"
     )
@@ -156,7 +157,7 @@ def test_reads_and_multiplications_of_a_cpu_add_up_as_sides_of_a_right_angle(tmp
 def test_the_name_of_a_cpu_says_what_the_threads_that_are_stated_multiply():
     """By the machine's title, unless it states a CPU; without threads, and of another CPU, by the general factors."""
     here = Machine("pc", title="RTX 3090, Ryzen 7 7800X3D", host_peak_gb_per_s=89.6, host_threads=8)
-    named = {name: kind["gflop_per_s_per_thread"] for name, kind in table("cpus").items()}
+    named = {name: kind.gflop_per_s_per_thread for name, kind in CPUS.items()}
     desktop = FACTORS.cpu.desktop
     tflop = {
         here: 8 * named["Zen 4"],
@@ -188,7 +189,7 @@ def test_the_name_of_a_cpu_says_what_the_threads_that_are_stated_multiply():
     ],
 )
 def test_cpus_are_known_by_their_names(cpu, kind):
-    assert thread_gflop_per_s(cpu) == (table("cpus")[kind]["gflop_per_s_per_thread"] if kind else 0)
+    assert thread_gflop_per_s(cpu) == (CPUS[kind].gflop_per_s_per_thread if kind else 0)
 
 
 def test_weights_of_a_type_that_is_slow_to_unpack_take_a_cpu_longer_and_no_gpu(tmp_path):

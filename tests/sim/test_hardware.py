@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from sim.catalogue.parts import GPUS
 from sim.experiment import resolve
-from sim.prediction.machine import gpu_data_sheet
-from sim.profiles.hardware_profile import MACHINES, hardware
+from sim.planner.resources import resources
+from sim.profiles.hardware_profile import MACHINES, gpu_of, hardware
 from traces import InputError, TraceMeta
 from traces.models.profile import MODELS, derived, model, of_trace
 
@@ -28,9 +29,22 @@ def test_every_shipped_machine_is_plausible(name):
 @pytest.mark.parametrize("name", MACHINES.names())
 def test_every_shipped_machine_is_known_by_name_and_title_to_all_commands(name):
     title = hardware(name).title
-    assert gpu_data_sheet(name) == gpu_data_sheet(title)
+    assert gpu_of(name) == gpu_of(title)
     assert hardware(title) == hardware(name.upper()) == hardware(name)
     assert resolve("hardware", title) == name
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_of_the_catalogue_is_known_to_all_commands(name):
+    """With its maker too: to those that take --hardware, to the planner's --gpu, and to rows of the back-test."""
+    spelled = f"NVIDIA GeForce {name.lower()}"
+    machine = hardware(name)
+    assert gpu_of(spelled) == gpu_of(name) == GPUS[name]
+    assert hardware(spelled) == machine
+    assert resolve("hardware", spelled) == machine.name
+    assert 0.8 < machine.memory_bandwidth_gb_per_s / GPUS[name].gb_per_s <= 1
+    (planned,) = resources(gpu=spelled, host_memory="64GiB").gpus
+    assert replace(planned, memory_gib=GPUS[name].memory_gib) == GPUS[name]
 
 
 def test_a_machine_may_be_a_file(tmp_path):

@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks import planner as benchmark
 from sim.backtest import file, score
+from sim.catalogue.parts import Gpu
 from sim.planner import Plan, prefill, quick
 from sim.planner.placements import MMAP, Layout, cached, today
 from sim.planner.plan import PRECISIONS, _limit_s, plan
-from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, Gpu, resources
+from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, resources
 from sim.prediction import Case, Model, errors, table
 from sim.prediction.tables import DATA
 from tests.support.command import moe_sim
@@ -88,7 +89,7 @@ def test_the_limit_does_not_fall_where_the_gpu_holds_the_last_experts_too():
 def test_a_cache_has_as_many_experts_as_its_bytes_hold():
     layout = Layout(Model("deepseek-v2-lite"), resources("8GiB", "64GiB"), 512)
     memory = int(GPU_RESERVED + layout.fixed_bytes) + 30 * layout.profile.expert_bytes
-    full = replace(layout, resources=replace(layout.resources, gpus=(Gpu(memory, 448.0),)))
+    full = replace(layout, machine=replace(layout.machine, gpus=(Gpu(448.0, memory_gib=memory / 2**30),)))
     assert {each.gpu_experts for each in cached(full)} == {30}
 
 
@@ -113,9 +114,8 @@ def test_layers_of_two_gpus_follow_their_memories_and_their_times_add_up():
     assert sum(sizes[first:]) + sum(experts[first:]) + layout.profile.head_bytes <= 12 * 2**30 - GPU_BUFFERS
     token = [size + all_of * 6 / 64 for size, all_of in zip(sizes, experts, strict=True)]
     seconds = sum(token[:first]) / 936e9 + (sum(token[first:]) + layout.profile.head_bytes) / 360e9
-    assert layout.machine.gpu_data_sheet_gb_per_s == pytest.approx(
-        (sum(token) + layout.profile.head_bytes) / seconds / 1e9
-    )
+    (one,) = layout.computing.gpus
+    assert one.gb_per_s == pytest.approx((sum(token) + layout.profile.head_bytes) / seconds / 1e9)
 
 
 def test_unified_memory_is_counted_once():

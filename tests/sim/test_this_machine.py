@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from sim.backtest import file
+from sim.catalogue.parts import thread_gflop_per_s
 from sim.planner import random_gguf
 from sim.planner.calibration import Calibration, _fitted, bytes_read, values
 from sim.planner.placements import Layout
 from sim.planner.resources import resources
 from sim.planner.verification import Checked, rows, variants
 from sim.prediction.described import Model
-from sim.prediction.machine import thread_gflop_per_s
 from sim.probe import detection, limits
 from sim.probe.stream import triad
 from sim.profiles.hardware_profile import hardware
@@ -49,7 +49,7 @@ def test_gpus_are_what_nvidia_smi_lists_with_the_memory_that_is_free(tmp_path: P
     facts = detection._gpu_facts()
     assert facts["gpu_memory"].value == "23888MiB, 12288MiB"  # half a GiB of the desktop's is kept free anyway
     machine = resources(**detection.options(facts), host_memory="32GiB")
-    assert [(gpu.memory >> 20, gpu.gb_per_s) for gpu in machine.gpus] == [(23888, 936), (12288, 360)]
+    assert [(gpu.memory_gib * 1024, gpu.gb_per_s) for gpu in machine.gpus] == [(23888, 936), (12288, 360)]
     assert machine.link_gb_per_s == 25.0
 
 
@@ -180,6 +180,6 @@ def test_a_probes_profile_is_a_machine_of_sweeps_and_plans(tmp_path: Path, monke
     (tmp_path / "here.toml").write_text(profile(found, facts, False))
     assert hardware(str(tmp_path / "here.toml")).host_memory_bandwidth_gb_per_s == 18.0
     machine = resources(**detection.options(detection.of_profile(str(tmp_path / "here.toml"))))
-    assert (machine.host_gb_per_s, machine.disk_gb_per_s, machine.machine.host_threads) == (18.0, 0.6, 2)
-    assert machine.machine.cpu == cpu
+    assert (machine.host_reads, machine.disk_gb_per_s, machine.host_threads) == (18.0, 0.6, 2)
+    assert machine.cpu == cpu
     assert hardware(str(tmp_path / "here.toml")).host_compute_tflop_per_s == 2 * thread_gflop_per_s(cpu) / 1e3

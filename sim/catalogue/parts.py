@@ -1,0 +1,102 @@
+"""Parts of machines by their names: GPUs, CPUs, links and memories."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import Struct, toml
+
+from traces.errors import InputError, unknown
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its data sheet. memory_gib 0: it shares the CPU's; kind: a row of [gpu] in factors.toml."""
+
+    gb_per_s: float
+    tflop_per_s: float = 0.0
+    memory_gib: float = 0.0
+    link: str = ""
+    kind: str = "gddr"
+
+
+class Cpu(Struct, frozen=True, forbid_unknown_fields=True):
+    """A family of CPUs: what is searched in a name, and what one thread multiplies of Q4_K."""
+
+    names: str
+    gflop_per_s_per_thread: float
+
+
+class Link(Struct, frozen=True, forbid_unknown_fields=True):
+    """A link: what pinned copies reach, and the memory of desktops of its time."""
+
+    gb_per_s: float
+    ram: str
+
+
+class Host(Struct, frozen=True, forbid_unknown_fields=True):
+    """A usual computer around a GPU. of_peak: of its memory's peak, where that is the one of its link's time."""
+
+    compute_tflop_per_s: float
+    memory_gib: float
+    disk_gb_per_s: float
+    gb_per_s: float = 0.0
+    of_peak: float = 0.0
+
+
+GPUS = toml.decode((FOLDER / "gpus.toml").read_bytes(), type=dict[str, Gpu])
+CPUS = toml.decode((FOLDER / "cpus.toml").read_bytes(), type=dict[str, Cpu])
+LINKS = toml.decode((FOLDER / "links.toml").read_bytes(), type=dict[str, Link])
+
+HOSTS = toml.decode((FOLDER / "hosts.toml").read_bytes(), type=dict[str, Host])
+
+LINK = "PCIe 4.0 x16"
+"""The link of a GPU of which nothing is known."""
+
+_LINK = re.compile(r"(?:pcie)?\s*-?([345])(?:\.0)?\s*[x ]*x(\d+)", re.IGNORECASE)
+_RAM = re.compile(r"\s*(\d{1,6})\s*x\s*(?:LP)?DDR\dX?-(\d{1,6})\s*", re.IGNORECASE)
+
+
+def plain(name: str) -> str:
+    """Return the name of a GPU without its maker, case, spaces and hyphens: `rtx3090` for `NVIDIA GeForce RTX 3090`."""
+    return re.sub(r"nvidia|geforce|amd|radeon|apple|tesla|[^a-z0-9+]", "", name.lower())
+
+
+def gpu_name(text: str) -> str:
+    """Return the catalogue's name of a GPU, with its memory behind it or without; empty where it is not known."""
+    for name, gpu in GPUS.items():
+        sizes = (f"{plain(name)}{gpu.memory_gib:g}{unit}" for unit in ("gb", "gib"))
+        if plain(text) in (plain(name), *sizes):
+            return name
+    return ""
+
+
+def gpu_that_reads(gb_per_s: float) -> Gpu:
+    """Return the data sheet of the newest GPU with that bandwidth, or of an unknown one."""
+    return next((gpu for gpu in reversed(GPUS.values()) if gpu.gb_per_s == gb_per_s), Gpu(gb_per_s))
+
+
+def link_named(text: str) -> tuple[str, Link]:
+    """Return a link by its name, such as `pcie4x16`. Raise InputError for an unknown one."""
+    parts = _LINK.fullmatch(text.strip())
+    name = f"PCIe {parts[1]}.0 x{parts[2]}" if parts else text
+    if name not in LINKS:
+        names = [each.replace(" ", "").replace(".0", "").lower() for each in LINKS]
+        raise unknown("link", text, [*names, "25GB/s"])
+    return name, LINKS[name]
+
+
+def ram_gb_per_s(text: str) -> float:
+    """Return the peak of a memory by channels and kind: channels x MT/s x 8 bytes. Raise InputError."""
+    kind = _RAM.fullmatch(text)
+    if not kind:
+        raise InputError(f"ram {text!r}: write channels and kind, such as 2 x DDR5-6000")
+    return int(kind[1]) * int(kind[2]) * 8 / 1_000
+
+
+def thread_gflop_per_s(cpu: str) -> float:
+    """Return what a thread of a CPU of that name multiplies, in GFLOP/s; 0: it is not known."""
+    known = (kind for kind in CPUS.values() if re.search(kind.names, cpu, re.IGNORECASE))
+    return next((kind.gflop_per_s_per_thread for kind in known), 0.0)
