@@ -49,7 +49,7 @@ UNITS: Mapping[str, tuple[str, float, str]] = {
     "host memory": ("host_memory", 8 * GIB, "+8 GiB"),
     "GPU bandwidth": ("gpus_read", 100.0, "+100 GB/s"),
     "CPU bandwidth": ("host_reads", 10.0, "+10 GB/s"),
-    "link": ("link_gb_per_s", 8.0, "+8 GB/s"),
+    "link": ("link_copies", 8.0, "+8 GB/s"),
     "disk": ("disk_gb_per_s", 1.0, "+1 GB/s"),
 }
 """Resources by name: their field of Resources, a unit more, and its text."""
@@ -451,7 +451,7 @@ def _limit_s(layout: Layout) -> float:
         disk_s = beyond / machine.disk_gb_per_s if beyond else 0.0
         return max((read + profile.token_bytes) / machine.host_reads, disk_s) / 1e9
     elsewhere = _belady(layout, layout.gpu_free + max(layout.host_free, 0.0))
-    gpu, host = machine.gpus_read, max(machine.host_reads, machine.link_gb_per_s)
+    gpu, host = machine.gpus_read, max(machine.host_reads, machine.link_copies)
     own = profile.token_bytes - beyond
     if layout.host_free > 0:  # as much as the GPU reads while the host reads the rest, in the same time
         own = min(own, max(0.0, (gpu * profile.token_bytes - host * read) / (gpu + host)))
@@ -474,7 +474,7 @@ def _upgrades(layout: Layout, speed: float, times: float) -> tuple[Upgrade, ...]
     for resource, (field, more, unit) in UNITS.items():
         if not getattr(layout.machine, field):
             continue
-        grown = replace(layout, machine=with_more(layout.machine, **{field: more}))
+        grown = replace(layout, machine=with_more(layout.machine, field, more))
         faster = 1 / placements.today(grown).seconds()
         with_cache = [1 / each.seconds() for each in placements.cached(grown)[:1]]
         cached = with_cache[0] * times if with_cache else None

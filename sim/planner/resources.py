@@ -40,21 +40,22 @@ def margins(machine: Machine) -> tuple[int, int]:
     return sum(reserved(machine)), HOST_RESERVED * bool(machine.host_memory)
 
 
-def with_more(machine: Machine, **more: float) -> Machine:
-    """Return the machine with more of some resources: gpu_memory and gpus_read of each GPU."""
-    memory, reads, host_reads = (more.pop(key, 0.0) for key in ("gpu_memory", "gpus_read", "host_reads"))
-    gpus = tuple(
-        replace(gpu, gb_per_s=gpu.gb_per_s + reads, memory_gib=gpu.memory_gib + memory / GIB) for gpu in machine.gpus
-    )
-    host = machine.host_reads and (machine.host_reads + host_reads) / machine.host_reads
-    grown: dict[str, Any] = {name: getattr(machine, name) + value for name, value in more.items()}
-    return replace(
-        machine,
-        gpus=gpus,
-        host_peak_gb_per_s=machine.host_peak_gb_per_s * host,
-        host_stream_gb_per_s=machine.host_stream_gb_per_s * host,
-        **grown,
-    )
+def with_more(machine: Machine, resource: str, more: float) -> Machine:
+    """Return the machine with more of a resource, by its name as a property of Machine; of GPUs, each has more."""
+    if resource in ("gpu_memory", "gpus_read"):
+        memory, reads = (more / GIB, 0.0) if resource == "gpu_memory" else (0.0, more)
+        grown = (
+            replace(gpu, gb_per_s=gpu.gb_per_s + reads, memory_gib=gpu.memory_gib + memory) for gpu in machine.gpus
+        )
+        return replace(machine, gpus=tuple(grown))
+    if resource == "host_reads":
+        times = 1 + more / machine.host_reads
+        peak, stream = machine.host_peak_gb_per_s * times, machine.host_stream_gb_per_s * times
+        return replace(machine, host_peak_gb_per_s=peak, host_stream_gb_per_s=stream)
+    if resource == "link_copies":
+        return replace(machine, link="", link_gb_per_s=machine.link_copies + more)
+    changed: dict[str, Any] = {resource: getattr(machine, resource) + more}
+    return replace(machine, **changed)
 
 
 def resources(
@@ -110,10 +111,10 @@ def resources(
     )
     if not (sheets or rates) and gpus:
         assumed.append(_assumed_gpus(gpus))
-    lanes, carries = _link(link, gpus, assumed if host and not unified else [])
     if unified:
         lanes, carries, peak, stream = "", gpus[0].gb_per_s, gpus[0].gb_per_s, 0.0
     else:
+        lanes, carries = _link(link, gpus, assumed if host else [])
         peak, stream = _host_reads(cpu_bandwidth, lanes, assumed if host else [])
     return Machine(
         name="the machine of the plan",
@@ -122,6 +123,7 @@ def resources(
         unified=unified,
         host_peak_gb_per_s=peak,
         host_stream_gb_per_s=stream,
+        link=lanes,
         link_gb_per_s=carries,
         disk_gb_per_s=parse_gb_per_s(disk, "--disk") if disk else 0.0,
         host_threads=threads or 0,
@@ -181,18 +183,16 @@ def _assumed_gpus(gpus: tuple[Gpu, ...]) -> Assumed:
 
 
 def _link(text: str | None, gpus: tuple[Gpu, ...], assumed: list[Assumed]) -> tuple[str, float]:
-    """Return the link's name, and GB/s of a copy; ("", GB/s) where it was stated as that."""
+    """Return the link's name, or GB/s of a copy where it was stated as that."""
     if text and "/" in text:
         return "", parse_gb_per_s(text, "--link")
     if text:
-        name, link = link_named(text)
-        return name, link.gb_per_s
+        return link_named(text)[0], 0.0
     name = (gpus and gpus[0].link) or LINK
-    rate = LINKS[name].gb_per_s
     if gpus:
-        changed = {"link_gb_per_s": rate / 2}
+        changed = {"link_gb_per_s": LINKS[name].gb_per_s / 2}
         assumed.append(Assumed(f"the GPU is linked by {name}", "--link", changed, {}))
-    return name, rate
+    return name, 0.0
 
 
 def _host_reads(text: str | None, link: str, assumed: list[Assumed]) -> tuple[float, float]:
@@ -225,6 +225,6 @@ def described(machine: Machine) -> str:
     if machine.host_memory:
         host = f"{show_gib(machine.host_memory)} of host memory at {machine.host_reads:,.1f} GB/s"
     has_link = machine.gpus and machine.host_memory and not machine.unified
-    link = f", a link of {machine.link_gb_per_s:g} GB/s" if has_link else ""
+    link = f", a link of {machine.link_copies:g} GB/s" if has_link else ""
     first = f"{host.replace('host', 'unified')}, {gpu}" if machine.unified else f"{gpu}, {host}"
     return f"{first}{link}, " + (f"a disk of {machine.disk_gb_per_s:g} GB/s" if machine.disk_gb_per_s else "no disk")

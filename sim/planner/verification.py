@@ -107,7 +107,7 @@ def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool
     shape = profile.moe_layers, profile.experts, profile.top_k
     bandwidths = {
         key: value
-        for key in ("host_peak_gb_per_s", "host_stream_gb_per_s", "link_gb_per_s")
+        for key in ("host_peak_gb_per_s", "host_stream_gb_per_s", "link", "link_gb_per_s")
         if (value := getattr(machine, key))
     }
     if machine.gpus:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from sim.catalogue.parts import Gpu
+from sim.catalogue.parts import LINKS, Gpu
 from traces.errors import InputError
 
 UNITS = {
@@ -91,6 +91,11 @@ class Machine:
     def gpus_read(self) -> float:
         """GB/s of the GPUs' data sheets, one after another in proportion to their memories."""
         return self.gpu_memory / 2**30 / sum(gpu.memory_gib / gpu.gb_per_s for gpu in self.gpus) if self.gpus else 0.0
+
+    @property
+    def link_copies(self) -> float:
+        """GB/s of copies over the link, as stated, else of the link of that name."""
+        return self.link_gb_per_s or (LINKS[self.link].gb_per_s if self.link else 0.0)
 
     @property
     def host_reads(self) -> float:

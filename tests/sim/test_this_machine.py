@@ -50,7 +50,7 @@ def test_gpus_are_what_nvidia_smi_lists_with_the_memory_that_is_free(tmp_path: P
     assert facts["gpu_memory"].value == "23888MiB, 12288MiB"  # half a GiB of the desktop's is kept free anyway
     machine = resources(**detection.options(facts), host_memory="32GiB")
     assert [(gpu.memory_gib * 1024, gpu.gb_per_s) for gpu in machine.gpus] == [(23888, 936), (12288, 360)]
-    assert machine.link_gb_per_s == 25.0
+    assert machine.link_copies == 25.0
 
 
 def test_a_container_has_the_memory_and_processors_of_the_lowest_limit_above_it(tmp_path: Path, monkeypatch) -> None:
