@@ -17,7 +17,8 @@ from sim.backtest import file, score
 from sim.backtest.score import Result
 from sim.planner.plan import quick
 from sim.prediction import Case
-from sim.prediction.errors import CALIBRATED, NARROWER, class_of
+from sim.prediction.described import Row
+from sim.prediction.errors import CALIBRATED, NARROWER, NONE, UNKNOWN, Spread, class_of, spread_of
 from sim.prediction.tables import DATA
 
 PUBLISHED = Path(__file__).with_suffix(".toml")
@@ -42,25 +43,46 @@ def published() -> str:
 
 
 def errors_text(results: Iterable[Result]) -> str:
-    """Return errors.toml for these results of the back-test; what was fitted on a machine is also of its own class."""
+    """Return errors.toml for these results of the back-test; what was fitted on a machine is also of its own class.
+
+    The class of unknown engines has the rows of all engines with overheads of their own, predicted as if nothing of
+    them were known.
+    """
     lines = [
-        "# measured / predicted speed of the back-test's rows by what is known of machine and engine, without a fitted"
+        "# measured / predicted speed of the back-test's rows by what is known of machine and engine, without a fitted",
+        '# parameter but for the class "calibrated", and how much slower and faster it may be (logarithms) by what is',
+        "# assumed of the row. Written by `python -m benchmarks.planner --write`.",
     ]
-    lines += ['# parameter but for the class "calibrated". Written by `python -m benchmarks.planner --write`.']
     held: dict[str, list[str]] = {kind: [] for kind in NARROWER}
     for result in results:
-        if not result.row.timed or not result.row.machine or result.faster is None or result.blind is None:
+        row = result.row
+        if not row.timed or not row.machine or result.faster is None or result.blind is None:
             continue
-        blind = replace(result, predicted=result.blind).faster or 1.0
-        kinds = [(class_of(Case(result.row)), blind)]
-        if result.kind == CALIBRATED and not result.row.fit:
-            kinds.append((CALIBRATED, result.faster))
-        for kind, faster in kinds:
-            row = f'figure = "{result.row.figure}", machine = "{result.row.machine.name}", ratio = {1 / faster:.4f}'
-            held[kind].append(f"  {{ {row} }},")
+        case = aimed(row)
+        kind = class_of(case)
+        if kind != UNKNOWN:
+            held[kind].append(_line(row, replace(result, predicted=result.blind).faster or 1.0, spread_of(case)))
+        if case.engine.keys() - {"about", "also"}:
+            case = aimed(replace(row, engine=UNKNOWN))
+            predicted = score.figure(row, case.simulated(case.hardware))
+            faster = replace(result, predicted=predicted).faster or 1.0
+            held[UNKNOWN].append(_line(row, faster, spread_of(case)))
+        if result.kind == CALIBRATED and not row.fit:
+            held[CALIBRATED].append(_line(row, result.faster, NONE))
     for kind, rows in held.items():
         lines += ["", f'"{kind}" = [', *rows, "]"]
     return "\n".join([*lines, ""])
+
+
+def aimed(row: Row) -> Case:
+    case = Case(row)
+    return case.aimed(case.hardware)
+
+
+def _line(row: Row, faster: float, spread: Spread) -> str:
+    assert row.machine
+    numbers = f"ratio = {1 / faster:.4f}, slower = {spread.slower:.3f}, faster = {spread.faster:.3f}"
+    return f'  {{ figure = "{row.figure}", machine = "{row.machine.name}", {numbers} }},'
 
 
 def main() -> None:

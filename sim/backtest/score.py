@@ -46,6 +46,7 @@ class Result:
     hit_rate: float | None = None
     stand_in: str = ""
     kind: str = ""  # of what is known, of a speed or latency: see `sim.prediction.errors`
+    spread: errors_of.Spread = errors_of.NONE  # of what is assumed
     warnings: tuple[str, ...] = ()
     failed: str = ""  # why it could not be simulated
 
@@ -54,7 +55,7 @@ class Result:
         """The figures between which 80% of machines were measured, with a prediction like this."""
         if self.predicted is None or not self.kind:
             return None
-        each = errors_of.interval(self.kind)
+        each = errors_of.interval(self.kind).with_spread(self.spread)
         low, high = (each.low, each.high) if self.row.metric == "speed" else (1 / each.high, 1 / each.low)
         return self.predicted * low, self.predicted * high
 
@@ -157,9 +158,11 @@ def backtest(
             continue
         case, own, final = cases[row.figure], blind[row.figure], outcomes[row.figure]
         kind = errors_of.class_of(case) if own else ""
+        spread = errors_of.spread_of(case) if own else errors_of.NONE
         if own and (fit := fits.get(_machine_key(row))):
             changed: dict[str, Any] = {FITTED[fit.parameter]: fit.after}
-            final, kind = case.simulated(replace(own, **changed)), errors_of.CALIBRATED
+            final = case.simulated(replace(own, **changed))
+            kind, spread = errors_of.CALIBRATED, errors_of.NONE
         results.append(
             Result(
                 row,
@@ -168,6 +171,7 @@ def backtest(
                 final.hit_rate,
                 case.stand_in,
                 kind,
+                spread,
                 warnings[row.figure],
             )
         )

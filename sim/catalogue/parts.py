@@ -42,6 +42,10 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
     compute_tflop_per_s: float
     memory_gib: float
     disk_gb_per_s: float
+    slowest: str
+    fastest: str
+    ram: str = ""
+    most_gib: float = 0.0
     gb_per_s: float = 0.0
     of_peak: float = 0.0
 
@@ -73,9 +77,13 @@ def gpu_name(text: str) -> str:
     return ""
 
 
-def gpu_that_reads(gb_per_s: float) -> Gpu:
-    """Return the data sheet of the newest GPU with that bandwidth, or of an unknown one."""
-    return next((gpu for gpu in reversed(GPUS.values()) if gpu.gb_per_s == gb_per_s), Gpu(gb_per_s))
+def gpu_that_reads(gb_per_s: float, title: str = "") -> Gpu:
+    """Return the data sheet of the GPU with that bandwidth that a title names, else of the newest."""
+    alike = [(plain(name) in plain(title), len(name), gpu) for name, gpu in GPUS.items() if gpu.gb_per_s == gb_per_s]
+    named = [(length, gpu) for is_named, length, gpu in alike if is_named]
+    if named:
+        return max(named, key=lambda each: each[0])[1]
+    return alike[-1][2] if alike else Gpu(gb_per_s)
 
 
 def link_named(text: str) -> tuple[str, Link]:

@@ -1,6 +1,5 @@
 """The command `moe-sim plan`: which models this machine runs, or what one does on a machine, and what would help."""
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -278,9 +277,8 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
         yield from _details(plan, facts)
         return
     yield from _faster(plan, file)
-    assumed = sorted({option for note in plan.notes for option in re.findall("--[a-z-]+", note)} - {"--precision"})
-    if assumed:
-        yield f"Values were assumed for {', '.join(assumed)}."
+    if assumed := "; ".join(f"{each.what} ({each.option})" for each in plan.assumed if each.matters):
+        yield f"Assumed: {assumed}."
     yield f"{_known(plan, facts)} All of it: --details."
 
 
@@ -341,17 +339,13 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
         "kept free": _margins(plan),
         "policy": plan.policy,
         "wall": f"{plan.wall} (share of a token's time that a tier of no time would save: {_shares(plan)})",
-        "limit": f"{plan.limit_tokens_per_s:,.1f} tokens/s by the bytes and bandwidths alone, of which "
-        f"{plan.speed.tokens_per_s / plan.limit_tokens_per_s:.0%} are reached",
     }
     if plan.past_cache:
         lines["no mmap"] = (
             f"{_speed(plan.past_cache)} tokens/s past the page cache, as moe-replay generate reads experts"
         )
-    if plan.cache and plan.best_cache:
+    if plan.cache:
         lines["its cache"] = f"{_cache(plan.cache, plan)}; {plan.cache.llama_cpp} (llama.cpp b11480 or later)"
-        reads = ", reads past the page cache" if plan.past_cache else ""
-        lines["best cache"] = f"{_cache(plan.best_cache, plan)}{reads}; no program offers it yet"
     lines["precision"] = _precision(plan)
     lines["llama.cpp"] = plan.llama_cpp[0]
     if len(plan.llama_cpp) > 1:
@@ -372,7 +366,17 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
         f"{plan.calibration['ms_per_layer']:.3g} ms a layer on the CPU, and "
         f"{plan.calibration['ms_per_layer_and_1000_tokens']:.3g} ms a layer for 1,000 tokens of context."
     )
-    yield from (f"Assumed: {note}." for note in plan.notes)
+    if plan.assumed:
+        yield _assumed(plan)
+    yield from (f"Taken: {note}." for note in plan.notes)
+
+
+def _assumed(plan: Plan) -> Table:
+    shown = table("assumed", "stated by", "tokens/s over its range", "80% if it were stated", left=2)
+    for each in plan.assumed:
+        within = f"{_digits(each.without.low)} to {_digits(each.without.high)}"
+        shown.add_row(each.what, each.option, f"{_digits(each.low)} to {_digits(each.high)}", within)
+    return shown
 
 
 def _shares(plan: Plan) -> str:
@@ -395,8 +399,7 @@ def _cache(cache: CachePlan, plan: Plan) -> str:
     verdict = f"{times:.2f} times as fast" if times >= 1.02 else "it does not help"
     return (
         f"{_speed(cache.speed)} tokens/s with {cache.policy} over {cache.experts:,} experts, misses {cache.placement}: "
-        f"{verdict}; hit rate {cache.hit_rate:.0%} under LRU, routing like {cache.routing or 'even'}; "
-        f"{cache.speed.tokens_per_s / plan.limit_tokens_per_s:.0%} of the limit"
+        f"{verdict}; hit rate {cache.hit_rate:.0%} under LRU, routing like {cache.routing or 'even'}"
     )
 
 

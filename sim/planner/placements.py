@@ -5,9 +5,10 @@ and the KV cache are on the GPU if there is one, the embedding in host memory (a
 what is free.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sim.catalogue.parts import Gpu
 from sim.planner.resources import GIB, HOST_RESERVED, margins, reserved
@@ -54,6 +55,13 @@ class Layout:
     model: Model
     machine: Machine
     context: int
+    misses: float = 1.0  # times those of the routing that stands in
+
+    def changed(self, fields: Mapping[str, Any]) -> "Layout":
+        """Return the layout with other values of what is assumed: of its machine, or of the misses."""
+        own = {key: value for key, value in fields.items() if key == "misses"}
+        machine = {key: value for key, value in fields.items() if key not in own}
+        return replace(self, machine=replace(self.machine, **machine), **own)
 
     @cached_property
     def profile(self) -> ModelProfile:
@@ -297,36 +305,27 @@ def today(layout: Layout) -> Placement:
     if not layout.missing_bytes:
         return Placement(kind, "static", layout, experts, 0, tuple(parts))
     host = f"{int(layout.host_free)}B"
-    reading = Setting(policy="lru", cache=host, misses_from="disk", context=context, tokens=TOKENS)
+    alike: dict[str, Any] = {"context": context, "tokens": TOKENS, "misses": layout.misses}
+    reading = Setting(policy="lru", cache=host, misses_from="disk", **alike)
     if layout.on_gpu:
-        reading = Setting(policy="lru/host", cache="0", host_cache=host, context=context, tokens=TOKENS)
+        reading = Setting(policy="lru/host", cache="0", host_cache=host, **alike)
     parts += [(reading, n, True), (static, n, False)]
     policy = "static, lru of pages in host memory" if layout.on_gpu else "lru of pages in host memory"
     return Placement(DISK, policy, layout, experts, 0, tuple(parts))
 
 
-def cached(layout: Layout) -> list[Placement]:
-    """Return expert caches in GPU memory: llama.cpp's own (`--moe-cache-mib`), and one whose misses the CPU shares."""
+def cached(layout: Layout) -> Placement | None:
+    """Return llama.cpp's own expert cache in GPU memory (`--moe-cache-mib`); None where there is no room for one."""
     profile, L, n, sizes = layout.profile, layout.profile.moe_layers, layout.cached_layers, layout.layer_bytes
     size = min(int(layout.gpu_free) - sum(sizes[n:]), sum(sizes[:n]))
     if not layout.on_gpu or not layout.host_layers or size < profile.top_k * profile.expert_bytes:
-        return []
+        return None
     experts = size * n * profile.experts // sum(sizes[:n])
     resident = Setting(host_layers=0, context=layout.context)
-    placed = []
-    for policy in ("lru", "lru/split"):
-        cache = Setting(policy=policy, cache=f"{size}B", context=layout.context, tokens=TOKENS)
-        parts = [(cache, n, True)]
-        if n < L:
-            parts += [(resident, L, True), (resident, n, False)]
-        if layout.missing_bytes:
-            parts = [(replace(cache, host_cache=f"{int(layout.host_free)}B"), L, True)]
-        placed.append(Placement(DISK if layout.missing_bytes else CACHE, policy, layout, experts, size, tuple(parts)))
-    return placed
-
-
-def missed_bytes(layout: Layout, policy: str, capacity: float) -> float:
-    """Return the bytes of experts a token that a policy in so many bytes misses, over the stand-in routing."""
-    setting = Setting(policy=policy, cache=f"{int(capacity)}B", context=layout.context, tokens=TOKENS)
-    (case,) = Placement(CACHE, policy, layout, 0, 0, ((setting, layout.profile.moe_layers, True),)).cases
-    return case.simulated(None).bytes_read
+    cache = Setting(policy="lru", cache=f"{size}B", context=layout.context, tokens=TOKENS, misses=layout.misses)
+    parts = [(cache, n, True)]
+    if n < L:
+        parts += [(resident, L, True), (resident, n, False)]
+    if layout.missing_bytes:
+        parts = [(replace(cache, host_cache=f"{int(layout.host_free)}B"), L, True)]
+    return Placement(DISK if layout.missing_bytes else CACHE, "lru", layout, experts, size, tuple(parts))

@@ -1,11 +1,10 @@
-"""The plan: what to expect, which tier is the wall, how far the physical limit is, and what would help.
+"""The plan: what to expect, which tier is the wall, and what would help.
 
-What is expected is what llama.cpp does with the printed flags (`placements.today`). The physical limit reads each byte
-that a token needs once, at a data sheet's bandwidth, from the tier where Belady's optimal policy would have it, all
-tiers at once; where the host would wait for GPU memory, it reads more, until both end together (docs/planner.md).
+What is expected is what llama.cpp does with the printed flags (`placements.today`).
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os.path import exists  # of any name, however long
 from pathlib import Path
@@ -47,7 +46,6 @@ OVERHEADS = (
 UNITS: Mapping[str, tuple[str, float, str]] = {
     "GPU memory": ("gpu_memory", 1 * GIB, "+1 GiB"),
     "host memory": ("host_memory", 8 * GIB, "+8 GiB"),
-    "GPU bandwidth": ("gpus_read", 100.0, "+100 GB/s"),
     "CPU bandwidth": ("host_reads", 10.0, "+10 GB/s"),
     "link": ("link_copies", 8.0, "+8 GB/s"),
     "disk": ("disk_gb_per_s", 1.0, "+1 GB/s"),
@@ -64,13 +62,14 @@ WHOLE = 2.0
 MXFP4 = "mxfp4"
 """Of experts alone: the files that llama.cpp runs have Q8_0 for all else."""
 
-BEST = "eamc-blend"
-"""The best policy on real traces. Times are of LRU, which the stand-in routing is made for."""
-
 PLACES = {
     placements.RESIDENT: "everything on the GPU",
     placements.CPU: "everything on the CPU, in host memory",
 }
+
+
+Again = Callable[[Layout], Placement]
+"""Makes a placement on another machine."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,28 @@ class Speed:
         return Speed(self.tokens_per_s * factor, self.low * factor, self.high * factor)
 
 
+MATTERS = 1.02
+"""Times between the slowest and the fastest that a fact may make a plan, from which on it is worth a word."""
+
+
+@dataclass(frozen=True)
+class AssumedFact:
+    """A fact that is not stated: what is taken, what states it, and tokens a second over its range, and without it."""
+
+    what: str
+    option: str
+    low: float
+    high: float
+    without: Speed  # the interval where it were stated
+
+    @property
+    def matters(self) -> bool:
+        return self.high > MATTERS * self.low
+
+
 @dataclass(frozen=True)
 class CachePlan:
-    """An expert cache in GPU memory, with the options of llama.cpp; none for the one that no program offers yet."""
+    """An expert cache in GPU memory, with the options of llama.cpp."""
 
     speed: Speed
     policy: str
@@ -147,24 +165,17 @@ class Plan:
     host_margin_bytes: int
     wall: str
     shares: dict[str, float]  # of the time of a token that each tier takes: saved if it took none
-    limit_tokens_per_s: float
     past_cache: Speed | None  # where experts are read from a disk, but not through mmap
     cache: CachePlan | None
-    best_cache: CachePlan | None
     upgrades: tuple[Upgrade, ...]
     precisions: tuple[Precision, ...]
     llama_cpp: tuple[str, ...]
     llama_cpp_fit: str
     vllm: tuple[str, ...]
     interval: errors.Interval
+    assumed: tuple[AssumedFact, ...]
     notes: tuple[str, ...]
     calibration: dict[str, float | str] | None
-
-    @property
-    def of_limit(self) -> float:
-        """Share of the physical limit that is reached, by a cache where that is faster."""
-        speeds = [self.speed, *(cache.speed for cache in (self.cache, self.best_cache) if cache)]
-        return max(each.tokens_per_s for each in speeds) / self.limit_tokens_per_s
 
     @property
     def better_precision(self) -> Precision | None:
@@ -176,14 +187,13 @@ class Plan:
         """Return all of it for JSON, tokens_per_s first."""
         values = asdict(self)
         speed = values.pop("speed")
-        caches = {key: values[key] and {**values[key].pop("speed"), **values[key]} for key in ("cache", "best_cache")}
+        cache = values["cache"] and {**values["cache"].pop("speed"), **values["cache"]}
         return {
             "tokens_per_s": speed["tokens_per_s"],
             "tokens_per_s_low": speed["low"],
             "tokens_per_s_high": speed["high"],
             **values,
-            **caches,
-            "of_limit": self.of_limit,
+            "cache": cache,
             "better_precision": asdict(self.better_precision) if self.better_precision else None,
         }
 
@@ -222,14 +232,15 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
     """Return the plan of a model on a machine. Of a calibration the expected speed is; all else is scaled by it."""
     placement, own = placements.today(layout), layout.hardware
     seconds, _ = placement.simulated(own)
-    shares, (cache, best) = _shares(placement, own), _caches(layout)
+    shares, cache = _shares(placement, own), _cache(layout)
     gpu_margin, host_margin = margins(layout.machine)
-    kind, speed = _kind(placement), _speed(seconds, _kind(placement), placement.mapped)
+    kind, (speed, assumed) = _kind(placement), _expected(placement)
     modelled, times, first_s = speed.tokens_per_s, 1.0, placement.behind(1).seconds(own)
     if calibration:
         first_s = calibration.seconds(layout.host_layers, layout.on_gpu, 1)
         seconds = calibration.seconds(layout.host_layers, layout.on_gpu, layout.context)
         speed, times = Speed(1 / seconds, (1 - OFF) / seconds, (1 + OFF) / seconds), 1 / seconds / modelled
+        assumed = ()
     return Plan(
         model=layout.profile.name,
         precision=layout.precision,
@@ -252,17 +263,16 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
         host_margin_bytes=host_margin,
         wall=max(shares, key=lambda tier: shares[tier]),
         shares=shares,
-        limit_tokens_per_s=1 / _limit_s(layout),
-        past_cache=_speed(seconds, kind) if placement.kind == DISK else None,
+        past_cache=_expected(placement, mapped=DIRECT)[0] if placement.kind == DISK else None,
         cache=cache and replace(cache, speed=cache.speed.times(times)),
-        best_cache=best and replace(best, speed=best.speed.times(times)),
         upgrades=_upgrades(layout, modelled, times),
         precisions=tuple(_at(each, modelled, times) for each in _lower(layout) if not each.lack),
         llama_cpp=tuple(flags.llama_cpp(layout)),
         llama_cpp_fit=flags.fitted(layout),
         vllm=tuple(flags.vllm(layout)),
         interval=errors.interval(kind),
-        notes=(*notes, *(f"{each.what} ({each.option})" for each in layout.machine.assumed), *_notes(placement)),
+        assumed=assumed,
+        notes=(*notes, *_notes(placement)),
         calibration=calibration.facts() if calibration else None,
     )
 
@@ -273,7 +283,43 @@ def quick(model: str, context: int = CONTEXT, precision: str | None = None, **ma
 
 
 def speed_of(placement: Placement) -> Speed:
-    return _speed(placement.simulated()[0], _kind(placement), placement.mapped)
+    return _expected(placement)[0]
+
+
+def _expected(
+    placement: Placement, again: Again = placements.today, mapped: Factor | None = None
+) -> tuple[Speed, tuple[AssumedFact, ...]]:
+    """Return the speed with its interval, and what is assumed.
+
+    again: makes the placement on another machine; mapped: how much longer reads through mmap take, if not as placed.
+    """
+    mapped = mapped or placement.mapped
+    times = mapped.middle / placement.mapped.middle
+    seconds, each = placement.seconds() * times, errors.interval(_kind(placement))
+    facts = errors.assumed(placement.cases[0])
+
+    def otherwise(fields: Mapping[str, Any]) -> float:
+        layout = placement.layout.changed(fields)
+        return seconds if layout.lack else again(layout).seconds() * times
+
+    spreads = [errors.effect(fact, seconds, otherwise) for fact in facts]
+    reads = errors.Spread(math.log(mapped.high / mapped.middle), math.log(mapped.middle / mapped.low))
+
+    def speed(some: Sequence[errors.Spread]) -> Speed:
+        within = each.with_spread(errors.together([*some, reads]))
+        return Speed(1 / seconds, within.low / seconds, within.high / seconds)
+
+    named = tuple(
+        AssumedFact(
+            fact.what,
+            fact.option,
+            math.exp(-one.slower) / seconds,
+            math.exp(one.faster) / seconds,
+            speed([other for other in spreads if other is not one]),
+        )
+        for fact, one in zip(facts, spreads, strict=True)
+    )
+    return speed(spreads), named
 
 
 def bottleneck(placement: Placement, own: Hardware) -> str:
@@ -358,12 +404,6 @@ def _kind(placement: Placement) -> str:
     return errors.class_of(placement.cases[0])
 
 
-def _speed(seconds: float, kind: str, slower: Factor = DIRECT) -> Speed:
-    each = errors.interval(kind)
-    low, high = each.low / seconds / slower.high, each.high / seconds / slower.low
-    return Speed(1 / seconds / slower.middle, low, high)
-
-
 def _words(placement: Placement) -> str:
     layout, L = placement.layout, placement.layout.profile.moe_layers
     if placement.kind in PLACES:
@@ -388,15 +428,12 @@ def _notes(placement: Placement) -> list[str]:
             f"({show_bytes(layout.fixed_bytes)}) beside {show_bytes(margins(layout.machine)[0])} for the runtime "
             f"and a desktop"
         )
-    if placement.kind != placements.RESIDENT and not layout.machine.host_threads:
-        notes.append("the CPU has as many threads as is usual, 24 or a server's 48 (--threads)")
     if placement.kind == DISK:
         notes.append(
             f"the disk's read_ahead_kb is 128, as on a PC: a token of llama.cpp, which reads through mmap, takes "
             f"{MMAP.low} to {MMAP.high} times as long as with reads past the page cache; with 8192, 4.7 to 6.8 times "
             f"(docs/planner.md)"
         )
-        notes.append(f"how often experts are used again is taken from a trace of {placement.stand_in}")
     return notes
 
 
@@ -416,56 +453,23 @@ def _shares(placement: Placement, own: Hardware) -> dict[str, float]:
     return shares | {tier: max(0.0, 1 - each / seconds) for tier, each in took.items()}
 
 
-def _caches(layout: Layout) -> tuple[CachePlan | None, CachePlan | None]:
-    """Return llama.cpp's expert cache, which reads through mmap, and the best one, which does not."""
-    simulated = [(placement, *placement.simulated()) for placement in placements.cached(layout)]
-    if not simulated:
-        return None, None
-    own, seconds, outcome = simulated[0]
-    best, fastest, _ = min(simulated, key=lambda each: each[1])
-    split = best.policy.endswith("/split")
-    offered = CachePlan(
-        speed=_speed(seconds, _kind(own), own.mapped),
-        policy=own.policy,
-        llama_cpp=flags.with_cache(own),
+def _cache(layout: Layout) -> CachePlan | None:
+    """Return llama.cpp's expert cache, which reads through mmap; None where it would hold nothing."""
+    placement = placements.cached(layout)
+    if not placement:
+        return None
+    _, outcome = placement.simulated()
+    speed, _ = _expected(placement, lambda other: placements.cached(other) or placements.today(other))
+    return CachePlan(
+        speed=speed,
+        policy=placement.policy,
+        llama_cpp=flags.with_cache(placement),
         placement="copied to the GPU",
-        experts=own.gpu_experts,
-        cache_bytes=own.cache_bytes,
+        experts=placement.gpu_experts,
+        cache_bytes=placement.cache_bytes,
         hit_rate=outcome.hit_rate,
-        routing=own.stand_in,
+        routing=placement.stand_in,
     )
-    return offered, replace(
-        offered,
-        speed=_speed(fastest, _kind(best)),
-        policy=BEST + ("/split" if split else ""),
-        llama_cpp="",
-        placement="computed on the CPU or copied to the GPU, whichever is done first" if split else offered.placement,
-    )
-
-
-def _limit_s(layout: Layout) -> float:
-    """Return the seconds of a token at the physical limit: see the head of this file."""
-    profile, machine, read = layout.profile, layout.machine, layout.fixed_bytes
-    beyond = _belady(layout, layout.gpu_free if layout.on_gpu else layout.host_free)
-    if not layout.on_gpu or machine.unified:
-        disk_s = beyond / machine.disk_gb_per_s if beyond else 0.0
-        return max((read + profile.token_bytes) / machine.host_reads, disk_s) / 1e9
-    elsewhere = _belady(layout, layout.gpu_free + max(layout.host_free, 0.0))
-    gpu, host = machine.gpus_read, max(machine.host_reads, machine.link_copies)
-    own = profile.token_bytes - beyond
-    if layout.host_free > 0:  # as much as the GPU reads while the host reads the rest, in the same time
-        own = min(own, max(0.0, (gpu * profile.token_bytes - host * read) / (gpu + host)))
-    times = [(read + own) / gpu, (profile.token_bytes - own) / host]
-    return max(*times, elsewhere / machine.disk_gb_per_s if elsewhere else 0.0) / 1e9
-
-
-def _belady(layout: Layout, capacity: float) -> float:
-    """Return the bytes of experts a token that Belady's policy misses in so many bytes, over the stand-in routing."""
-    if capacity >= layout.experts_bytes:
-        return 0.0
-    if capacity < layout.profile.top_k * layout.profile.expert_bytes:
-        return layout.profile.token_bytes
-    return placements.missed_bytes(layout, "belady", capacity)
 
 
 def _upgrades(layout: Layout, speed: float, times: float) -> tuple[Upgrade, ...]:
@@ -476,8 +480,8 @@ def _upgrades(layout: Layout, speed: float, times: float) -> tuple[Upgrade, ...]
             continue
         grown = replace(layout, machine=with_more(layout.machine, field, more))
         faster = 1 / placements.today(grown).seconds()
-        with_cache = [1 / each.seconds() for each in placements.cached(grown)[:1]]
-        cached = with_cache[0] * times if with_cache else None
+        cache = placements.cached(grown)
+        cached = times / cache.seconds() if cache else None
         upgrades.append(Upgrade(resource, unit, faster * times, faster / speed - 1, cached))
     return tuple(upgrades)
 

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from sim.catalogue.parts import GPUS, LINK, LINKS, Gpu, gpu_that_reads, link_named, ram_gb_per_s
+from sim.catalogue.parts import GPUS, HOSTS, LINK, LINKS, Gpu, gpu_that_reads, link_named, ram_gb_per_s
 from sim.prediction.described import Assumed, Machine
 from sim.profiles.hardware_profile import UNIFIED, gpu_of
 from sim.quantities import parse_bytes, parse_gb_per_s
@@ -25,9 +25,6 @@ HOST_RESERVED = 2 * GIB
 
 USUAL_HOST = 32 * GIB
 """Host memory beside a GPU, where it is not stated."""
-
-SLOW_RAM, FAST_RAM = "2 x DDR4-2400", "2 x DDR5-6400"
-"""Between these the memory of a PC lies of which nothing is stated."""
 
 
 def reserved(machine: Machine) -> tuple[int, ...]:
@@ -115,7 +112,7 @@ def resources(
         lanes, carries, peak, stream = "", gpus[0].gb_per_s, gpus[0].gb_per_s, 0.0
     else:
         lanes, carries = _link(link, gpus, assumed if host else [])
-        peak, stream = _host_reads(cpu_bandwidth, lanes, assumed if host else [])
+        peak, stream = _host_reads(cpu_bandwidth, lanes, host, assumed if host else [])
     return Machine(
         name="the machine of the plan",
         gpus=gpus,
@@ -195,12 +192,13 @@ def _link(text: str | None, gpus: tuple[Gpu, ...], assumed: list[Assumed]) -> tu
     return name, 0.0
 
 
-def _host_reads(text: str | None, link: str, assumed: list[Assumed]) -> tuple[float, float]:
+def _host_reads(text: str | None, link: str, memory: int, assumed: list[Assumed]) -> tuple[float, float]:
     """Return the peak of host memory, or what was measured of it, in GB/s; the other is 0."""
     if text is None:
-        ram = LINKS[link or LINK].ram
+        host = HOSTS["desktop" if memory <= HOSTS["desktop"].most_gib * GIB else "server"]
+        ram = host.ram or LINKS[link or LINK].ram
         peak = ram_gb_per_s(ram)
-        low, high = ({"host_peak_gb_per_s": ram_gb_per_s(each)} for each in (SLOW_RAM, FAST_RAM))
+        low, high = ({"host_peak_gb_per_s": ram_gb_per_s(each)} for each in (host.slowest, host.fastest))
         sheet = f"host memory is {ram}, {peak:.1f} GB/s by its data sheet"
         assumed.append(Assumed(sheet, "--cpu-bandwidth", low, high))
         return peak, 0.0

@@ -169,9 +169,23 @@ class Case:
             reuse = same_each_time if setting.batch == 1 else np.full(E, k / E)  # of several, each its own
         elif setting.hit_rate >= 0:
             reuse = routing.of_hit_rate(self.aim, self.slots_per_layer, E, k)
+        elif self.stand_in:
+            reuse = routing.like(self.stand_in, E, k)
+            if setting.misses != 1:
+                slots = round(self.slots_per_layer)
+                most = max(0.0, 1 - slots / k, (1 - reuse[:slots].sum() / k) * setting.misses)
+                reuse = routing.of_hit_rate(1 - min(most, 1.0), slots, E, k)
         else:
-            reuse = routing.like(self.stand_in, E, k) if self.stand_in else np.full(E, k / E)
+            reuse = np.full(E, k / E)
         return [routing.made(reuse, L, k, tokens, loaded, context, i) for i in range(setting.batch)]
+
+    def changed(self, fields: Mapping[str, Any]) -> "Case":
+        """Return the case with other values of fields of its machine or its setting."""
+        row, machine = self.row, self.row.machine
+        assert machine
+        parts = {key: value for key, value in fields.items() if hasattr(machine, key)}
+        setting = replace(row.setting, **{key: value for key, value in fields.items() if key not in parts})
+        return replace(self, row=replace(row, machine=replace(machine, **parts), setting=setting))
 
     def simulated(self, hardware: Hardware | None) -> Outcome:
         """Run it on this machine; None: without a clock. Raise InputError for what its row cannot have."""

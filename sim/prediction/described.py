@@ -140,6 +140,7 @@ class Setting:
     host_cache: str = ""  # experts in host memory, over the disk
     hit_rate: Share = -1.0  # measured; the routing is made to reach it
     like: str = ""  # model of data/reuse.toml whose routing stands in; else the nearest one
+    misses: Number = 1.0  # times those of the stand-in
     trace: str = ""  # path or name of the very routing
     prompts: Literal["counted", "played", "decoded"] = "counted"  # of the trace, see docs/backtest.md
     requests: Count = 0  # of the trace, the first ones; 0: all

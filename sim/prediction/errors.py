@@ -1,18 +1,24 @@
 """How far predictions were off, by what was known of the machine: what the interval of a prediction follows from.
 
 `data/errors.toml` holds measured / predicted of every speed and latency, without a fitted parameter, as `python -m
-benchmarks.planner --write` writes it. Each machine counts as one, however many rows it has.
+benchmarks.planner --write` writes it. Each machine counts as one, however many rows it has. What is assumed widens an
+interval by what its other values would change, and counts for the rows that a class is made of likewise.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.catalogue.parts import thread_gflop_per_s
 from sim.prediction.case import Case
-from sim.prediction.tables import table
+from sim.prediction.described import Assumed, Machine
+from sim.prediction.machine import cpu_class, peak_of
+from sim.prediction.tables import FACTORS, table
 
 CALIBRATED, MEASURED, DATA_SHEET, UNKNOWN = "calibrated", "measured", "data sheet", "engine unknown"
 """Classes: a parameter was fitted on the machine; memory, link or disk was measured, whichever the experts come from;
@@ -29,26 +35,102 @@ NARROWER = {
 CONFIDENCE = 0.8
 """Share of machines whose measured speed lies in the interval of its prediction."""
 
-LEFT_OUT = 1.6
+LEFT_OUT = 1.35
 """Errors of machines that no factor was chosen with are so many times as large as of those that were: of the median
-machine 1.0 to 1.3, of rows 1.3 (blind tests) to 3.5. So widened, the others' interval holds 85% of machines that are
-left out, as `python -m benchmarks.factors` prints."""
+machine 1.0 to 1.3, of rows 1.3 (blind tests) to 3.5 (`python -m benchmarks.factors`)."""
+
+THREADS, CORES, STREAM, MISSES = (0.4, 1.5), (0.6, 1.8), (0.62, 0.88), (0.6, 1.7)
+"""Between what lies, for four facts that are not stated: the CPU's threads, times the usual number; what a thread of an
+unknown CPU multiplies, likewise; STREAM of its memory's peak (0.62 to 0.88 on the back-test's machines); misses of
+another model's routing, times the stand-in's (two traces of one model differ by as much)."""
+
+
+class Spread(NamedTuple):
+    """How much slower and faster a run may be, as logarithms, both at least 0."""
+
+    slower: float
+    faster: float
+
+
+NONE = Spread(0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """measured / predicted: between these in so many of the back-test's rows and machines of that class."""
+    """measured / predicted: between these on CONFIDENCE of the back-test's machines of that class."""
 
     kind: str
     low: float
     high: float
-    median: float
     rows: int
     machines: int
 
     @property
     def narrower(self) -> str:
         return NARROWER[self.kind]
+
+    def with_spread(self, spread: Spread) -> "Interval":
+        """Return the interval where facts are assumed besides, whose errors are independent of its own."""
+        low = math.exp(-math.hypot(math.log(self.low), spread.slower))
+        return replace(self, low=low, high=math.exp(math.hypot(math.log(self.high), spread.faster)))
+
+
+def assumed(case: Case) -> list[Assumed]:
+    """Return what is not stated of a case's machine and run, and matters to it."""
+    machine, setting, found = case.row.machine, case.row.setting, list[Assumed]()
+    assert machine
+    found += machine.assumed
+    on_gpu = setting.all_on == "gpu" or setting.host_layers == 0 or not (case.static or case.policy.uses_host)
+    if not on_gpu and not machine.host_gb_per_s:
+        if not machine.host_stream_gb_per_s and (peak := peak_of(machine)):
+            low, high = ({"host_stream_gb_per_s": peak * share} for share in STREAM)
+            share = f"{FACTORS.host_stream_of_peak:.0%}"
+            found.append(
+                Assumed(f"host memory reaches {share} of its peak", "--cpu-bandwidth '60GB/s measured'", low, high)
+            )
+        if not machine.host_gflop_per_s_per_thread:
+            found += _assumed_cores(case, machine)
+    if case.stand_in:
+        low, high = ({"misses": times} for times in MISSES[::-1])
+        found.append(Assumed(f"experts are used again as in {case.stand_in}", "a trace of the model", low, high))
+    return found
+
+
+def _assumed_cores(case: Case, machine: Machine) -> list[Assumed]:
+    hardware = case.hardware
+    assert hardware
+    cpu = cpu_class(hardware.host_memory_bandwidth_gb_per_s)
+    threads = machine.host_threads or cpu.threads
+    known = thread_gflop_per_s(machine.cpu or machine.title) if machine.host_threads else 0.0
+    each = known or cpu.gflop_per_s_per_thread
+    if not machine.host_threads:
+        low, high = ({"host_gflop_per_s_per_thread": each * times} for times in THREADS)
+        return [Assumed(f"the CPU has {threads} threads", "--threads", low, high)]
+    low, high = ({"host_gflop_per_s_per_thread": each * times} for times in CORES)
+    return [] if known else [Assumed(f"a thread multiplies {each:g} GFLOP/s", "--cpu", low, high)]
+
+
+def effect(fact: Assumed, seconds: float, otherwise: Callable[[Mapping[str, Any]], float]) -> Spread:
+    """Return what one fact may change. seconds: as assumed; otherwise: of a run with other values."""
+    changes = [math.log(otherwise(fields) / seconds) for fields in (fact.low, fact.high) if fields]
+    return Spread(max(0.0, *changes), max(0.0, *(-change for change in changes)))
+
+
+def together(spreads: Iterable[Spread]) -> Spread:
+    """Return the spread of independent facts."""
+    slower, faster = zip(NONE, *spreads, strict=True)
+    return Spread(math.hypot(*slower), math.hypot(*faster))
+
+
+def spread_of(case: Case) -> Spread:
+    """Return the spread of all that is assumed of a case."""
+
+    def seconds(fields: Mapping[str, Any]) -> float:
+        changed = case.changed(fields)
+        return changed.simulated(changed.hardware).seconds or math.nan
+
+    as_assumed = seconds({})
+    return together(effect(fact, as_assumed, seconds) for fact in assumed(case))
 
 
 def class_of(case: Case) -> str:
@@ -76,16 +158,27 @@ def interval(kind: str) -> Interval:
     return of_rows(kind, table("errors")[kind])
 
 
-def of_rows(kind: str, rows: list[dict[str, Any]], left_out: float = LEFT_OUT) -> Interval:
-    """Return the interval of rows, each machine with weight 1, as if one machine more were to come."""
+def of_rows(kind: str, rows: Sequence[Mapping[str, Any]], left_out: float = LEFT_OUT) -> Interval:
+    """Return the interval where nothing is assumed. rows: ratio, machine, and the row's own spread.
+
+    What is left of an error beside its row's spread counts, each machine with weight 1, as if one more were to come.
+    """
     names = [row["machine"] for row in rows]
-    logs: NDArray[np.float64] = np.log([row["ratio"] for row in rows])
     weights = np.array([1 / names.count(name) for name in names])
-    order = np.argsort(logs)
-    places = np.cumsum(weights[order]) - weights[order] / 2
     machines = len(set(names))
-    at = [(1 - CONFIDENCE) / 2, 0.5, (1 + CONFIDENCE) / 2]
-    low, median, high = np.interp([share * (machines + 1) - 0.5 for share in at], places, logs[order]).tolist()
-    low, high = median - (median - low) * left_out, median + (high - median) * left_out
-    low, median, high = np.exp([low, median, high]).tolist()
-    return Interval(kind, low, high, median, len(rows), machines)
+    logs = [math.log(row["ratio"]) for row in rows]
+    slower = [_beside(-log, row["slower"]) for log, row in zip(logs, rows, strict=True)]
+    faster = [_beside(log, row["faster"]) for log, row in zip(logs, rows, strict=True)]
+    low, high = (left_out * _quantile(np.array(sizes), weights, machines) for sizes in (slower, faster))
+    return Interval(kind, math.exp(-low), math.exp(high), len(rows), machines)
+
+
+def _beside(size: float, spread: float) -> float:
+    """Return what is left of an error to one side, which a spread explains as far as it goes."""
+    return math.sqrt(max(size * abs(size) - spread**2, 0.0))
+
+
+def _quantile(sizes: NDArray[np.float64], weights: NDArray[np.float64], machines: int) -> float:
+    order = np.argsort(sizes)
+    places = np.cumsum(weights[order]) - weights[order] / 2
+    return float(np.interp((1 + CONFIDENCE) / 2 * (machines + 1) - 0.5, places, sizes[order]))

@@ -60,8 +60,7 @@ def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile
 
     data_sheet = machine.gpu_data_sheet_gb_per_s or sheet.gb_per_s
     read = machine.gpu_read_gb_per_s or data_sheet * gpu.read_of_data_sheet
-    peak = machine.host_peak_gb_per_s or (ram_gb_per_s(machine.ram) if machine.ram else 0.0)
-    stream = machine.host_stream_gb_per_s or peak * factors.host_stream_of_peak
+    stream = machine.host_stream_gb_per_s or peak_of(machine) * factors.host_stream_of_peak
     experts = (stream or of_base("host_memory_bandwidth_gb_per_s")) * (
         machine.host_experts_of_stream or factors.host_experts_of_stream
     )
@@ -104,6 +103,11 @@ def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile
     )
 
 
+def peak_of(machine: Machine) -> float:
+    """Return the peak of the machine's memory in GB/s. Raise InputError for a kind that cannot be read."""
+    return machine.host_peak_gb_per_s or (ram_gb_per_s(machine.ram) if machine.ram else 0.0)
+
+
 def cpu_class(gb_per_s: float) -> CpuFactors:
     """Return the threads, and GFLOP/s of each, of a CPU that reads memory so fast."""
     return FACTORS.cpu.server if gb_per_s > FACTORS.server_gb_per_s else FACTORS.cpu.desktop
@@ -121,12 +125,12 @@ def kernels_per_layer(model: ModelProfile) -> float:
 
 
 def _data_sheet(machine: Machine) -> Gpu:
-    """Return the data sheet of its GPU, unnamed that of the newest with that bandwidth. Raise InputError."""
+    """Return the data sheet of its GPU, else the one that its title names, by bandwidth. Raise InputError."""
     if machine.gpus:
         return machine.gpus[0]
     if machine.gpu:
         return gpu_of(machine.gpu)
-    return gpu_that_reads(machine.gpu_data_sheet_gb_per_s)
+    return gpu_that_reads(machine.gpu_data_sheet_gb_per_s, machine.title)
 
 
 def engine_of(system: str) -> Mapping[str, Any]:

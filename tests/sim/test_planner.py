@@ -14,7 +14,7 @@ from sim.backtest import file, score
 from sim.catalogue.parts import Gpu
 from sim.planner import Plan, prefill, quick
 from sim.planner.placements import MMAP, Layout, cached, today
-from sim.planner.plan import PRECISIONS, _limit_s, plan
+from sim.planner.plan import PRECISIONS, plan
 from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, resources
 from sim.prediction import Case, Model, errors, table
 from sim.prediction.tables import DATA
@@ -68,29 +68,41 @@ def test_llama_cpps_flags_move_fused_and_split_tensors_alike(desktop):
         assert len(list(filter(re.compile(pattern).search, names))) == n * len(parts)
 
 
-def test_nothing_beats_the_limit_and_more_of_a_resource_never_costs(desktop):
-    assert desktop.cache is not None
-    assert max(desktop.speed.tokens_per_s, desktop.cache.speed.tokens_per_s) < desktop.limit_tokens_per_s
-    assert {each.resource for each in desktop.upgrades} >= {"GPU memory", "CPU bandwidth", "link", "GPU bandwidth"}
+def test_more_of_a_resource_never_costs(desktop):
+    assert {each.resource for each in desktop.upgrades} >= {"GPU memory", "CPU bandwidth", "link"}
     assert all(each.gain >= 0 for each in desktop.upgrades)
     assert max(desktop.upgrades, key=lambda each: each.gain).resource == "CPU bandwidth"
 
 
-def test_the_limit_does_not_fall_where_the_gpu_holds_the_last_experts_too():
-    """Host memory may still be read at the same time: with all of the model there, both bandwidths add up."""
-    machine: dict[str, Any] = {"host_memory": "32GiB", "gpu_bandwidth": "1000GB/s", "cpu_bandwidth": "100GB/s"}
-    layouts = [Layout(Model("gpt-oss-20b"), resources(memory, **machine), 512) for memory in ("12GiB", "24GiB")]
-    some, everything = (1 / _limit_s(layout) for layout in layouts)
-    assert layouts[0].host_layers > layouts[1].host_layers == 0
-    assert everything == pytest.approx(1100e9 / (layouts[1].fixed_bytes + layouts[1].profile.token_bytes))
-    assert some <= everything
+def test_each_stated_fact_narrows_the_interval():
+    """What is assumed widens it, and is named with what it is worth; a plan whose facts are all stated assumes none."""
+    stated: dict[str, Any] = {"gpu_memory": "12GiB"}
+    widths, count = [], []
+    for fact in (
+        {"host_memory": "64GiB"},
+        {"gpu": "RTX 3060"},
+        {"link": "pcie4x16"},
+        {"cpu_bandwidth": "40GB/s measured"},
+        {"threads": 8, "cpu": "Ryzen 7 7700X"},
+    ):
+        stated |= fact
+        found = plan("qwen3-30b-a3b", precision="q8_0", **stated)
+        widths.append(found.speed.high / found.speed.low)
+        count.append(len(found.assumed))
+        assert all(each.without.high / each.without.low <= widths[-1] * (1 + 1e-9) for each in found.assumed)
+    assert count == sorted(count, reverse=True)
+    assert count[-1] == 0
+    assert widths[0] > 1.5 * widths[-1]
+    assert found.speed.low / found.speed.tokens_per_s == pytest.approx(found.interval.low)
 
 
 def test_a_cache_has_as_many_experts_as_its_bytes_hold():
     layout = Layout(Model("deepseek-v2-lite"), resources("8GiB", "64GiB"), 512)
     memory = int(GPU_RESERVED + layout.fixed_bytes) + 30 * layout.profile.expert_bytes
     full = replace(layout, machine=replace(layout.machine, gpus=(Gpu(448.0, memory_gib=memory / 2**30),)))
-    assert {each.gpu_experts for each in cached(full)} == {30}
+    cache = cached(full)
+    assert cache
+    assert cache.gpu_experts == 30
 
 
 def test_a_model_that_fits_the_gpu_needs_no_host_and_no_cache():
@@ -124,9 +136,6 @@ def test_unified_memory_is_counted_once():
     assert (found.kind, found.host_bytes) == ("resident", 0)
     assert "a GPU that may use 27 GiB of it" in found.machine
     assert plan("qwen3-30b-a3b", gpu_bandwidth="400GB/s", unified=True, **options).speed == found.speed
-    profile = model("qwen3-30b-a3b").at(4.85 / 8, 4.85 / 8)
-    read = profile.token_bytes + profile.dense_bytes - profile.head_bytes + profile.kv_cache_bytes(512)
-    assert found.limit_tokens_per_s == pytest.approx(400e9 / read)
 
 
 @pytest.mark.parametrize("gpu_memory", [None, "0"])
@@ -144,7 +153,6 @@ def test_without_a_gpu_the_cpu_reads_all_of_a_token(gpu_memory):
     waiting = 32 * 24 * 24 * 85e-9  # of 24 threads, behind each of the 24 kernels of a layer
     assert 1 / found.speed.tokens_per_s == pytest.approx(taken + waiting + 33 * 120e-6, rel=0.02)
     assert (found.kind, found.cache, found.llama_cpp) == ("cpu", None, ("-ngl 0 -c 8192",))
-    assert found.limit_tokens_per_s == pytest.approx(50e9 / read)
 
 
 def test_what_memory_does_not_hold_comes_from_the_disk_and_a_lower_precision_is_named():
@@ -158,8 +166,8 @@ def test_what_memory_does_not_hold_comes_from_the_disk_and_a_lower_precision_is_
     assert slow.tokens_per_s < found.speed.tokens_per_s
     assert found.past_cache
     expected, direct = found.speed, found.past_cache
-    ratios = [direct.low / expected.low, direct.tokens_per_s / expected.tokens_per_s, direct.high / expected.high]
-    assert ratios == pytest.approx([MMAP.high, MMAP.middle, MMAP.low])
+    assert direct.tokens_per_s / expected.tokens_per_s == pytest.approx(MMAP.middle)
+    assert direct.high / direct.low < expected.high / expected.low
     assert any("read_ahead_kb is 128" in note for note in found.notes)
     assert all("--no-repack" in each for each in (*found.llama_cpp, found.llama_cpp_fit))
 
@@ -176,12 +184,14 @@ def test_llama_cpps_cache_is_lru_with_its_flag_over_the_layers_that_host_memory_
     assert desktop.cache
     mib = desktop.cache.cache_bytes // 2**20
     assert desktop.cache.llama_cpp == f"-ngl 99 --n-cpu-moe 48 --moe-cache-mib {mib} -c 8192"
-    assert (desktop.cache.policy, desktop.best_cache.policy, desktop.best_cache.llama_cpp) == ("lru", "eamc-blend", "")
+    assert desktop.cache.policy == "lru"
     layout = Layout(Model("mixtral-8x7b", precision="q4_k_m"), resources("24GiB", "12GiB"), 8192)
     held, sizes = layout.cached_layers, layout.layer_bytes
     assert layout.host_layers <= held < 32
     assert sum(sizes[:held]) <= layout.host_free < sum(sizes[: held + 1])
-    assert all(each.cache_bytes + sum(sizes[held:]) <= layout.gpu_free for each in cached(layout))
+    cache = cached(layout)
+    assert cache
+    assert cache.cache_bytes + sum(sizes[held:]) <= layout.gpu_free
 
 
 def test_experts_of_several_sizes_are_planned_with_their_own_bytes(tmp_path: Path):
@@ -195,10 +205,6 @@ def test_experts_of_several_sizes_are_planned_with_their_own_bytes(tmp_path: Pat
     plain, alike, third = (1 / today(Layout(each, resources(**machine), 8192)).seconds() for each in models)
     assert alike == pytest.approx(plain, rel=0.02)
     assert third > 2 * plain
-    cpu: dict[str, Any] = {"host_memory": "96GiB", "cpu_bandwidth": "50GB/s"}
-    most, least = (1 / plan(str(tmp_path / f"{name}.toml"), **cpu).limit_tokens_per_s for name in ("alike", "third"))
-    smaller = model("qwen3-30b-a3b").top_k * (layers - 1) * (size - size // 3)
-    assert 50e9 * (most - least) == pytest.approx(smaller)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +247,10 @@ def test_the_errors_are_those_of_the_shipped_rows_of_the_back_test():
     cases = {row.figure: Case(row) for row in rows if row.timed and not row.unsimulated}
     held = {kind: {row["figure"] for row in listed} for kind, listed in table("errors").items()}
     calibrated = held.pop(errors.CALIBRATED)
-    assert set().union(*held.values()) == set(cases)
+    unknown = held.pop(errors.UNKNOWN)
+    assert set().union(unknown, *held.values()) == set(cases)
     assert all(errors.class_of(cases[name]) == kind for kind, names in held.items() for name in names)
+    assert unknown == {name for name, one in cases.items() if one.engine.keys() - {"about", "also"}}
     assert calibrated == {name for name, one in cases.items() if calibrates(one, cases)}
 
 
@@ -260,12 +268,14 @@ def test_the_errors_are_what_the_back_test_gives():
 
 
 def test_an_interval_of_equal_machines_leaves_a_tenth_of_them_on_each_side():
-    rows = [{"machine": str(i), "ratio": 2.0**i} for i in range(-9, 10)]
+    rows = [{"machine": str(i), "ratio": 2.0**i, "slower": 0.0, "faster": 0.0} for i in range(-9, 10)]
     found = errors.of_rows("measured", rows, left_out=1.0)
     assert found.machines == 19
-    assert [found.low, found.median, found.high] == pytest.approx([2.0**-8, 1, 2.0**8])
-    twice = errors.of_rows("measured", rows + [{"machine": "0", "ratio": 1.0}] * 5, left_out=1.0)
+    assert [found.low, found.high] == pytest.approx([2.0**-8, 2.0**8])
+    twice = errors.of_rows("measured", rows + [{**rows[0], "machine": "0", "ratio": 1.0}] * 5, left_out=1.0)
     assert [twice.low, twice.high] == pytest.approx([found.low, found.high])
+    explained = errors.of_rows("measured", [{**row, "slower": 9.0, "faster": 9.0} for row in rows], left_out=1.0)
+    assert [explained.low, explained.high] == [1, 1]
 
 
 def test_plans_stand_beside_published_speeds_as_the_docs_say():
