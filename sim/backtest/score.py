@@ -31,6 +31,8 @@ OVERHEADS_US = 1.0, 30_000.0
 """Between these an overhead is searched, whatever its value."""
 STEPS = 18
 """Of a golden-section search: finds a rate to 0.1%."""
+NEAR_END = 1.02
+"""Times a bound of the search within which it ended there."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 LANES = 4
 """Reads in flight at once; the device adds up the time of each."""
@@ -103,6 +105,7 @@ class FittedParameter:
     before: float
     after: float
     figures: tuple[str, ...]  # that it was fitted on
+    at_end: bool = False  # whether the search ended at a bound, so that the parameter is not what is wrong
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,8 @@ def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Hardware | No
         names = ", ".join(row.figure for row in rows)
         raise InputError(f"{rows[0].where}: {parameter} has no effect on {names}, which cannot fit it")
     after = math.exp(least(loss, math.log(low), math.log(high)))
-    return FittedParameter(file, machine, parameter, before, after, tuple(row.figure for row in rows))
+    at_end = not low * NEAR_END < after < high / NEAR_END
+    return FittedParameter(file, machine, parameter, before, after, tuple(row.figure for row in rows), at_end)
 
 
 def least(f: Callable[[float], float], low: float, high: float) -> float:

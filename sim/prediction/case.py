@@ -20,7 +20,7 @@ from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.prediction import routing
 from sim.prediction.described import Row
-from sim.prediction.machine import FITTED, engine_of, hardware_of
+from sim.prediction.machine import FITTED, WHOLE, engine_of, hardware_of
 from sim.prediction.model import profile_of
 from sim.prediction.tables import FACTORS
 from sim.prediction.timing import Runtime
@@ -38,14 +38,14 @@ FREE = Link(0, 1, 10**12, 1)
 
 NO_TIME = FixedTiming(0, 0, 0, 0, 0)
 
-WHOLE = 2
-"""Bytes of a parameter that is not quantised."""
-
 SETTLING = 8
 """Decoded tokens after the one that fills the cache that are not counted, where a cache is run."""
 
-CORRECTIONS, NEAR, FAR = 8, 0.1, 0.3
+CORRECTIONS, NEAR, FAR = 10, 0.1, 0.3
 """How often routing is made again for a hit rate; shares of its misses by which it is near enough, or another run."""
+
+TURNS = 3
+"""Runs until what CPU and link read of host memory at once is near what they do."""
 
 STILL = 4
 """Tokens of a run in which every token is like the one before it."""
@@ -190,27 +190,31 @@ class Case:
     def simulated(self, hardware: Hardware | None) -> Outcome:
         """Run it on this machine; None: without a clock. Raise InputError for what its row cannot have."""
         with located(self.row.where):
-            return self._summary(simulate(self.as_run(hardware)), hardware is not None)
+            log = simulate(self.as_run(hardware))
+            for _ in range(TURNS if hardware and self._shares_memory else 0):
+                both = min(1.0, float(log.link_busy_ns.sum() / max(log.host_busy_ns.sum(), 1)))
+                log = simulate(self.as_run(hardware, both))
+            return self._summary(log, hardware is not None)
 
     def aimed(self, hardware: Hardware | None) -> "Case":
         """Return the case whose routing reaches the measured hit rate, if there is one, when it is run.
 
         Late copies are no hits and policies keep other experts than LRU, so the routing is made for more or less until
-        it fits: by the difference, or half of what is left to try.
+        it fits: by the difference at first, then by halves of what is left to try.
         """
         case = replace(self, aim=self.row.setting.hit_rate)
         if self.row.setting.hit_rate < 0 or self.static:
             return case
         low, high = 0.0, min(1.0, self.slots_per_layer / self.profile.top_k)
         tried = []
-        for _ in range(CORRECTIONS):
+        for number in range(CORRECTIONS):
             off = case.off(case.simulated(hardware))
             tried.append((abs(off), case))
             if abs(off) < NEAR * self._tolerance:
                 break
             low, high = (case.aim, high) if off < 0 else (low, case.aim)
-            aim = case.aim - off
-            case = replace(self, aim=aim if low < aim < high else (low + high) / 2)
+            by_difference = number == 0 and low < case.aim - off < high
+            case = replace(self, aim=case.aim - off if by_difference else (low + high) / 2)
         return min(tried, key=lambda each: each[0])[1]
 
     def off(self, outcome: Outcome) -> float:
@@ -226,13 +230,20 @@ class Case:
         """What a hit rate is compared with: its misses, of which 5 to 10% are as good as any."""
         return min(max(1 - self.row.setting.hit_rate, 0.02), 0.1)
 
-    def as_run(self, hardware: Hardware | None) -> Run:
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether the CPU computes some misses while the link copies others."""
+        copies = not (self.static or self.row.setting.free_copies)
+        return copies and self.policy.uses_host and self.policy.text.endswith("split")
+
+    def as_run(self, hardware: Hardware | None, both: float = 1.0) -> Run:
+        """Return the run on a machine; both: of the time in which the CPU computes experts, in what the link copies."""
         setting, profile, shape = self.row.setting, self.profile, Shape(self.profile.moe_layers, self.profile.experts)
         if self.policy.needs_lookahead and not (setting.trace and all(one.lookahead for one in self.requests)):
             raise InputError(
                 f"setting: {self.policy.text} needs a trace with what routers pick early (column lookahead)"
             )
-        timing, link, below = self._times(hardware) if hardware else (NO_TIME, FREE, FREE)
+        timing, link, below = self._times(hardware, both) if hardware else (NO_TIME, FREE, FREE)
         link, below = (
             replace(each, expert_bytes=profile.expert_bytes, layer_bytes=profile.differing_bytes or None)
             for each in (link, below)
@@ -244,7 +255,7 @@ class Case:
         users = Users(setting.batch) if setting.batch > 1 else None
         return gpu_run(self.requests, shape, self.capacity, self.policy, timing, link, False, window, host, users)
 
-    def _times(self, hardware: Hardware) -> tuple[Timing, Link, Link]:
+    def _times(self, hardware: Hardware, both: float) -> tuple[Timing, Link, Link]:
         """Return durations with each expert computed by itself, the link to the cache, and that below host memory."""
         setting, profile = self.row.setting, self.profile
         cpu = setting.all_on == "cpu" or not hardware.memory_bandwidth_gb_per_s
@@ -269,9 +280,10 @@ class Case:
         if setting.mmap:
             changed["disk_bandwidth_gb_per_s"] = hardware.disk_bandwidth_gb_per_s * FACTORS.mmap_of_disk
         hardware = replace(hardware, **changed)
-        if copies and self.policy.uses_host and self.policy.text.endswith("split"):
-            beside = hardware.host_beside_link_gb_per_s / hardware.host_memory_bandwidth_gb_per_s
-            hardware = replace(hardware, host_expert_share=beside)
+        if self._shares_memory:
+            alone, beside = hardware.host_expert_bandwidth_gb_per_s, hardware.host_beside_link_gb_per_s
+            reads = both * beside + (1 - both) * alone
+            hardware = replace(hardware, host_expert_share=reads / hardware.host_memory_bandwidth_gb_per_s)
         above = hardware.from_disk() if disk and not self.host_capacity else hardware
         link = host_link(above, profile) if copies else FREE
         below = disk_link(hardware, profile) if self.host_capacity else FREE

@@ -35,7 +35,7 @@ NARROWER = {
 CONFIDENCE = 0.8
 """Share of machines whose measured speed lies in the interval of its prediction."""
 
-LEFT_OUT = 1.35
+LEFT_OUT = 1.3
 """Errors of machines that no factor was chosen with are so many times as large as of those that were: of the median
 machine 1.0 to 1.3, of rows 1.3 (blind tests) to 3.5 (`python -m benchmarks.factors`)."""
 
@@ -92,7 +92,9 @@ def assumed(case: Case) -> list[Assumed]:
             found += _assumed_cores(case, machine)
     if case.stand_in:
         low, high = ({"misses": times} for times in MISSES[::-1])
-        found.append(Assumed(f"experts are used again as in {case.stand_in}", "a trace of the model", low, high))
+        source = table("reuse")[case.stand_in]["source"]
+        text = f"experts are used again as in {case.stand_in} ({source})"
+        found.append(Assumed(text, "a trace of the model", low, high))
     return found
 
 
@@ -142,12 +144,13 @@ def class_of(case: Case) -> str:
     if setting.misses_from == "disk" or setting.host_cache:
         return MEASURED if machine.disk_gb_per_s else DATA_SHEET
     on_gpu = setting.all_on == "gpu" or setting.host_layers == 0
+    has_gpu = machine.gpu or machine.gpus or machine.profile or machine.gpu_data_sheet_gb_per_s or machine.gpu_gb_per_s
     host = machine.host_stream_gb_per_s or machine.host_gb_per_s
     measured = (
         machine.gpu_read_gb_per_s or machine.gpu_gb_per_s
         if on_gpu
         else machine.link_gb_per_s
-        if setting.policy and not case.policy.uses_host
+        if has_gpu and setting.policy and not case.policy.uses_host
         else host
     )
     return MEASURED if measured else DATA_SHEET

@@ -15,6 +15,12 @@ from sim.profiles.hardware_profile import Hardware, gpu_of, hardware
 from traces.errors import unknown
 from traces.models.profile import ModelProfile
 
+WHOLE = 2
+"""Bytes of a parameter that is not quantised."""
+
+ON_CHIP = 100
+"""GB/s above which a link is no PCIe."""
+
 ENOUGH = 1e3
 """TFLOP/s that limit nothing."""
 
@@ -44,6 +50,7 @@ def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile
     """
     factors, sheet = FACTORS, _data_sheet(machine)
     gpu = factors.gpu[sheet.kind]
+    of_read = (model.expert_bytes_per_parameter >= WHOLE and gpu.kernels_of_read_16_bits) or gpu.kernels_of_read
     base = hardware(machine.profile) if machine.profile else None
     link = machine.link or ("" if base or not machine.gpu else sheet.link)
     if machine.fit_parameter not in ("", *FITTED):
@@ -79,19 +86,19 @@ def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile
     waiting_us = factors.cpu_us_per_layer + kernels * threads * factors.barrier_us_per_thread
     link_rate = (machine.link_gb_per_s or copies) * engine.get("link", 1.0)
     at_once = machine.host_and_link_gb_per_s
+    hop = factors.hop_us_on_chip if link_rate > ON_CHIP else factors.hop_us
     return Hardware(
         name=machine.name,
         title=machine.title or machine.name,
         memory_gib=1.0,
         launch_us=0.0,
         host_expert_share=engine.get("host_kernels", 1.0),
-        memory_bandwidth_gb_per_s=machine.gpu_gb_per_s
-        or (read or of_base("memory_bandwidth_gb_per_s")) * gpu.kernels_of_read,
+        memory_bandwidth_gb_per_s=machine.gpu_gb_per_s or (read or of_base("memory_bandwidth_gb_per_s")) * of_read,
         compute_tflop_per_s=machine.gpu_tflop_per_s or of_base("compute_tflop_per_s", sheet_tflop),
         host_memory_bandwidth_gb_per_s=reads,
         host_compute_tflop_per_s=cores * engine.get("host_kernels", 1.0),
         host_and_link=at_once / max(reads, link_rate) if at_once else factors.host_and_link_of_host,
-        host_hop_us=stated("hop_us", engine.get("hop_us", factors.hop_us)),
+        host_hop_us=stated("hop_us", engine.get("hop_us", hop)),
         host_us_per_layer=stated("cpu_us_per_layer", waiting_us),
         link_bandwidth_gb_per_s=link_rate,
         link_latency_us=stated("link_latency_us", factors.link_latency_us) + engine.get("us_per_miss", 0.0),

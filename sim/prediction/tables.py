@@ -22,6 +22,7 @@ class GpuFactors(Struct, forbid_unknown_fields=True):
     read_of_data_sheet: float
     kernels_of_read: float
     launch_us: float
+    kernels_of_read_16_bits: float = 0.0  # 0: as of other weights
 
 
 class CpuFactors(Struct, forbid_unknown_fields=True):
@@ -64,6 +65,7 @@ class Factors(Struct, forbid_unknown_fields=True):
     cpu_us_per_layer: float
     barrier_us_per_thread: float
     hop_us: float
+    hop_us_on_chip: float
     us_per_token: float
     mmap_of_disk: float
     link_latency_us: float

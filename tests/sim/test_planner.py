@@ -41,8 +41,8 @@ def test_a_desktop_gets_a_split_whose_time_adds_up_by_hand(desktop):
     profile = model("qwen3-30b-a3b").at(4.85 / 8, 4.85 / 8)
     host = desktop.llama_cpp[0].split("--n-cpu-moe ")[1].split()[0]
     per_layer = profile.top_k * profile.expert_bytes
-    reading, multiplying = per_layer / (50e9 * 0.76 * 0.89), 2 * 8 * profile.expert_parameters / (24 * 22.5e9)
-    host_s = int(host) * (math.hypot(reading, multiplying) + 63e-6)  # data sheet to expert kernels; a hop
+    reading, multiplying = per_layer / (50e9 * 0.76 * 0.95), 2 * 8 * profile.expert_parameters / (24 * 22.5e9)
+    host_s = int(host) * (math.hypot(reading, multiplying) + 90e-6)  # data sheet to expert kernels; a hop
     kept = 2.4 * profile.kv_cache_bytes(8192)
     gpu_bytes = (48 - int(host)) * per_layer + profile.dense_bytes - profile.head_bytes + kept
     gpu_s = gpu_bytes / (504e9 * 0.85 * 0.77) + 48 * 24 * 2e-6 + 100e-6  # launches, sampling
@@ -149,7 +149,7 @@ def test_without_a_gpu_the_cpu_reads_all_of_a_token(gpu_memory):
     )  # a weight of 8 bits takes 1.15 times
     experts = 2 * 1.15 * 32 * 2 * profile.expert_parameters
     parts = (profile.token_bytes, experts), (read - profile.token_bytes, dense)
-    taken = sum(math.hypot(size / (50e9 * 0.76 * 0.89), flop / (24 * 22.5e9)) for size, flop in parts)
+    taken = sum(math.hypot(size / (50e9 * 0.76 * 0.95), flop / (24 * 22.5e9)) for size, flop in parts)
     waiting = 32 * 24 * 24 * 85e-9  # of 24 threads, behind each of the 24 kernels of a layer
     assert 1 / found.speed.tokens_per_s == pytest.approx(taken + waiting + 33 * 120e-6, rel=0.02)
     assert (found.kind, found.cache, found.llama_cpp) == ("cpu", None, ("-ngl 0 -c 8192",))
