@@ -56,6 +56,9 @@ LINKS = toml.decode((FOLDER / "links.toml").read_bytes(), type=dict[str, Link])
 
 HOSTS = toml.decode((FOLDER / "hosts.toml").read_bytes(), type=dict[str, Host])
 
+DISKS = {"NVMe disk": 5.0, "SSD": 0.5, "hard disk": 0.15, "virtual disk": 1.0}
+"""GB/s of large reads that are assumed of a disk of each kind."""
+
 LINK = "PCIe 4.0 x16"
 """The link of a GPU of which nothing is known."""
 

@@ -48,14 +48,14 @@ class MachineOptions:
         str | None,
         typer.Option(help="GPU memory (12GB, the same as 12GiB; of two: '24GB, 12GB'), 0 for none. Default: none."),
     ] = None
-    host_memory: Annotated[str | None, typer.Option(help="Host memory (32GB, the same as 32GiB). Default: none.")] = (
+    host_memory: Annotated[str | None, typer.Option(help="Host memory (32GB, the same as 32GiB; '64GB DDR5-5600'). Default: none.")] = (
         None
     )
     link: Annotated[
         str | None, typer.Option(help="Link to the GPU (pcie4x8) or its bandwidth (12GB/s). Default: the GPU's.")
     ] = None
     disk: Annotated[
-        str | None, typer.Option(help="Disk bandwidth (3GB/s), for what memory does not hold. Default: no disk.")
+        str | None, typer.Option(help="Disk bandwidth (3GB/s, or nvme), for what memory does not hold. Default: no disk.")
     ] = None
     cpu_bandwidth: Annotated[
         str | None,
@@ -73,7 +73,7 @@ class MachineOptions:
     gpu_bandwidth: Annotated[
         str | None, typer.Option(help="GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
     ] = None
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU. Default: 24, of a server 48.")] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU. Default: 24, of a server 56.")] = None
     cpu: Annotated[
         str | None, typer.Option(help="CPU ('Ryzen 7 7800X3D'), for what each of --threads does. Default: a usual one.")
     ] = None
@@ -121,8 +121,8 @@ def plan(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Precision of the weights (q4_k_m, q8_0, fp8). Default: the best of 4 to 8 bits, the published "
-            "one among them, that fits without a disk."
+            help="Precision of the weights (q4_k_m, q8_0, fp8). Default: the fastest of 4 bits and more, the published "
+            "one among them."
         ),
     ] = None,
     details: Annotated[bool, typer.Option("--details", help="Print all of a model's plan.")] = False,
@@ -149,7 +149,6 @@ def plan(
         (here.calibrate and len(models) != 1, "--calibrate is of one model: name it (--model)"),
         (here.rows and not here.verify, "--rows are of --verify FILE.gguf"),
         (here.verify and model != str(here.verify), "--verify runs its file: leave --model out"),
-        (precision and not model, "--precision is of a model: name it (--model)"),
     )
     if here.rows:
         check_file(here.rows)
@@ -157,7 +156,7 @@ def plan(
     where = resources(**(of_facts(facts) if facts else machine.stated()))
     if len(models) != 1:
         found = list(ranked(where, context, models or CURRENT, precision))
-        typed = _typed(machine.stated(), here.hardware)
+        typed = _typed({**machine.stated(), **({"precision": precision} if precision else {})}, here.hardware)
         output.show(lambda: _listed(facts, found), lambda: _ranking(facts, found, context, typed))
         return
     layout, notes = planner.chosen(model, where, context, precision)
@@ -235,21 +234,25 @@ def _typed(stated: Mapping[str, Any], hardware: object) -> str:
 def _ranking(facts: Facts, found: list[Ranked], context: int, typed: str) -> Iterator[str | Table]:
     if facts:
         yield _machine(facts)
-    shown = table("model", "at", "size", "tokens/s", "between", "limited by", left=2)
+    shown = table("model", "at", "size", "tokens/s", "between", "cached", "limited by", left=2)
     shown.columns[-1].justify = "left"
     for each in found:
         if each.speed is None:
-            shown.add_row(each.model, "", "", "-", "", "memory: too small")
+            shown.add_row(each.model, "", "", "-", "", "", "memory: too small")
             continue
         limit = SHORT.get(each.limit, each.limit)
         between = f"{_digits(each.speed.low)} to {_digits(each.speed.high)}"
         size, speed = show_bytes(each.total_bytes), _digits(each.speed.tokens_per_s)
         where = f"{limit}*" if each.from_disk else limit
-        shown.add_row(each.model, each.precision, size, speed, between, where)
+        shown.add_row(
+            each.model, each.precision, size, speed, between, _digits(each.cached) if each.cached else "-", where
+        )
     yield shown
     if any(each.from_disk for each in found):
         yield "* memory does not hold all of it: the rest is read from the disk."
-    yield f"At {context:,} tokens of context; fewer bits are faster (--precision q4_k_m of one model). Flags of one:"
+    if any(each.cached for each in found):
+        yield "cached: with llama.cpp's expert cache, which no measurement supports."
+    yield f"At {context:,} tokens of context. Flags of one:"
     yield f"  moe-sim plan --model {found[0].model}{typed}"
 
 
@@ -277,6 +280,9 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
         yield from _details(plan, facts)
         return
     yield from _faster(plan, file)
+    yield from plan.advice
+    if helps := [each for each in plan.upgrades if each.gain > SLOWS - 1]:
+        yield "Faster with " + ", ".join(f"{each.resource} ({_digits(each.tokens_per_s)})" for each in helps) + "."
     if assumed := "; ".join(f"{each.what} ({each.option})" for each in plan.assumed if each.matters):
         yield f"Assumed: {assumed}."
     yield f"{_known(plan, facts)} All of it: --details."
@@ -284,15 +290,18 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
 
 def _faster(plan: Plan, file: str) -> Iterator[str]:
     """Yield what llama.cpp's expert cache and a lower precision would make of it, where that is much."""
-    cache, best = plan.cache, plan.better_precision
+    cache, better, faster = plan.cache, plan.better_precision, plan.faster_precision
     if cache and cache.speed.tokens_per_s > SLOWS * plan.speed.tokens_per_s:
         yield (
-            f"With llama.cpp's expert cache (b11480 or later) about {_digits(cache.speed.tokens_per_s)} "
-            f"({_digits(cache.speed.low)} to {_digits(cache.speed.high)}) are expected, with routing like "
-            f"{cache.routing or 'none'}:\n\n  llama-server -m {file} {cache.llama_cpp}\n"
+            f"Worth a try: llama.cpp's expert cache (b11480 or later), {_digits(cache.speed.tokens_per_s)} tokens/s "
+            f"({_digits(cache.speed.low)} to {_digits(cache.speed.high)}: no measurement supports it) by routing like "
+            f"{cache.routing or 'none'}'s:\n\n  llama-server -m {file} {cache.llama_cpp}\n"
         )
-    if best and best.times > SLOWS:
-        yield f"At {best.name} it would be {best.times:.1f} times as fast (--precision {best.name})."
+    if faster and faster.times > SLOWS:
+        yield f"At {faster.name} it would be {faster.times:.1f} times as fast (--precision {faster.name})."
+    elif better:
+        cost = f"{_digits(better.tokens_per_s)} tokens/s, {better.times:.2g} times the speed"
+        yield f"At {better.name}, the next better precision: {cost} (--precision {better.name})."
 
 
 def _place(plan: Plan) -> str:
@@ -346,7 +355,6 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
         )
     if plan.cache:
         lines["its cache"] = f"{_cache(plan.cache, plan)}; {plan.cache.llama_cpp} (llama.cpp b11480 or later)"
-    lines["precision"] = _precision(plan)
     lines["llama.cpp"] = plan.llama_cpp[0]
     if len(plan.llama_cpp) > 1:
         lines["or"] = plan.llama_cpp[1]
@@ -403,21 +411,10 @@ def _cache(cache: CachePlan, plan: Plan) -> str:
     )
 
 
-def _precision(plan: Plan) -> str:
-    best = plan.better_precision
-    if best is None:
-        return "no lower one of at least 4 bits that fits would be faster"
-    return (
-        f"{best.name} ({show_bytes(best.total_bytes)}, fits {best.fits}) would be {best.times:.1f} times as fast: "
-        f"{best.tokens_per_s:,.1f} tokens/s"
-    )
-
-
 def _upgrades(plan: Plan) -> Table:
-    shown = table("one unit more", "", "tokens/s", "gain", "with a cache", gap=1)
+    shown = table("with", "tokens/s", "gain", gap=1)
     for each in plan.upgrades:
-        with_cache = "-" if each.with_cache is None else f"{each.with_cache:,.1f}"
-        shown.add_row(each.resource, each.unit, f"{each.tokens_per_s:,.1f}", f"{each.gain:+.1%}", with_cache)
+        shown.add_row(each.resource, f"{each.tokens_per_s:,.1f}", f"{each.gain:+.0%}")
     return shown
 
 

@@ -39,7 +39,8 @@ def vllm(layout: Layout) -> list[str]:
     """Return the options of `vllm serve`; none where the GPU cannot compute the model, or host memory not hold it."""
     if not layout.on_gpu or layout.missing_bytes:
         return []
-    common = f"--max-model-len {layout.context}"
+    cards = len(layout.machine.gpus)
+    common = f"--max-model-len {layout.context}" + (f" --tensor-parallel-size {cards}" if cards > 1 else "")
     if not layout.host_layers:
         return [common]
     return [f"--cpu-offload-gb {-(-int(layout.experts_bytes - layout.gpu_free) // 2**30)} {common}"]

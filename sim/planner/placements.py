@@ -91,6 +91,11 @@ class Layout:
         return self.machine.gpu_memory - sum(reserved(self.machine)) - self.fixed_bytes
 
     @property
+    def gpu_needs(self) -> float:
+        """Bytes of GPU memory that the model takes where all of it is there, with what is kept free."""
+        return self.experts_bytes + self.fixed_bytes + sum(reserved(self.machine))
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the GPU computes attention and all else beside experts; of unified memory, experts too."""
         needed = self.experts_bytes if self.machine.unified else 0

@@ -13,7 +13,7 @@ from typing import Any
 from sim.planner import flags, placements, prefill
 from sim.planner.calibration import OFF, Calibration
 from sim.planner.placements import DIRECT, DISK, MMAP, Factor, Layout, Placement
-from sim.planner.resources import GIB, described, margins, resources, with_more
+from sim.planner.resources import GIB, SECOND_CARD, described, margins, resources, with_more
 from sim.prediction import errors
 from sim.prediction.described import Machine, Model
 from sim.profiles.hardware_profile import Hardware
@@ -25,6 +25,12 @@ from traces.models.profile import MODELS, is_gguf_file, model
 
 CONTEXT = 8192
 PROMPT = 2048
+
+FULL = 0.9
+"""Share of host memory from which on a plan says that it fills it."""
+
+SERVER = 256 * GIB
+"""Host memory beyond which a machine may have several sockets."""
 
 FAST = 1e6
 """A tier that is this much faster takes no time."""
@@ -43,14 +49,14 @@ OVERHEADS = (
     "framework_us_per_token",
 )
 
-UNITS: Mapping[str, tuple[str, float, str]] = {
-    "GPU memory": ("gpu_memory", 1 * GIB, "+1 GiB"),
-    "host memory": ("host_memory", 8 * GIB, "+8 GiB"),
-    "CPU bandwidth": ("host_reads", 10.0, "+10 GB/s"),
-    "link": ("link_copies", 8.0, "+8 GB/s"),
-    "disk": ("disk_gb_per_s", 1.0, "+1 GB/s"),
+UNITS: Mapping[str, str] = {
+    "a second card": SECOND_CARD,
+    "twice the RAM": "host_memory",
+    "RAM twice as fast": "host_reads",
+    "a link twice as fast": "link_copies",
+    "a disk twice as fast": "disk_gb_per_s",
 }
-"""Resources by name: their field of Resources, a unit more, and its text."""
+"""What people buy next, and what of the machine that is."""
 
 PRECISIONS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "iq2_m")
 GOOD = 4.0 / 8
@@ -58,6 +64,9 @@ GOOD = 4.0 / 8
 
 WHOLE = 2.0
 """Bytes of a parameter from which on half of them give answers as good: a file is planned so, a model is not."""
+
+CLOSE = 0.03
+"""Shares of bytes by which two precisions are the same."""
 
 MXFP4 = "mxfp4"
 """Of experts alone: the files that llama.cpp runs have Q8_0 for all else."""
@@ -119,13 +128,11 @@ class CachePlan:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """What one more unit of a resource buys. with_cache: tokens a second of llama.cpp's cache, None without one."""
+    """What somebody may buy, and the speed with it."""
 
     resource: str
-    unit: str
     tokens_per_s: float
     gain: float
-    with_cache: float | None
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,7 @@ class Plan:
 
     model: str
     precision: str
+    total_bytes: int  # of the model and its KV cache
     overruled: str  # what to say where that is not the stated one, or not the file's; empty where it is
     context: int
     machine: str
@@ -175,11 +183,18 @@ class Plan:
     interval: errors.Interval
     assumed: tuple[AssumedFact, ...]
     notes: tuple[str, ...]
+    advice: tuple[str, ...]
     calibration: dict[str, float | str] | None
 
     @property
     def better_precision(self) -> Precision | None:
-        """The fastest lower precision that keeps the quality, if it is faster."""
+        """The next better precision, and what it costs: of more bits, the fastest."""
+        better = [each for each in self.precisions if each.total_bytes > self.total_bytes]
+        return max(better, key=lambda each: each.tokens_per_s, default=None)
+
+    @property
+    def faster_precision(self) -> Precision | None:
+        """The fastest other precision that keeps the quality, where it is faster."""
         faster = [each for each in self.precisions if not each.loses_quality and each.times > 1]
         return max(faster, key=lambda each: each.tokens_per_s, default=None)
 
@@ -195,6 +210,7 @@ class Plan:
             **values,
             "cache": cache,
             "better_precision": asdict(self.better_precision) if self.better_precision else None,
+            "faster_precision": asdict(self.faster_precision) if self.faster_precision else None,
         }
 
 
@@ -219,9 +235,8 @@ def plan(
 
     All are texts, such as gpu_memory="12GiB" and link="pcie4x8", but context and prompt, numbers of tokens, threads,
     and unified, whether CPU and GPU share host_memory. Several GPUs are a list: gpu="RTX 3090, RTX 3060".
-    Unless `precision` names one, a model is planned at the best precision of 4 to 8 bits, the published one among them,
-    that fits without a disk, and if none does, at the fastest of these with the disk. Raise InputError for an option
-    that cannot be, and where the model does not fit.
+    Unless `precision` names one, a model is planned at the fastest precision of 4 bits and more, the published one
+    among them. Raise InputError for an option that cannot be, and where the model does not fit.
     """
     machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth, threads, unified, cpu)
     layout, notes = chosen(str(model), machine, context, precision)
@@ -244,6 +259,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
     return Plan(
         model=layout.profile.name,
         precision=layout.precision,
+        total_bytes=int(layout.total_bytes),
         overruled=_overruled(layout),
         context=layout.context,
         machine=described(layout.machine),
@@ -266,13 +282,14 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
         past_cache=_expected(placement, mapped=DIRECT)[0] if placement.kind == DISK else None,
         cache=cache and replace(cache, speed=cache.speed.times(times)),
         upgrades=_upgrades(layout, modelled, times),
-        precisions=tuple(_at(each, modelled, times) for each in _lower(layout) if not each.lack),
+        precisions=tuple(_at(each, modelled, times) for each in _others(layout) if not each.lack),
         llama_cpp=tuple(flags.llama_cpp(layout)),
         llama_cpp_fit=flags.fitted(layout),
         vllm=tuple(flags.vllm(layout)),
         interval=errors.interval(kind),
         assumed=assumed,
         notes=(*notes, *_notes(placement)),
+        advice=tuple(_advice(layout)),
         calibration=calibration.facts() if calibration else None,
     )
 
@@ -287,15 +304,16 @@ def speed_of(placement: Placement) -> Speed:
 
 
 def _expected(
-    placement: Placement, again: Again = placements.today, mapped: Factor | None = None
+    placement: Placement, again: Again = placements.today, mapped: Factor | None = None, kind: str = ""
 ) -> tuple[Speed, tuple[AssumedFact, ...]]:
     """Return the speed with its interval, and what is assumed.
 
-    again: makes the placement on another machine; mapped: how much longer reads through mmap take, if not as placed.
+    again: makes the placement on another machine; mapped: how much longer reads through mmap take, if not as placed;
+    kind: the class of its errors, if not that of the machine.
     """
     mapped = mapped or placement.mapped
     times = mapped.middle / placement.mapped.middle
-    seconds, each = placement.seconds() * times, errors.interval(_kind(placement))
+    seconds, each = placement.seconds() * times, errors.interval(kind or _kind(placement))
     facts = errors.assumed(placement.cases[0])
 
     def otherwise(fields: Mapping[str, Any]) -> float:
@@ -340,23 +358,29 @@ def chosen(text: str, machine: Machine, context: int, precision: str | None) -> 
     if context < 1:
         raise InputError(f"--context is {context}; a whole number of at least 1 is needed")
     layout = Layout(_model(text, precision), machine, context)
-    fixed = layout.model.precision or is_gguf_file(text) or layout.profile.layer_expert_bytes
-    if fixed and not layout.lack:
+    if layout.model.precision or is_gguf_file(text) or layout.profile.layer_expert_bytes:
+        if layout.lack:
+            raise TooSmallError(layout.lack + _fits_at(layout))
         return layout, []
-    good = [] if fixed else [layout, *(each for each in _lower(layout) if not _loses_quality(each))]
-    if layout.profile.expert_width >= WHOLE and not layout.profile.precisions:
-        good = good[1:]
-    if held := next((each for each in good if not each.shortage), None):
-        if held is layout:
-            return layout, [f"{layout.precision}, as the model is published (--precision)"]
-        less = f": {good[0].shortage}" if held is not good[0] else ""
-        return held, [f"{held.precision}, the best of 4 to 8 bits that fits without a disk{less} (--precision)"]
-    if read := [each for each in good if not each.lack]:
-        fastest = min(read, key=lambda each: placements.today(each).seconds())
-        return fastest, [f"{fastest.precision}, the fastest of 4 to 8 bits: none fits without the disk"]
+    good = [each for each in _good(layout) if not each.lack]
+    if not good:
+        raise TooSmallError(layout.lack + _fits_at(layout))
+    fastest = min(good, key=lambda each: placements.today(each).seconds())
+    if fastest is layout:
+        return layout, [f"{layout.precision}, as the model is published (--precision)"]
+    return fastest, [f"{fastest.precision}, the fastest of those that keep the quality, 4 bits and more (--precision)"]
+
+
+def _good(layout: Layout) -> list[Layout]:
+    """Return the layout as its model is published and at precisions below that keep the quality, smallest last."""
+    lower = [each for each in _lower(layout) if not _loses_quality(each)]
+    is_whole = layout.profile.expert_width >= WHOLE and not layout.profile.precisions
+    return lower if is_whole and lower else [layout, *lower]
+
+
+def _fits_at(layout: Layout) -> str:
     lower = next((each for each in _lower(layout) if not each.lack), None)
-    fits = f"; at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})" if lower else ""
-    raise TooSmallError(layout.lack + fits)
+    return f"; at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})" if lower else ""
 
 
 def _model(text: str, precision: str | None) -> Model:
@@ -392,7 +416,17 @@ def _overruled(layout: Layout) -> str:
 def _lower(layout: Layout) -> list[Layout]:
     models = [replace(layout.model, precision=name, dense_precision="") for name in PRECISIONS]
     layouts = [replace(layout, model=each) for each in models]
-    return [each for each in layouts if each.experts_bytes < 0.97 * layout.experts_bytes]
+    return [each for each in layouts if each.experts_bytes < (1 - CLOSE) * layout.experts_bytes]
+
+
+def _others(layout: Layout) -> list[Layout]:
+    """Return the model at other precisions, of more bits and of fewer; of published ones alone where it has such."""
+    names = layout.profile.precisions or PRECISIONS
+    models = [replace(layout.model, precision=name, dense_precision="") for name in names]
+    if is_gguf_file(layout.model.profile) and not layout.model.precision:
+        return _lower(layout)
+    layouts = [replace(layout, model=each) for each in models]
+    return [each for each in layouts if abs(each.experts_bytes / layout.experts_bytes - 1) > CLOSE]
 
 
 def _loses_quality(layout: Layout) -> bool:
@@ -437,6 +471,26 @@ def _notes(placement: Placement) -> list[str]:
     return notes
 
 
+def _advice(layout: Layout) -> list[str]:
+    """Return what an engineer would say of such a machine."""
+    machine, said = layout.machine, []
+    held = layout.gpu_needs if machine.unified else layout.host_bytes if layout.on_gpu else layout.total_bytes
+    share = held / machine.host_memory if machine.host_memory and not layout.missing_bytes else 0.0
+    if share > FULL:
+        said.append(
+            f"It takes {share:.0%} of the memory: close other programs, or take fewer bits or a shorter context."
+        )
+    if machine.unified and layout.on_gpu:
+        wired = math.ceil(layout.gpu_needs / 2**20 / 1024) * 1024
+        said.append(
+            f"On a Mac the GPU may use {machine.gpu_memory / machine.host_memory:.0%} of the memory "
+            f"(sudo sysctl iogpu.wired_limit_mb={wired} changes that); MLX (mlx_lm.server) runs such models too."
+        )
+    if not machine.unified and machine.host_memory > SERVER and layout.host_bytes:
+        said.append("On several sockets add --numa distribute.")
+    return said
+
+
 def _shares(placement: Placement, own: Hardware) -> dict[str, float]:
     """Return what share of a token's time would be saved if a tier took none."""
     there = {"GPU memory": placement.layout.on_gpu, "link": placement.layout.on_gpu, "disk": placement.kind == DISK}
@@ -454,12 +508,14 @@ def _shares(placement: Placement, own: Hardware) -> dict[str, float]:
 
 
 def _cache(layout: Layout) -> CachePlan | None:
-    """Return llama.cpp's expert cache, which reads through mmap; None where it would hold nothing."""
+    """Return llama.cpp's expert cache; None where it would hold nothing. No row of the back-test times it."""
     placement = placements.cached(layout)
     if not placement:
         return None
     _, outcome = placement.simulated()
-    speed, _ = _expected(placement, lambda other: placements.cached(other) or placements.today(other))
+    speed, _ = _expected(
+        placement, lambda other: placements.cached(other) or placements.today(other), kind=errors.UNKNOWN
+    )
     return CachePlan(
         speed=speed,
         policy=placement.policy,
@@ -473,16 +529,14 @@ def _cache(layout: Layout) -> CachePlan | None:
 
 
 def _upgrades(layout: Layout, speed: float, times: float) -> tuple[Upgrade, ...]:
-    """Return what more of each resource buys; times: as many times as fast as modelled the machine is."""
+    """Return what each would buy at this precision; times: as many times as fast as modelled the machine is."""
     upgrades = []
-    for resource, (field, more, unit) in UNITS.items():
-        if not getattr(layout.machine, field):
+    for resource, field in UNITS.items():
+        if not getattr(layout.machine, field) or (layout.machine.unified and field == SECOND_CARD):
             continue
-        grown = replace(layout, machine=with_more(layout.machine, field, more))
+        grown = replace(layout, machine=with_more(layout.machine, field))
         faster = 1 / placements.today(grown).seconds()
-        cache = placements.cached(grown)
-        cached = times / cache.seconds() if cache else None
-        upgrades.append(Upgrade(resource, unit, faster * times, faster / speed - 1, cached))
+        upgrades.append(Upgrade(resource, faster * times, faster / speed - 1))
     return tuple(upgrades)
 
 

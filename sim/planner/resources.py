@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from sim.catalogue.parts import GPUS, HOSTS, LINK, LINKS, Gpu, gpu_that_reads, link_named, ram_gb_per_s
+from sim.catalogue.parts import DISKS, GPUS, HOSTS, LINK, LINKS, Gpu, gpu_that_reads, link_named, ram_gb_per_s
 from sim.prediction.described import Assumed, Machine
 from sim.profiles.hardware_profile import UNIFIED, gpu_of
 from sim.quantities import parse_bytes, parse_gb_per_s
@@ -22,6 +22,8 @@ desktop. Other GPUs have the buffers alone."""
 
 HOST_RESERVED = 2 * GIB
 """The margin of host memory, for the operating system and the runtime."""
+
+SECOND_CARD = "gpu_memory"
 
 USUAL_HOST = 32 * GIB
 """Host memory beside a GPU, where it is not stated."""
@@ -37,21 +39,16 @@ def margins(machine: Machine) -> tuple[int, int]:
     return sum(reserved(machine)), HOST_RESERVED * bool(machine.host_memory)
 
 
-def with_more(machine: Machine, resource: str, more: float) -> Machine:
-    """Return the machine with more of a resource, by its name as a property of Machine; of GPUs, each has more."""
-    if resource in ("gpu_memory", "gpus_read"):
-        memory, reads = (more / GIB, 0.0) if resource == "gpu_memory" else (0.0, more)
-        grown = (
-            replace(gpu, gb_per_s=gpu.gb_per_s + reads, memory_gib=gpu.memory_gib + memory) for gpu in machine.gpus
-        )
-        return replace(machine, gpus=tuple(grown))
-    if resource == "host_reads":
-        times = 1 + more / machine.host_reads
-        peak, stream = machine.host_peak_gb_per_s * times, machine.host_stream_gb_per_s * times
-        return replace(machine, host_peak_gb_per_s=peak, host_stream_gb_per_s=stream)
+def with_more(machine: Machine, resource: str) -> Machine:
+    """Return the machine with what people buy next: a second card, twice the memory, or twice the rate of a part."""
+    if resource == SECOND_CARD:
+        return replace(machine, gpus=(*machine.gpus, machine.gpus[0]))
     if resource == "link_copies":
-        return replace(machine, link="", link_gb_per_s=machine.link_copies + more)
-    changed: dict[str, Any] = {resource: getattr(machine, resource) + more}
+        return replace(machine, link="", link_gb_per_s=2 * machine.link_copies)
+    if resource == "host_reads":
+        peak, stream = 2 * machine.host_peak_gb_per_s, 2 * machine.host_stream_gb_per_s
+        return replace(machine, host_peak_gb_per_s=peak, host_stream_gb_per_s=stream)
+    changed: dict[str, Any] = {resource: 2 * getattr(machine, resource)}
     return replace(machine, **changed)
 
 
@@ -72,6 +69,7 @@ def resources(
     Several GPUs are a list: gpu="RTX 3090, 2 x RTX 3060" or gpu_memory="24GiB, 12GiB", and likewise gpu_bandwidth.
     """
     assumed: list[Assumed] = []
+    host_memory, ram = _with_kind(host_memory)
     host = _memory(host_memory, "--host-memory")
     names, memories, rates = _listed(gpu), _listed(gpu_memory), _listed(gpu_bandwidth)
     sheets = [gpu_of(name) for name in names]
@@ -112,7 +110,7 @@ def resources(
         lanes, carries, peak, stream = "", gpus[0].gb_per_s, gpus[0].gb_per_s, 0.0
     else:
         lanes, carries = _link(link, gpus, assumed if host else [])
-        peak, stream = _host_reads(cpu_bandwidth, lanes, host, assumed if host else [])
+        peak, stream = _host_reads(cpu_bandwidth or ram, lanes, host, assumed if host else [])
     return Machine(
         name="the machine of the plan",
         gpus=gpus,
@@ -122,7 +120,7 @@ def resources(
         host_stream_gb_per_s=stream,
         link=lanes,
         link_gb_per_s=carries,
-        disk_gb_per_s=parse_gb_per_s(disk, "--disk") if disk else 0.0,
+        disk_gb_per_s=_disk(disk, assumed) if disk else 0.0,
         host_threads=threads or 0,
         cpu=cpu or "",
         assumed=tuple(assumed),
@@ -143,6 +141,25 @@ def _memory(text: str | None, option: str) -> int:
     if text is None or text.strip() in ("", "0"):
         return 0
     return parse_bytes(re.sub(r"(?i)(?<=[kmgt])b$", "iB", text.strip()), option)
+
+
+def _with_kind(text: str | None) -> tuple[str | None, str | None]:
+    """Return a memory, and the peak of its kind where that is stated: `64GB DDR5-5600`, two channels, or `8 x ...`."""
+    kind = re.fullmatch(r"(.*?)\s+(?:(\d+)\s*x\s*)?((?:LP)?DDR\dX?-\d+)", (text or "").strip(), re.IGNORECASE)
+    if not kind:
+        return text, None
+    return kind[1], f"{ram_gb_per_s(f'{kind[2] or 2} x {kind[3]}')}GB/s"
+
+
+def _disk(text: str, assumed: list[Assumed]) -> float:
+    """Return GB/s of a disk, as stated or as is usual of its kind: nvme, ssd, hdd."""
+    named = {"nvme": "NVMe disk", "ssd": "SSD", "hdd": "hard disk"}.get(text.strip().lower())
+    if not named:
+        return parse_gb_per_s(text, "--disk")
+    rate = DISKS[named]
+    low, high = ({"disk_gb_per_s": rate * times} for times in (0.4, 2.0))
+    assumed.append(Assumed(f"a {named} reads {rate:g} GB/s", "--disk 3GB/s", low, high))
+    return rate
 
 
 def _gpu(memory: int, sheet: Gpu | None, stated: str | None) -> Gpu:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from sim.catalogue.parts import DISKS
 from sim.probe import busy, stream
 from sim.probe.cores import core_classes, processor
 from sim.probe.disk import kind_of
@@ -23,9 +24,6 @@ from sim.profiles.hardware_profile import MACHINES, THIS_MACHINE, Hardware, gpu_
 from traces.errors import InputError
 
 GIB = 2**30
-
-DISKS = {"NVMe disk": 5.0, "SSD": 0.5, "hard disk": 0.15, "virtual disk": 1.0}
-"""GB/s of large reads that are assumed of a disk of each kind."""
 
 DESKTOP_BYTES, SYSTEM_BYTES = GIB // 2, 2 * GIB
 """Of what the planner keeps free, what a desktop and the system hold already where free memory is counted."""
