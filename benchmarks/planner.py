@@ -62,7 +62,7 @@ def errors_text(results: Iterable[Result]) -> str:
         kind = class_of(case)
         if kind != UNKNOWN:
             held[kind].append(_line(row, replace(result, predicted=result.blind).faster or 1.0, spread_of(case)))
-        if case.engine.keys() - {"about", "also"}:
+        if not case.engine.overheads.is_nothing:
             case = aimed(replace(row, engine=UNKNOWN))
             predicted = score.figure(row, case.simulated(case.hardware))
             faster = replace(result, predicted=predicted).faster or 1.0

@@ -33,8 +33,7 @@ from sim.results.compare import Difference, differences, pairs_within, swept_run
 from sim.results.metrics import Row, cell_text
 from sim.sweeps import grid, notes, verdict
 from sim.sweeps.config import seeded, specs
-from sim.systems.predict import Setting
-from sim.systems.system import chosen
+from sim.systems.predict import Setting, chosen
 from traces.trace import Trace
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from .policy import Prefetcher as Prefetcher
 from .policy import Requests as Requests
 from .policy import ScorePolicy as ScorePolicy
 from .policy import Shape as Shape
-from .presets import PRESETS as PRESETS
 from .ranking import best as best
 from .residency import PolicyResidency as PolicyResidency
 from .residency import Residency as Residency

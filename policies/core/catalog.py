@@ -7,8 +7,8 @@ from typing import Any
 
 from policies.core import registry
 from policies.core.policy import Listener
-from policies.core.presets import PRESETS
 from policies.core.spec import Part, make_policy
+from policies.core.systems import presets
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def available() -> list[PolicyInfo]:
         ("prefetch", prefetch, prefetch.keys() - both),
     ]
     policies = [_described(table[name], kind) for kind, table, names in kinds for name in sorted(names)]
-    for preset in sorted(PRESETS, key=lambda preset: preset.name):
+    for preset in sorted(presets(), key=lambda preset: preset.name):
         spec = make_policy(preset.name)
         own = preset.summary, spec.oracle, spec.resolved(), preset.differs, preset.policy
         policies.append(PolicyInfo(preset.name, "preset", *own))

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from policies.core import grammar, user_file
 from policies.core.placement import PLACEMENTS, Placement
 from policies.core.policy import Compiled, Listener, Policy, Prefetcher
-from policies.core.presets import PRESETS, Preset
 from policies.core.scope import SCOPES, Scope
+from policies.core.systems import System, presets, systems
 from traces.errors import InputError, unknown
 
 BUILT_IN = (
@@ -83,8 +83,10 @@ def _source(cls: type) -> str:
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
 
 
-def preset(name: str) -> Preset | None:
-    return next((preset for preset in PRESETS if preset.name == name), None)
+def preset(name: str) -> System | None:
+    """Return the system of that name if it stands for a policy."""
+    system = systems().get(name)
+    return system if system and system.policy else None
 
 
 @prefetcher("none")
@@ -116,7 +118,7 @@ def keeper(policy: str | type[Listener]) -> type[Policy]:
     """Return the eviction policy of that name, or in that file; a class stands for itself. Raise InputError."""
     cls = _find(policy, _retention, _prefetch)
     if cls is None:
-        raise unknown("policy", str(policy), [*_retention, *(preset.name for preset in PRESETS)])
+        raise unknown("policy", str(policy), [*_retention, *(preset.name for preset in presets())])
     if not issubclass(cls, Policy):
         how = f"lru+{policy}" if isinstance(policy, str) else f"PolicySpec.of(evict='lru', prefetch={cls.__name__})"
         called = getattr(policy, "__name__", policy)

@@ -1,7 +1,7 @@
 """A policy, parsed once: what it keeps, fetches early, computes where, and what shares the slots, with their options.
 
 `parse` takes text (`policies.core.grammar`), a class or a spec. `lru` is retention alone, `lru+eamc` a pair, `eamc` (a
-name that stands for both) the pair of its two halves; a preset (`policies.core.presets`) stands for all of it. A spec
+name that stands for both) the pair of its two halves; a preset (`policies.core.systems`) stands for all of it. A spec
 keeps the text that it was made from, for results to show; two specs are equal if they decide alike.
 """
 

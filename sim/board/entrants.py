@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from policies.core.catalog import available
 from policies.core.policy import Shape
 from policies.core.spec import FETCHED, GLOBAL, PolicySpec, parse
-from sim.systems.system import System, systems
+from policies.core.systems import System, systems
 from traces.errors import InputError
 
 POLICIES = ("lfu", "lrfu", "eamc", "eamc-blend")
@@ -48,7 +48,7 @@ def _built_in() -> Iterator[str]:
 def _of_systems() -> Iterator[tuple[System, str]]:
     """Yield systems whose policy is one of a cache, with the policy for traces without lookahead."""
     for system in systems().values():
-        for policy in (system.policy, system.without_lookahead):
+        for policy in (system.runs, system.without_lookahead):
             of_a_cache = policy and "{" not in policy and not (system.whole_layers or system.preload)
             if of_a_cache and _runs(parse(policy)):
                 yield system, policy

@@ -48,14 +48,15 @@ class MachineOptions:
         str | None,
         typer.Option(help="GPU memory (12GB, the same as 12GiB; of two: '24GB, 12GB'), 0 for none. Default: none."),
     ] = None
-    host_memory: Annotated[str | None, typer.Option(help="Host memory (32GB, the same as 32GiB; '64GB DDR5-5600'). Default: none.")] = (
-        None
-    )
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory (32GB, the same as 32GiB; '64GB DDR5-5600'). Default: none.")
+    ] = None
     link: Annotated[
         str | None, typer.Option(help="Link to the GPU (pcie4x8) or its bandwidth (12GB/s). Default: the GPU's.")
     ] = None
     disk: Annotated[
-        str | None, typer.Option(help="Disk bandwidth (3GB/s, or nvme), for what memory does not hold. Default: no disk.")
+        str | None,
+        typer.Option(help="Disk bandwidth (3GB/s, or nvme), for what memory does not hold. Default: no disk."),
     ] = None
     cpu_bandwidth: Annotated[
         str | None,

@@ -15,8 +15,7 @@ from sim.loaded import TimedRun
 from sim.quantities import show_bytes, show_ms
 from sim.results.metrics import size_text
 from sim.systems import table1 as paper
-from sim.systems.predict import HOST_MEMORY, Prediction, Setting
-from sim.systems.system import chosen
+from sim.systems.predict import HOST_MEMORY, Prediction, Setting, chosen
 from sim.systems.table1 import Figure, Row
 from traces.errors import refuse
 
@@ -65,7 +64,7 @@ def systems(
         for option, value in (("--systems", systems), ("--precision", precision)):
             refuse((value, f"--table1 says which systems and which precision: leave out {option}"))
     systems_to_run = chosen(paper.printed() if table1 else split_list(systems))
-    uses_profile = any("{profile}" in each.policy for each in systems_to_run)
+    uses_profile = any("{profile}" in each.runs for each in systems_to_run)
     for option, value, is_used in (
         ("--profile", profile, uses_profile),
         ("--host-memory", host_memory, any(each.mmap for each in systems_to_run)),

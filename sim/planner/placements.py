@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from policies.core.systems import system_of
 from sim.catalogue.parts import Gpu
 from sim.planner.resources import GIB, HOST_RESERVED, margins, reserved
 from sim.prediction.case import Case, Outcome
 from sim.prediction.described import Machine, Model, Row, Setting
-from sim.prediction.machine import engine_of, hardware_of
+from sim.prediction.machine import hardware_of
 from sim.prediction.model import profile_of
 from sim.profiles.hardware_profile import Hardware
 from sim.quantities import show_bytes
@@ -119,7 +120,7 @@ class Layout:
 
     @property
     def hardware(self) -> Hardware:
-        return hardware_of(self.computing, engine_of(RUNTIME), self.profile)
+        return hardware_of(self.computing, system_of(RUNTIME), self.profile)
 
     @property
     def host_free(self) -> float:

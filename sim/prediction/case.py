@@ -15,12 +15,13 @@ import numpy as np
 
 from policies.core.policy import Shape
 from policies.core.spec import PolicySpec, parse
+from policies.core.systems import System, system_of
 from sim.engines.compiled_engine import simulate
 from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.prediction import routing
 from sim.prediction.described import Row
-from sim.prediction.machine import FITTED, WHOLE, engine_of, hardware_of
+from sim.prediction.machine import FITTED, hardware_of
 from sim.prediction.model import profile_of
 from sim.prediction.tables import FACTORS
 from sim.prediction.timing import Runtime
@@ -76,8 +77,8 @@ class Case:
         return profile_of(self.row.model)
 
     @cached_property
-    def engine(self) -> Mapping[str, Any]:
-        return engine_of(self.row.engine or self.row.system)
+    def engine(self) -> System:
+        return system_of(self.row.engine or self.row.system)
 
     @cached_property
     def hardware(self) -> Hardware | None:
@@ -249,7 +250,7 @@ class Case:
             for each in (link, below)
         )
         window = experts_per_layer(timing, link, shape.layers, profile.top_k)
-        if setting.blocking or setting.whole_layers or self.engine.get("blocking"):
+        if setting.blocking or setting.whole_layers or self.engine.overheads.blocking:
             timing = Blocking(timing, shape.layers, shape.experts, profile.top_k)
         host = Tier(self.host_capacity, None, below) if self.host_capacity else None
         users = Users(setting.batch) if setting.batch > 1 else None
@@ -268,15 +269,14 @@ class Case:
             link_gb_per_s=copies and not (disk and not self.host_capacity),
             disk_gb_per_s=disk or bool(self.host_capacity),
         )
+        if self.engine.overheads.dequantises:
+            hardware = hardware.dequantising(profile)
         changed: dict[str, Any] = {}
         if setting.cpu_layers > 0:  # one hop, behind the last of them
             token_us = hardware.framework_us_per_token + hardware.host_hop_us
             changed |= {"host_hop_us": 0.0, "framework_us_per_token": token_us}
         if setting.copy_back:
             changed["link_bandwidth_gb_per_s"] = hardware.link_bandwidth_gb_per_s / 2
-        if self.engine.get("dequantises") and profile.expert_bytes_per_parameter < WHOLE and not cpu:
-            moved_us = 2 * WHOLE * profile.expert_parameters / hardware.memory_bandwidth_gb_per_s / 1e3
-            changed["framework_us_per_expert"] = hardware.framework_us_per_expert + moved_us
         if setting.mmap:
             changed["disk_bandwidth_gb_per_s"] = hardware.disk_bandwidth_gb_per_s * FACTORS.mmap_of_disk
         hardware = replace(hardware, **changed)

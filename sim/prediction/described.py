@@ -187,7 +187,7 @@ class Row:
     assumed: tuple[str, ...] = ()
     fit: bool = False
     unsimulated: str = ""
-    engine: str = ""  # of systems.toml, whose overheads count; else the one that the system's name begins with
+    engine: str = ""  # the system whose overheads count; else the one that the system's name begins with
     group: str = ""  # of sources, as tables head it; the file's name by default
 
     @property

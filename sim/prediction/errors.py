@@ -139,7 +139,7 @@ def class_of(case: Case) -> str:
     """Return what is known of the machine and the engine of a row, calibration aside."""
     machine, setting = case.row.machine, case.row.setting
     assert machine
-    if case.engine.get("unknown"):
+    if case.engine.is_unknown:
         return UNKNOWN
     if setting.misses_from == "disk" or setting.host_cache:
         return MEASURED if machine.disk_gb_per_s else DATA_SHEET

@@ -1,22 +1,19 @@
 """From what is known of a machine to the rates of a run, and to the hardware profile that is simulated.
 
 What is stated comes first, measured before data sheet; what is not comes from the machine's hardware profile, and then
-from the general factors (`data/factors.toml`). A framework's overheads are its system's (`data/systems.toml`).
+from the general factors (`data/factors.toml`). A framework's overheads are its system's (`policies.core.systems`).
 """
 
-import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
+from policies.core.systems import System
 from sim.catalogue.parts import LINKS, Gpu, gpu_that_reads, ram_gb_per_s, thread_gflop_per_s
 from sim.prediction.described import Machine
-from sim.prediction.tables import FACTORS, CpuFactors, table
-from sim.profiles.hardware_profile import Hardware, gpu_of, hardware
+from sim.prediction.tables import FACTORS, CpuFactors
+from sim.profiles.hardware_profile import WHOLE, Hardware, gpu_of, hardware
 from traces.errors import unknown
 from traces.models.profile import ModelProfile
-
-WHOLE = 2
-"""Bytes of a parameter that is not quantised."""
 
 ON_CHIP = 100
 """GB/s above which a link is no PCIe."""
@@ -42,8 +39,8 @@ FITTED: Mapping[str, str] = {
 """What a machine may have fitted: rates by the names that a machine states them with, and as fields of Hardware."""
 
 
-def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile) -> Hardware:
-    """Return a machine under an engine of systems.toml, as runtimes reach it. Raise InputError for an unknown link.
+def hardware_of(machine: Machine, engine: System, model: ModelProfile) -> Hardware:
+    """Return a machine under an engine, as runtimes reach it. Raise InputError for an unknown link.
 
     A rate of 0: the machine has none, or nothing is known of it. Launches of a layer are in its overhead, since one
     kernel computes all experts of a token.
@@ -84,30 +81,31 @@ def hardware_of(machine: Machine, engine: Mapping[str, Any], model: ModelProfile
     kernels = kernels_per_layer(model)
     launches_us = kernels * (machine.launch_us or gpu.launch_us)
     waiting_us = factors.cpu_us_per_layer + kernels * threads * factors.barrier_us_per_thread
-    link_rate = (machine.link_gb_per_s or copies) * engine.get("link", 1.0)
+    link_rate = machine.link_gb_per_s or copies
     at_once = machine.host_and_link_gb_per_s
     hop = factors.hop_us_on_chip if link_rate > ON_CHIP else factors.hop_us
-    return Hardware(
+    reached = Hardware(
         name=machine.name,
         title=machine.title or machine.name,
         memory_gib=1.0,
         launch_us=0.0,
-        host_expert_share=engine.get("host_kernels", 1.0),
+        host_expert_share=1.0,
         memory_bandwidth_gb_per_s=machine.gpu_gb_per_s or (read or of_base("memory_bandwidth_gb_per_s")) * of_read,
         compute_tflop_per_s=machine.gpu_tflop_per_s or of_base("compute_tflop_per_s", sheet_tflop),
         host_memory_bandwidth_gb_per_s=reads,
-        host_compute_tflop_per_s=cores * engine.get("host_kernels", 1.0),
+        host_compute_tflop_per_s=cores,
         host_and_link=at_once / max(reads, link_rate) if at_once else factors.host_and_link_of_host,
-        host_hop_us=stated("hop_us", engine.get("hop_us", hop)),
+        host_hop_us=hop,
         host_us_per_layer=stated("cpu_us_per_layer", waiting_us),
         link_bandwidth_gb_per_s=link_rate,
-        link_latency_us=stated("link_latency_us", factors.link_latency_us) + engine.get("us_per_miss", 0.0),
-        disk_bandwidth_gb_per_s=(machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s")) * engine.get("disk", 1.0),
+        link_latency_us=stated("link_latency_us", factors.link_latency_us),
+        disk_bandwidth_gb_per_s=machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s"),
         disk_latency_us=stated("disk_latency_us", factors.disk_latency_us),
-        framework_us_per_layer=stated("us_per_layer", launches_us + engine.get("us_per_layer", 0.0)),
-        framework_us_per_expert=stated("us_per_expert", engine.get("us_per_expert", 0.0)),
-        framework_us_per_token=stated("us_per_token", engine.get("us_per_token", factors.us_per_token)),
-    )
+        framework_us_per_layer=launches_us,
+        framework_us_per_token=factors.us_per_token,
+    ).under(engine.overheads)
+    counted = {key: getattr(machine, key) for key in ("hop_us", "us_per_layer", "us_per_expert", "us_per_token")}
+    return replace(reached, **{FITTED[key]: us for key, us in counted.items() if us >= 0})
 
 
 def peak_of(machine: Machine) -> float:
@@ -138,17 +136,3 @@ def _data_sheet(machine: Machine) -> Gpu:
     if machine.gpu:
         return gpu_of(machine.gpu)
     return gpu_that_reads(machine.gpu_data_sheet_gb_per_s, machine.title)
-
-
-def engine_of(system: str) -> Mapping[str, Any]:
-    """Return the entry of systems.toml for a system, what stands behind "(" or a comma aside, else `unknown`."""
-    engines = table("systems")
-    for wanted in (_plain(system), _plain(re.split(r"[(,]", system)[0])):
-        for name, entry in engines.items():
-            if wanted in {_plain(name), *map(_plain, entry.get("also", ()))}:
-                return dict(entry)
-    return {**engines["unknown"], "unknown": True}
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9+]", "", text.lower())

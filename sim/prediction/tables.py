@@ -1,4 +1,4 @@
-"""Tables of the back-test: general factors (data/factors.toml), GPUs, systems, reuse, errors."""
+"""Tables of the back-test: general factors (data/factors.toml), reuse, errors."""
 
 import tomllib
 from collections.abc import Mapping

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import platformdirs
 from msgspec import Meta
 
+from policies.core.systems import Overheads
 from sim.catalogue.parts import FOLDER, GPUS, HOSTS, LINKS, Gpu, gpu_name, plain, ram_gb_per_s
 from sim.profiles.measured import MeasuredModel
 from sim.quantities import SLOWEST_GB_PER_S
@@ -33,6 +34,9 @@ READ_OF_DATA_SHEET, MULTIPLIED_OF_DATA_SHEET = 0.9, 0.7
 
 UNIFIED = 0.75
 """Of unified memory, what a GPU may use: what macOS grants by default on machines of more than 36 GB."""
+
+WHOLE = 2
+"""Bytes of a parameter that is not quantised."""
 
 THIS_MACHINE = "this-machine"
 """The profile that `moe-sim probe` writes."""
@@ -81,6 +85,29 @@ class Hardware:
         faster = max(self.host_memory_bandwidth_gb_per_s, self.link_bandwidth_gb_per_s)
         left = faster * self.host_and_link - self.link_bandwidth_gb_per_s
         return min(self.host_expert_bandwidth_gb_per_s, max(left, SLOWEST_GB_PER_S))
+
+    def under(self, overheads: Overheads) -> "Hardware":
+        """Return the machine as a framework reaches it, by its rates alone: what was measured is of no framework."""
+        return replace(
+            self,
+            link_bandwidth_gb_per_s=self.link_bandwidth_gb_per_s * overheads.link,
+            link_latency_us=self.link_latency_us + overheads.us_per_miss,
+            disk_bandwidth_gb_per_s=self.disk_bandwidth_gb_per_s * overheads.disk,
+            host_compute_tflop_per_s=self.host_compute_tflop_per_s * overheads.host_kernels,
+            host_expert_share=self.host_expert_share * overheads.host_kernels,
+            host_hop_us=self.host_hop_us if overheads.hop_us is None else overheads.hop_us,
+            framework_us_per_layer=self.framework_us_per_layer + overheads.us_per_layer,
+            framework_us_per_expert=self.framework_us_per_expert + overheads.us_per_expert,
+            framework_us_per_token=self.framework_us_per_token + overheads.us_per_token,
+            measured=(),
+        )
+
+    def dequantising(self, model: ModelProfile) -> "Hardware":
+        """Return the machine where each expert of a quantised model is written in 16 bits and read again first."""
+        if model.expert_bytes_per_parameter >= WHOLE or not self.memory_bandwidth_gb_per_s:
+            return self
+        moved_us = 2 * WHOLE * model.expert_parameters / self.memory_bandwidth_gb_per_s / 1e3
+        return replace(self, framework_us_per_expert=self.framework_us_per_expert + moved_us)
 
     def on_host(self) -> "Hardware":
         """Return a machine whose GPU is the host's cores, for what they compute of whole layers: no launches."""

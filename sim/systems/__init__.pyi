@@ -1,2 +1,2 @@
 from .predict import Setting as Setting
-from .system import chosen as chosen
+from .predict import chosen as chosen

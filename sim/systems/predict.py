@@ -4,27 +4,29 @@ The budget is the GPU memory for experts, in bytes, the same for all systems: th
 part of the model and its KV cache leave. What a system needs beside it (buffers) comes out of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from policies.core.policy import Shape
 from policies.core.scope import read_profile
 from policies.core.spec import PolicySpec, parse
+from policies.core.systems import System, systems
 from sim.engines import compiled_engine
 from sim.loaded import TimedRun
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import Run, Tier, gpu_run
 from sim.profiles.derived import Blocking, FirstLayersElsewhere
+from sim.profiles.hardware_profile import Hardware
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import Timing, experts_per_layer
 from sim.quantities import parse_bytes, show_bytes
 from sim.systems import transforms
-from sim.systems.system import System
-from traces.errors import InputError
+from traces.errors import InputError, unknown
 from traces.models.names import bytes_per_parameter
 from traces.models.profile import ModelProfile
 from traces.steps import DECODE, PREFILL, RequestSteps
@@ -33,6 +35,16 @@ CONTEXT = 512 + 32
 """Tokens in the KV cache, as in the evaluation of the MoE-Infinity paper: prompt and answer."""
 
 HOST_MEMORY = "16GiB"
+
+
+def chosen(names: Iterable[str]) -> list[System]:
+    """Return the systems of these names, all if there are none. Raise InputError for one that is not run."""
+    known = {name: system for name, system in systems().items() if system.runs}
+    names = list(dict.fromkeys(names)) or list(known)
+    for name in names:
+        if name not in known:
+            raise unknown("system", name, known)
+    return [known[name] for name in names]
 
 
 class CannotRunError(Exception):
@@ -127,6 +139,7 @@ class SystemRun:
     system: System
     setting: Setting
     policy: PolicySpec
+    hardware: Hardware  # as the system's framework reaches it
     run: Run
     resident_layers: int  # of whole layers
     host_layers: int  # that do not fit
@@ -143,7 +156,9 @@ class SystemRun:
         host_layers = shape.layers - fitting
         if system.whole_layers and not fitting:
             raise CannotRunError(f"room for {slots} experts, a layer has {shape.experts}")
-        hardware = setting.loaded.hardware
+        hardware = setting.loaded.hardware.under(system.overheads)
+        if system.overheads.dequantises:
+            hardware = hardware.dequantising(model)
         loaded = replace(setting.loaded, profile=model, hardware=hardware.from_disk() if system.disk else hardware)
         policy = _policy(system, setting, host_layers, slots)
         loaded.require(policy, slots)
@@ -162,12 +177,12 @@ class SystemRun:
             requests = transforms.Changed(requests, first=first)
         top_k = loaded.trace.top_k
         window = experts_per_layer(timing, link, shape.layers, top_k)
-        if system.blocking or system.whole_layers:
+        if system.overheads.blocking or system.whole_layers:
             timing = Blocking(timing, shape.layers, shape.experts, top_k)
         host = _host(setting, model) if system.mmap else None
         of_run = Shape(shape.layers, 1) if system.whole_layers else shape
         run = gpu_run(requests, of_run, slots, policy, timing, link, experts_per_layer=window, host=host)
-        return cls(system, setting, policy, run, resident, host_layers, len(first))
+        return cls(system, setting, policy, hardware, run, resident, host_layers, len(first))
 
     def prediction(self, log: RunLog) -> Prediction:
         """Sum up the log of the run, decoded tokens alone, without what loads and what warms up."""
@@ -192,8 +207,16 @@ class SystemRun:
             idle_ms=(float(log.stall_ns[counted].sum(axis=1).mean()) + self._cpu_dense_ns(first)) / 1e6,
             hit_rate=hit_rate,
             mb_per_token=moved * (2 if self.system.copy_back else 1) / len(ns) / 1e6,
-            overhead_ms=(loaded.shape.layers * self.system.us_per_layer + self.system.us_per_token) / 1e3,
+            overhead_ms=self._framework_ns(log, counted) / 1e6,
         )
+
+    def _framework_ns(self, log: RunLog, counted: NDArray[np.bool_]) -> float:
+        """Return what the framework adds to a decoded token in the mean, slower copies and CPU kernels aside."""
+        model = self.setting.model(self.system)
+        best, reached = (Roofline(hardware, model) for hardware in (self.setting.loaded.hardware, self.hardware))
+        on_cpu = 0.0 if self.system.zero_copy else float(log.on_host[counted].sum() / counted.sum())
+        more = reached.token_ns(CONTEXT) - best.token_ns(CONTEXT)
+        return more - on_cpu * (reached.expert_ns(1) - best.expert_ns(1))
 
     def _cpu_dense_ns(self, first: int) -> float:
         """Of a decoded token in the mean: while the CPU computes the dense part of layers, the GPU is idle."""
@@ -214,7 +237,7 @@ def _policy(system: System, setting: Setting, host_layers: int, slots: int) -> P
     def made(text: str) -> PolicySpec:
         return parse(text.format(**names))
 
-    policy = made(system.policy)
+    policy = made(system.runs)
     if policy.needs_lookahead and not setting.loaded.trace.has_lookahead:
         if not system.without_lookahead:
             raise CannotRunError("needs a trace with lookahead (moe-trace record --lookahead)")
@@ -234,8 +257,6 @@ def _timing(system: System, setting: Setting, loaded: TimedRun, policy: PolicySp
         timing = transforms.ZeroCopy(timing, loaded.link)
     if system.preload:
         timing = transforms.Preloaded(timing, setting.mark)
-    if system.us_per_layer or system.us_per_token:
-        timing = transforms.Overhead(timing, round(system.us_per_layer * 1_000), round(system.us_per_token * 1_000))
     return timing
 
 

@@ -29,21 +29,6 @@ def of_whole_layers(link: Link, experts: int) -> Link:
 
 
 @dataclass(frozen=True)
-class Overhead(Derived):
-    """A framework's own time: so much in each MoE layer that runs, and so much in each forward pass."""
-
-    layer_ns: int
-    token_ns: int
-
-    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        own = self.timing.dense_ns(layer, tokens, context, requests)
-        return own + self.layer_ns if own else 0  # an encoder's takes no time where tokens are decoded
-
-    def head_ns(self, tokens: int, requests: int = 1) -> int:
-        return self.timing.head_ns(tokens, requests) + self.token_ns
-
-
-@dataclass(frozen=True)
 class ZeroCopy(Derived):
     """What lies on the host is computed by the GPU, whose kernels read it over the link: no hop, no latency."""
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from policies.core import PRESETS, Shape, parse, registry
-from policies.core.presets import Preset
+from policies.core import Shape, parse
+from policies.core.systems import presets, systems
 from sim.engines.simpy_engine import simulate
 from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+@pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
 def test_every_preset_plays_as_what_it_stands_for(preset, folder):
     options = NEEDS.get(preset.name, "").format(trace=folder)
     spec = parse(f"{preset.name}:{options}" if options else preset.name)
@@ -44,7 +44,7 @@ def test_every_preset_plays_as_what_it_stands_for(preset, folder):
 
 
 def made_up(monkeypatch, policy: str) -> None:
-    monkeypatch.setattr(registry, "PRESETS", (*PRESETS, Preset("made-up", policy, "Synthetic.", "All of it.")))
+    monkeypatch.setitem(systems(), "made-up", replace(systems()["specmd"], name="made-up", policy=policy))
 
 
 @pytest.mark.parametrize(

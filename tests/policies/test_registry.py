@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from policies.core import Policy, ScorePolicy, Shape, available, parse, registry
-from policies.core.presets import PRESETS
+from policies.core.systems import presets
 from policies.eamc import EamcRetention
 from policies.eamc.eamc import EamcPrefetcher
 from policies.retention import Belady
@@ -87,5 +87,5 @@ def test_the_readme_lists_every_policy_of_each_kind_and_every_preset() -> None:
     assert listed["pairs"] == pairs
     assert listed["eviction"] == {name for name, keeps in names.items() if keeps} - pairs
     assert listed["prefetch"] == {name for name, keeps in names.items() if not keeps} - pairs
-    presets = README.partition("## Presets\n")[2].partition("\n## ")[0]
-    assert {preset.name for preset in PRESETS} <= set(re.findall(r"`([^` ]+)`", presets))
+    section = README.partition("## Presets\n")[2].partition("\n## ")[0]
+    assert {preset.name for preset in presets()} <= set(re.findall(r"`([^` ]+)`", section))

@@ -13,11 +13,12 @@ import pandas as pd
 import pytest
 import tomli_w
 
+from policies.core.systems import system_of, systems
 from sim.backtest import DATA, file, printed, score
 from sim.catalogue.parts import CPUS, LINKS, thread_gflop_per_s
-from sim.prediction import FACTORS, Case, Machine, Model, Setting, routing, table
+from sim.prediction import FACTORS, Case, Machine, Model, Setting, routing
 from sim.prediction.described import Row
-from sim.prediction.machine import engine_of, hardware_of, kernels_per_layer
+from sim.prediction.machine import hardware_of, kernels_per_layer
 from sim.prediction.timing import Runtime
 from sim.profiles.hardware_profile import Hardware, gpu_of
 from traces import InputError, write_trace
@@ -73,7 +74,7 @@ def hardware_of_case(one: Case) -> Hardware:
 
 
 def reached(machine: Machine, system: str, name: str = "qwen3-30b-a3b") -> Hardware:
-    return hardware_of(machine, engine_of(system), model(name))
+    return hardware_of(machine, system_of(system), model(name))
 
 
 def seconds(one: Case, own: Hardware | None = None) -> float:
@@ -236,14 +237,15 @@ def test_stated_bytes_are_what_is_read(tmp_path):
 
 
 def test_an_engine_is_known_by_its_whole_name_and_any_other_is_unknown():
-    machine, systems = Machine("m"), table("systems")
-    assert reached(machine, "MoE Infinity (2026)").framework_us_per_expert == systems["MoE-Infinity"]["us_per_expert"]
+    machine, overheads = Machine("m"), systems()["moe-infinity"].overheads
+    assert reached(machine, "MoE Infinity (2026)").framework_us_per_expert == overheads.us_per_expert
     assert reached(machine, "accelerate").link_bandwidth_gb_per_s == 0
     launches = kernels_per_layer(model("qwen3-30b-a3b")) * FACTORS.gpu["gddr"].launch_us
     assert reached(machine, "llama.cpp (llama-bench)").framework_us_per_layer == launches
-    for name in ("nobody's", "vLLM + a cache of experts", "DeepSpeed-like"):
-        assert engine_of(name)["unknown"]
-        assert reached(machine, name).framework_us_per_layer == launches + systems["unknown"]["us_per_layer"]
+    assert [system_of(name).name for name in ("FlashMoE", "Flash-MoE")] == ["flashmoe", "flash-moe-metal"]
+    for name in ("nobody's", "vLLM + a cache of experts", "DeepSpeed-like", "HOBBIT"):
+        assert system_of(name).is_unknown
+        assert reached(machine, name).framework_us_per_layer == launches + systems()["unknown"].overheads.us_per_layer
 
 
 # What is run

@@ -6,7 +6,8 @@ from fractions import Fraction
 import pytest
 
 from benchmarks import predictors as benchmark
-from policies.core import PRESETS, parse
+from policies.core import parse
+from policies.core.systems import systems
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.profiles import policy_overhead
@@ -67,7 +68,7 @@ def test_halves_of_one_name_and_options_are_one_predictor_and_others_add_up():
 def test_a_preset_costs_what_its_halves_do_unless_it_has_a_row_of_its_own():
     assert at("eamc-code") == at("eamc-code:capacity=5") == 20
     assert at("eamc-v1") == at("eamc") == 6
-    typed = next(preset for preset in PRESETS if preset.name == "eamc-code").policy
+    typed = systems()["eamc-code"].policy
     assert at(typed) == 20
 
 
