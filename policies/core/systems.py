@@ -80,7 +80,7 @@ class System:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nobody states what it takes, so that it is charged what most take."""
+        """Whether it is not stated what it takes, so that it is charged what most take."""
         return "unknown" in (self.name, self.overheads.as_of)
 
 
