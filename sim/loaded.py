@@ -88,14 +88,15 @@ class Loaded(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """What there is to say of the sizes of experts, where they are not those that the trace states."""
+        """What there is to say of the model's sizes: what was not understood, and that they are not the trace's."""
         meta, profile, experiment = self.trace.meta, self.profile, self.experiment
         recorded = meta.largest_expert_bytes
+        wrong = [f"{profile.name}: sizes may be wrong: {note}" for note in profile.notes] if profile else []
         if not (profile and recorded) or profile.expert_bytes == recorded:
-            return []
+            return wrong
         source = experiment.expert_sizes or experiment.model_profile or profile.name
         sizes = f"the trace states {show_bytes(recorded)}, {source} {show_bytes(profile.expert_bytes)}"
-        return [f"expert size: {sizes} (which is used)"]
+        return [*wrong, f"expert size: {sizes} (which is used)"]
 
     def alike(self) -> Self:
         """Return the same with experts of one size, their mean; itself where they are."""

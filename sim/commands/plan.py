@@ -249,6 +249,7 @@ def _ranking(facts: Facts, found: list[Ranked], context: int, typed: str) -> Ite
             each.model, each.precision, size, speed, between, _digits(each.cached) if each.cached else "-", where
         )
     yield shown
+    yield from (f"{each.model}: sizes may be wrong: {note}." for each in found for note in each.not_understood)
     if any(each.from_disk for each in found):
         yield "* memory does not hold all of it: the rest is read from the disk."
     if any(each.cached for each in found):
@@ -266,6 +267,7 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
     differs = plan.first_tokens_per_s > SLOWS * speed.tokens_per_s
     first = f", {_digits(plan.first_tokens_per_s)} with an empty one" if differs else ""
     behind = f" with a full context of {plan.context:,} tokens{first}" if differs else ""
+    yield from (f"Sizes may be wrong: {note}." for note in plan.not_understood)
     yield (
         f"{plan.model} at {plan.precision}: about {_digits(speed.tokens_per_s)} tokens/s ({CONFIDENCE:.0%}: "
         f"{_digits(speed.low)} to {_digits(speed.high)}){behind}, limited by {limit}; {_place(plan)}."

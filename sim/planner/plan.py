@@ -184,6 +184,7 @@ class Plan:
     assumed: tuple[AssumedFact, ...]
     notes: tuple[str, ...]
     advice: tuple[str, ...]
+    not_understood: tuple[str, ...]  # of the model's config or file, so that sizes may be wrong
     calibration: dict[str, float | str] | None
 
     @property
@@ -290,6 +291,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
         assumed=assumed,
         notes=(*notes, *_notes(placement)),
         advice=tuple(_advice(layout)),
+        not_understood=layout.profile.notes,
         calibration=calibration.facts() if calibration else None,
     )
 

@@ -41,6 +41,7 @@ class Ranked:
     speed: Speed | None = None
     limit: str = ""  # the part of the machine that takes most of a token's time
     from_disk: bool = False
+    not_understood: tuple[str, ...] = ()
     lack: str = ""
     cached: float = 0.0  # tokens a second with llama.cpp's expert cache, where that is faster
 
@@ -65,5 +66,6 @@ def ranked(
             speed,
             bottleneck(placement, own),
             placement.kind == DISK,
+            layout.profile.notes,
             cached=cached if cached > speed.tokens_per_s else 0.0,
         )

@@ -16,7 +16,7 @@ from tests.support.architectures import names, tiny_model
 from tests.support.profiles import QWEN3
 from traces import InputError
 from traces.models import ModelProfile, counted
-from traces.models.precision import Precision, precision_of
+from traces.models.precision import Precision, Weight, precision_of
 from traces.models.profile import model, written
 from traces.models.sites import find_sites
 
@@ -200,7 +200,7 @@ ANSWERING = [
 def test_a_profile_is_what_the_model_has_reads_and_keeps(architecture: str) -> None:
     """Parameters in all, routed, and never read in a pass; numbers in the cache by token, by window and at all."""
     made, config = answering(architecture)
-    found = counted(config, architecture, Precision(16, 16))
+    found = counted(config, architecture, Precision(16))
     with Read() as reading:
         short = run(made, 128)
     sites = [site for site in find_sites(made) if "vision" not in site.name]
@@ -228,12 +228,13 @@ def test_a_profile_is_what_the_model_has_reads_and_keeps(architecture: str) -> N
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_what_does_not_answer_is_refused(architecture: str) -> None:
     with pytest.raises(InputError, match=REFUSED[architecture]):
-        counted(tiny_model(architecture).config.to_dict(), architecture, Precision(16, 16))
+        counted(tiny_model(architecture).config.to_dict(), architecture, Precision(16))
 
 
 # Precision
 
-EXPERT, ATTENTION = "model.layers.3.mlp.experts.0.down_proj", "model.layers.3.self_attn.q_proj"
+EXPERT = Weight(("model.layers.3.mlp.experts.{}.down_proj",), "expert", 8, 8)
+ATTENTION = Weight(("model.layers.3.self_attn.q_proj",), "linear", 1)
 
 
 def groups(**weights: Any) -> dict[str, Any]:
@@ -293,14 +294,14 @@ def test_modelopts_own_file_is_read_beside_a_config(tmp_path: Path) -> None:
 
 
 def test_a_config_that_states_no_precision_is_not_bf16_without_a_word() -> None:
-    with pytest.warns(UserWarning, match="states no dtype and no quantisation"):
-        assert precision_of({}).bits(EXPERT) == 16
+    assert precision_of({}).bits(EXPERT) == 16
+    assert precision_of({}).notes == ["the config states no dtype and no quantisation: bf16 is assumed"]
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (method("vptq"), "how many bits 'vptq' has"),
+        (method("vptq"), "'vptq': nothing says how many bits"),
         (method("modelopt", quant_algo="MAGIC"), "quant_algo 'MAGIC'"),
         ({"expert_dtype": "fp3"}, "expert_dtype 'fp3'"),
         ({"num_experts_per_tok": 200}, "top_k 200 is above 128 experts"),

@@ -31,6 +31,8 @@ def profile(
     Example: moe-trace profile Qwen3-30B-A3B/config.json --out qwen3.toml
     """
     counted = read_model(model)
+    for note in counted.notes:
+        console.warn(f"sizes may be wrong: {note}")
     tools = "" if ".gguf" in model else f", transformers {version('transformers')}"
     text = written(counted, f"# Counted by moe-trace profile, moe-expert-cache {version('moe-expert-cache')}{tools}.\n")
     if out is None:

@@ -30,6 +30,7 @@ from traces.errors import InputError
 from traces.models.precision import Precision
 from traces.models.profile import LayerKind, ModelProfile, described
 from traces.models.sites import find_sites, k_of
+from traces.models.weights import Weights
 
 SHORT, LONG = 128, 256
 """Tokens of the two passes whose caches are compared: multiples of what architectures compress keys by."""
@@ -200,7 +201,8 @@ class _Counting:
         shapes = [site.shape(self.hidden) for site in self.sites]
         if self.width:
             shapes = [shape._replace(width=self.width) for shape in shapes]
-        widths = [precision.bits(f"{site.name}.0.down_proj") / 8 for site in self.sites]
+        weights = Weights(self.model, self.sites, self.routers)
+        widths = [weights.width(matrices(site.weights), precision) for site in self.sites]
         sizes = [round(shape.parameters * width) for shape, width in zip(shapes, widths, strict=True)]
         largest, expert_bytes = max(zip(shapes, widths, strict=True), key=lambda each: each[0].parameters * each[1])
         experts = max(site.experts for site in self.sites)
@@ -216,7 +218,9 @@ class _Counting:
         ends, embedding, has_head = self._ends()
         routed = sum(site.experts * shape.parameters for site, shape in zip(self.sites, shapes, strict=True))
         read = sum(kind.parameters for kind in order) + routed + _elements(ends) + _elements(embedding)
-        dense_bytes, head_bytes = self._dense_bytes(precision), precision.bits("lm_head") / 8
+        inside = [each for _, each in chain.from_iterable(map(self._beside, self.stacks))]
+        dense, embedded = weights.width(inside, precision), weights.width(embedding, precision)
+        head = weights.width(matrices(ends), precision) or precision.own / 8
         return ModelProfile(
             name=name,
             hub_ids=(),
@@ -225,13 +229,15 @@ class _Counting:
             hidden_size=self.hidden,
             expert_bytes_per_parameter=expert_bytes,
             vocabulary=self.config.vocab_size,
-            dense_bytes_per_parameter=dense_bytes,
+            dense_bytes_per_parameter=dense,
             encoder_layers=encoder,
             layer_expert_bytes=tuple(sizes) if len(set(sizes)) > 1 else (),
             embedding_parameters=_elements(embedding),
             head_parameters=_elements(ends) + (0 if has_head else self.config.vocab_size * self.hidden),
-            head_bytes_per_parameter=0 if head_bytes == dense_bytes else head_bytes,
+            head_bytes_per_parameter=0 if head == dense else head,
+            embedding_bytes_per_parameter=0 if embedded in (0, head) else embedded,
             precision=precision.name,
+            notes=(*precision.notes, *precision.unmatched(weights.names)),
             unused_parameters=max(0, _elements(self.model.parameters()) - read),
             kv_bytes_per_value=4.0 if precision.own == 32 else 2.0,
             **largest.fields(self.hidden),
@@ -259,15 +265,6 @@ class _Counting:
         """Return the parameters of a module, with their names, without routed experts and what reads images."""
         named = self.model.get_submodule(name).named_parameters(prefix=name)
         return [(path, each) for path, each in named if each not in self.routed and "vision" not in path]
-
-    def _dense_bytes(self, precision: Precision) -> float:
-        """Return the bytes a parameter of layers, routed experts aside."""
-        bits = total = 0.0
-        for name, each in chain.from_iterable(map(self._beside, self.stacks)):
-            plain = each.dim() < 2 or each in self.routers
-            bits += each.numel() * (precision.own if plain else precision.bits(name.rpartition(".")[0]))
-            total += each.numel()
-        return bits / total / 8
 
     def _ends(self) -> tuple[set[Tensor], set[Tensor], bool]:
         """Return the parameters around the layers, those of embeddings beside the head, and whether there is a head."""
@@ -383,6 +380,13 @@ class _Counting:
 
 def _elements(tensors: Iterable[Tensor]) -> int:
     return sum(each.numel() for each in tensors)
+
+
+def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those that are no vectors, or vectors of all experts, where there are such."""
+    every = list(tensors)
+    most = max((each.dim() for each in every), default=0)
+    return [each for each in every if each.dim() == most]
 
 
 def _held(layer: Any, same: bool) -> Iterator[tuple[int, Tensor]]:

@@ -127,6 +127,7 @@ class ModelProfile:
     kv_latent_size: Size = 0  # MLA; 0: keys and values by head
     rope_head_size: Size = 0  # MLA: beside head_size
     query_latent_size: Size = 0  # MLA whose queries pass a latent too; 0: they do not
+    notes: tuple[str, ...] = ()  # what was not understood of the config or file, so that sizes may be wrong
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
