@@ -54,6 +54,34 @@ def test_experts_of_a_safetensors_file_with_their_scales(tmp_path: Path) -> None
     assert expert_bytes_by_layer(tmp_path / "model.safetensors").tolist() == [3 * (32 * n + 4) for n in (1, 2, 10)]
 
 
+E, H, INNER = 4, 32, 8
+
+
+@pytest.mark.parametrize(
+    "shapes",  # of matrices by the names of MLX, Step, Granite and JetMoE, DBRX
+    [
+        {f"mlp.switch_mlp.{part}_proj.weight": (E, INNER, H) for part in ("gate", "up", "down")},
+        {f"moe.{part}_proj.weight": (E, INNER, H) for part in ("gate", "up", "down")},
+        {"mlp.input_linear.weight": (E, 2 * INNER, H), "mlp.output_linear.weight": (E, H, INNER)},
+        {f"ffn.experts.mlp.{part}": (E * INNER, H) for part in ("w1", "v1", "w2")},
+        {f"any.{expert}.{part}.kernel": (INNER, H) for part in ("a", "b", "c") for expert in range(E)},
+    ],
+)
+def test_experts_are_found_by_shape_and_count_whatever_their_names(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    beside = {
+        "mlp.gate.weight": (E, H),
+        "mlp.shared_expert.up_proj.weight": (INNER, H),
+        "self_attn.embed_q.weight": (E, 1, 2),
+        "linear_attn.conv1d.weight": (64, 1, 4),
+        "self_attn.q_proj.weight": (H, H),
+    }
+    tensors = {f"model.layers.{i}.{name}": shape for i in (1, 2) for name, shape in {**shapes, **beside}.items()}
+    save_file({name: np.zeros(shape, np.float16) for name, shape in tensors.items()}, tmp_path / "a.safetensors")
+    assert expert_bytes_by_layer(tmp_path / "a.safetensors", E).tolist() == [2 * 3 * INNER * H] * 2
+
+
 def test_fused_mxfp4_experts_in_several_files_with_an_index(tmp_path: Path) -> None:
     prefix, weights = "model.layers.{}.mlp.experts.", {}
     for layer in range(2):

@@ -1,8 +1,9 @@
 """The sizes of a model's experts by layer, read from the headers of its files: quantised files mix formats.
 
-Of rule 19. Formats: GGUF (`traces.models.gguf_files`) and safetensors (`traces.models.safetensors_files`). No weights
-are read. Layers for multi-token prediction (MTP), which decoding does not run, do not count, nor do those of a second
-model in the same files, such as one that speaks.
+Of rule 19. Formats: GGUF (`traces.models.gguf_files`), whose names say what is an expert's, and safetensors
+(`traces.models.safetensors_files`), where shapes and counts do. No weights are read. Layers for multi-token prediction
+(MTP), which decoding does not run, do not count, nor do those of a second model in the same files, such as one that
+speaks.
 """
 
 import re
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
 GGUF_NAME = re.compile(r"(blk\.\d+)\.ffn_(?:gate|up|down|gate_up)(?:_exps|\.(\d+))(?:\.|$)")
 """Names of expert tensors in GGUF files: the layer, and the expert unless all are in one tensor."""
 
-SAFETENSORS_NAME = re.compile(r"(.+)\.experts\.(?:(?:expert_)?(\d+)\.)?.+")
-"""The same of transformers models."""
+OF_ONE = re.compile(r"((.*\.\d+\.[^.]+)(?:\..*)?)\.(?:expert_)?(\d+)\..+")
+"""Names of tensors with a number behind a layer's: the tensor up to it, the layer with its part, and the number."""
+
+OF_ALL = re.compile(r"(.*\.\d+\.[^.]+)(?:\..+)?")
+"""Names of tensors in a layer: the layer with its part."""
+
+FEW = 0.02
+"""Of the bytes of the largest set of tensors: what has less is no set of experts (convolutions, heads of attention)."""
 
 MTP = re.compile(r"(.+?)\.(?:eh_proj|nextn)\.|(.*mtp\.layers\.\d+)\.")
 """Names of tensors that only layers for multi-token prediction have, of DeepSeek, GLM, Qwen and in GGUF files."""
@@ -41,6 +48,16 @@ class _Layer:
 
     fused: list[StoredTensor] = field(default_factory=list)  # of all experts
     own: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # expert -> bytes of its own tensors
+
+    def add(self, tensor: StoredTensor, expert: str | None) -> None:
+        if expert is None:
+            self.fused.append(tensor)
+        else:
+            self.own[expert] += tensor.size
+
+    def merge(self, other: "_Layer") -> None:
+        for expert, size in other.own.items():
+            self.own[expert] += size
 
     @property
     def bytes(self) -> int:
@@ -72,21 +89,59 @@ def expert_bytes_by_layer(path: Path | str, experts: int | None = None) -> NDArr
 def bytes_by_layer(tensors: Sequence[StoredTensor], path: str, experts: int | None = None) -> NDArray[np.int64]:
     """Return the same of a model's tensors; path: what errors name."""
     beyond = {match[1] or match[2] for tensor in tensors if (match := MTP.match(tensor.name))}
-    layers: dict[str, _Layer] = defaultdict(_Layer)
-    for tensor in tensors:
-        match = GGUF_NAME.match(tensor.name) or SAFETENSORS_NAME.match(tensor.name)
-        if match is None or any(f"{match[1]}.".startswith(f"{each}.") for each in beyond):
-            continue
-        layer, expert = layers[match[1]], match[2]
-        if expert is None:
-            layer.fused.append(tensor)
-        else:
-            layer.own[expert] += tensor.size
+    kept = [each for each in tensors if not any(f"{each.name}.".startswith(f"{name}.") for name in beyond)]
+    layers = _of_names(kept) or _of_shapes(kept, experts) or _of_folder(kept)
     names = _of_one_model(layers)
     if not names:
         raise InputError(f"{path} holds no tensors of experts: is it an MoE model?")
     with located(path):
         return np.array([_expert_bytes(name, layers[name], experts) for name in sorted(names, key=_order)], np.int64)
+
+
+def _of_names(tensors: Sequence[StoredTensor]) -> dict[str, _Layer]:
+    """Return the layers with experts of a GGUF file; empty for other files."""
+    layers: dict[str, _Layer] = defaultdict(_Layer)
+    for tensor in tensors:
+        if match := GGUF_NAME.match(tensor.name):
+            layers[match[1]].add(tensor, match[2])
+    return layers
+
+
+def _of_shapes(tensors: Sequence[StoredTensor], experts: int | None) -> dict[str, _Layer]:
+    """Return the layers with experts, by the largest sets of as many alike: in one tensor, or in as many."""
+    sets: dict[str, dict[int, _Layer]] = defaultdict(lambda: defaultdict(_Layer))
+    apart: dict[tuple[str, str], _Layer] = defaultdict(_Layer)
+    alike = (each for each in tensors if len(each.shape) > 2 and min(each.shape) > 1)  # no convolutions
+    stacked = {(_module(each.name), each.shape[0]) for each in alike}
+    for tensor in tensors:
+        if match := OF_ONE.fullmatch(tensor.name):
+            apart[match[2], match[1]].add(tensor, match[3])
+        elif (match := OF_ALL.fullmatch(tensor.name)) and (_module(tensor.name), *tensor.shape[:1]) in stacked:
+            sets[match[1]][tensor.shape[0]].add(tensor, None)
+    for (name, _), layer in apart.items():
+        sets[name][len(layer.own)].merge(layer)
+    most = max((layer.bytes for of in sets.values() for layer in of.values()), default=0)
+    large = {name: {n: layer for n, layer in of.items() if layer.bytes >= FEW * most} for name, of in sets.items()}
+    total: dict[int, int] = defaultdict(int)
+    for count, layer in (each for of in large.values() for each in of.items()):
+        total[count] += layer.bytes
+    count = experts if experts in total else max(total, key=lambda each: total[each], default=0)
+    parts = {re.sub(r"\d+", "N", name) for name, of in large.items() if count in of}
+    found = {name: of for name, of in large.items() if of and re.sub(r"\d+", "N", name) in parts}
+    return {name: of.get(count) or max(of.values(), key=lambda layer: layer.bytes) for name, of in found.items()}
+
+
+def _of_folder(tensors: Sequence[StoredTensor]) -> dict[str, _Layer]:
+    """Return the layers whose experts are rows of matrices, which their name alone says (DBRX)."""
+    layers: dict[str, _Layer] = defaultdict(_Layer)
+    for tensor in tensors:
+        if ".experts." in tensor.name:
+            layers[tensor.name.partition(".experts.")[0]].add(tensor, None)
+    return layers
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _of_one_model(layers: dict[str, _Layer]) -> list[str]:
@@ -102,6 +157,8 @@ def _of_one_model(layers: dict[str, _Layer]) -> list[str]:
 def _expert_bytes(name: str, layer: _Layer, experts: int | None) -> int:
     """Return the bytes of one expert of a layer, which has so many if that is known."""
     counts = {tensor.shape[0] for tensor in layer.fused if len(tensor.shape) >= 3}
+    if experts and layer.fused and not counts and all(tensor.shape[0] % experts == 0 for tensor in layer.fused):
+        counts = {experts}
     counts |= {len(layer.own)} if layer.own else set()
     sizes = sorted(set(layer.own.values()))
     if len(counts) != 1 or 0 in counts or experts not in (None, *counts):
