@@ -1,16 +1,22 @@
 """Models counted from their configs: against transformers' own model and cache, and against published numbers."""
 
 import json
+import re
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations import finegrained_fp8
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from tests.support.architectures import names, tiny_model
 from tests.support.profiles import QWEN3
@@ -19,6 +25,7 @@ from traces.models import ModelProfile, counted
 from traces.models.precision import Precision, Weight, precision_of
 from traces.models.profile import model, written
 from traces.models.sites import find_sites
+from traces.models.weights import Weights
 
 BASE: dict[str, Any] = {
     "hidden_size": 256,
@@ -177,10 +184,7 @@ def answering(architecture: str) -> Any:
 
 REFUSED = {
     "diffusion_gemma": "it denoises blocks of tokens",
-    "glm5_next": "the cache of Glm5NextForConditionalGeneration cannot be measured",
-    "jetmoe": "the cache of JetMoeForCausalLM cannot be measured",
-    "openai_privacy_filter": "the cache of OpenAIPrivacyFilterModel cannot be measured",
-    "qwen4_exp": "the cache of Qwen4ExpForCausalLM cannot be measured",
+    "openai_privacy_filter": "OpenAIPrivacyFilterModel keeps no cache: it does not answer",
 }
 
 
@@ -283,6 +287,139 @@ def test_bits_are_those_that_are_stated_with_their_scales(
     assert (found.bits(EXPERT), found.bits(ATTENTION)) == (expert, attention)
 
 
+LAYER = "model.layers.3"
+WEIGHTS = {
+    "gate": Weight(
+        ("model.layers.3.mlp.experts.{}.gate_proj", "model.layers.3.mlp.switch_mlp.gate_proj"), "expert", 1, 4
+    ),
+    "down": Weight(("model.layers.3.mlp.experts.{}.down_proj",), "expert", 1, 4),
+    "attention": Weight(("model.layers.3.self_attn.q_proj",), "linear", 1),
+    "other layer": Weight(("model.layers.31.self_attn.q_proj",), "linear", 1),
+    "router": Weight(("model.layers.3.mlp.gate",), "router", 1),
+    "head": Weight(("lm_head",), "head", 1),
+    "embedding": Weight(("model.embed_tokens",), "embedding", 1),
+}
+INT4, FP8 = {"num_bits": 4, "type": "int", "group_size": 32}, {"num_bits": 8, "type": "float"}
+
+
+def mixed(groups: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
+    tables = {name: {"targets": [name], "weights": weights} for name, weights in groups.items()}
+    return method("compressed-tensors", config_groups=tables, **more)
+
+
+def torchao(kind: str, **data: Any) -> dict[str, Any]:
+    return {"_type": kind, "_data": data}
+
+
+@pytest.mark.parametrize(
+    ("stated", "bits"),
+    [
+        (
+            method("gptq", bits=4, group_size=32, dynamic={r"+:.*down_proj": {"bits": 8}, r"-:.*attn": {}}),
+            [4.625, 8.75, 16],
+        ),
+        (method("gptq", bits=8, group_size=-1, lm_head=True), [8, 8, 8, 8, 16, 8]),
+        (method("gptq", bits=8, group_size=-1, modules_in_block_to_quantize=[["self_attn.q_proj"]]), [16, 16, 8]),
+        (method("auto-round", bits=4, group_size=-1, extra_config={"layers.3.self_attn": {"bits": 8}}), [4, 4, 8, 4]),
+        (
+            method("auto-round", bits=4, group_size=-1, extra_config={r"layers\.3.*experts\.0": {"bits": 8}}),
+            [5, 5, 4, 4],
+        ),
+        (method("auto-round", bits=4, group_size=-1, block_name_to_quantize="model.layers.3"), [4, 4, 4, 16]),
+        (method("auto-round", bits=4, data_type="nv_fp", group_size=16), [4.5, 4.5]),
+        (mixed({r"re:.*down_proj$": INT4, r"re:.*gate_proj$": FP8}), [8, 4.5, 16]),
+        (mixed({"Linear": FP8}, ignore=["re:.*layers\\.3\\."]), [16, 16, 16, 8, 16, 8, 16]),
+        (mixed({"Linear": FP8}, ignore=["model.layers.3.self_attn.q_proj", "lm_head"]), [8, 8, 16, 8, 16, 16]),
+        (mixed({"model.layers.3.self_attn.q_proj": INT4}, fmt="e4m3"), [8, 8, 4.5, 8, 16, 16]),
+        (method("modelopt", quant_algo="NVFP4", ignore=["model.layers.3.*", "lm_head"]), [16, 16, 16, 4.5]),
+        (method("modelopt", quantized_layers={"model.layers.3.mlp.experts": {"quant_algo": "W4A16"}}), [4, 4, 16]),
+        (method("fp8", moe_quant_algo="NVFP4", modules_to_not_convert=["self_attn"]), [4.5, 4.5, 16]),
+        (method("mxfp8", quant_algo="MIXED_PRECISION", moe_quant_algo="NVFP4"), [4.5, 4.5, 8.25]),
+        (method("fp8", expert_dtype="fp4"), [4.25, 4.25, 8, 8, 16, 16, 16]),
+        (
+            method("bitsandbytes", load_in_4bit=True, llm_int8_skip_modules=["self_attn"]),
+            [4.5, 4.5, 16, 16, 16, 4.5, 16],
+        ),
+        (method("torchao", quant_type={"default": torchao("Int8WeightOnlyConfig")}), [8, 8, 8, 8, 16, 16, 16]),
+        (
+            method(
+                "torchao",
+                quant_type={
+                    "default": torchao(
+                        "FqnToConfig",
+                        fqn_to_config={
+                            "re:.*experts.*": torchao("Int4WeightOnlyConfig", group_size=32),
+                            "_default": None,
+                        },
+                    )
+                },
+            ),
+            [5, 5, 16],
+        ),
+        (
+            method(
+                "quark",
+                global_quant_config={"weight": {"dtype": "fp4", "group_size": 32}, "input_tensors": {"dtype": "int8"}},
+                layer_quant_config={"*self_attn*": {"weight": {"dtype": "fp8_e4m3"}}},
+                exclude=["lm_head"],
+            ),
+            [4.25, 4.25, 8, 8, 16, 16],
+        ),
+        (method("hqq", quant_config={"self_attn.q_proj": {"nbits": 4, "group_size": 64}}), [16, 16, 4.25]),
+        (method("exl3", bits=3.07, head_bits=6), [3.07, 3.07, 3.07, 3.07, 16, 6, 16]),
+        (
+            {"quantization": {"bits": 4, "model.layers.3.mlp.switch_mlp.gate_proj": {"bits": 8}, "lm_head": False}},
+            [8.5, 4.5, 4.5, 4.5, 4.5, 16, 4.5],
+        ),
+    ],
+)
+def test_bits_are_those_of_each_module(stated: dict[str, Any], bits: list[float]) -> None:
+    found = precision_of({"torch_dtype": "bfloat16", **stated})
+    assert [found.bits(weight) for weight in WEIGHTS.values()][: len(bits)] == bits
+    assert found.notes == found.unmatched(name for weight in WEIGHTS.values() for name in weight.names) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "note"),
+    [
+        (method("fp8", modules_to_not_convert=["lm_head", "mlp.shared_expert"]), "not have: 'mlp.shared_expert'"),
+        (method("fp8", modules_to_not_convert=["model.layers.48.mlp", "visual"]), ""),
+        (mixed({"re:.*fc1$": INT4}), r"not have: 're:\.\*fc1\$'"),
+        (method("gptq", bits=4, expert_bits=2), "quantization_config.expert_bits is not understood"),
+        ({"moe_latent_size": 64}, "moe_latent_size: transformers .* reads no such key of a qwen3_moe"),
+        ({"expert_hidden_dim": 768, "sinks": [5]}, ""),  # again what moe_intermediate_size says; no size
+    ],
+)
+def test_what_is_not_understood_is_a_note(changed: dict[str, Any], note: str) -> None:
+    notes = read({**QWEN3, **changed}).notes
+    assert re.search(note, "; ".join(notes)) if note else not notes
+
+
+APART = {"diffusion_gemma", "jetmoe", "nllb_moe", "switch_transformers"}
+"""Architectures whose experts transformers' quantizer does not take out as one module."""
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("architecture", sorted(set(names()) - APART))
+def test_linear_layers_are_those_that_transformers_quantises(architecture: str, lists: bool) -> None:
+    made = deepcopy(tiny_model(architecture))
+    modules = [
+        (name, each) for name, each in made.named_modules() if not re.search(r"\.experts\.|vis|audio|projector", name)
+    ]
+    linear = {name: module.weight for name, module in modules if isinstance(module, nn.Linear)}
+    sites = find_sites(made)
+    routers = {weight for site in sites if site.router is not None for weight in site.router.parameters()}
+    weights = Weights(made, sites, routers)
+    listed = ["lm_head", *(weights.of[each][0].names[-1] for each in [*linear.values()][::3])] if lists else None
+    found = precision_of({"dtype": "bfloat16", **method("fp8", modules_to_not_convert=listed)})
+    ours = {name for name, weight in linear.items() if weight not in routers and weights.width([weight], found) == 1}
+    with patch.object(finegrained_fp8, "use_experts_implementation", lambda **_: lambda **_: nn.Identity()):
+        config = FineGrainedFP8Config(modules_to_not_convert=listed)
+        FineGrainedFP8HfQuantizer(config)._process_model_before_weight_loading(made)
+    theirs = {name for name in linear if isinstance(made.get_submodule(name), finegrained_fp8.FP8Linear)}
+    assert ours == {name for name in theirs if linear[name] not in routers}
+
+
 def test_modelopts_own_file_is_read_beside_a_config(tmp_path: Path) -> None:
     stated = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
@@ -305,7 +442,6 @@ def test_a_config_that_states_no_precision_is_not_bf16_without_a_word() -> None:
         (method("modelopt", quant_algo="MAGIC"), "quant_algo 'MAGIC'"),
         ({"expert_dtype": "fp3"}, "expert_dtype 'fp3'"),
         ({"num_experts_per_tok": 200}, "top_k 200 is above 128 experts"),
-        ({"moe_latent_size": 64}, "moe_latent_size: transformers .* reads no such key of a qwen3_moe"),
         ({"num_experts": None}, "num_experts"),
         ({"vocab_size": None}, "vocab_size"),
         ({"model_type": "smallthinker"}, "model_type 'smallthinker' is not known to transformers"),

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -19,6 +20,7 @@ from itertools import chain, takewhile
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -73,7 +75,9 @@ def counted(config: Mapping[str, Any], name: str, precision: Precision) -> Model
     config = _translated(config)
     silent = patch.object(logging.getLogger("transformers"), "handlers", [logging.NullHandler()])
     with warnings.catch_warnings(action="ignore"), silent:
-        profile = _Counting(_built(config), config.get(WIDTH, 0)).profile(name, precision)
+        model, unread = _built(config)
+        precision.notes += unread
+        profile = _Counting(model, config.get(WIDTH, 0)).profile(name, precision)
     for key in ("moe_layer_freq", "is_moe_layer"):
         flags = config.get(key)
         if isinstance(flags, list) and (stated := sum(map(bool, flags))) != profile.moe_layers:
@@ -104,11 +108,10 @@ def _number(table: dict[str, Any]) -> Any:
     return float(table["__float__"]) if set(table) == {"__float__"} else table
 
 
-def _require_read(config: Mapping[str, Any], read: Any) -> None:
-    """Raise InputError for a key on which sizes may depend and that transformers' code does not read."""
-    both = (read, read.get_text_config())
-    classes = {cls.__module__ for each in both for cls in type(each).__mro__ if "transformers" in cls.__module__}
-    modules = [*classes, *(name.replace(".configuration_", ".modeling_") for name in classes if ".models." in name)]
+def _unread(config: Mapping[str, Any], model: Any, read: Any) -> Iterator[str]:
+    """Yield a note of each key on which sizes may depend and that transformers' code does not read."""
+    classes = {cls for each in (read, read.get_text_config(), *model.modules()) for cls in type(each).__mro__}
+    modules = {cls.__module__ for cls in classes if cls.__module__.startswith("transformers.")}
     words = {word for module in modules for word in re.findall(r"\w+", inspect.getsource(import_module(module)))}
     inner = [value for key, value in config.items() if key.endswith(("text_config", "llm_config", "thinker_config"))]
     stated = [pair for table in (config, *inner) if isinstance(table, Mapping) for pair in table.items()]
@@ -118,41 +121,55 @@ def _require_read(config: Mapping[str, Any], read: Any) -> None:
             continue
         if not all(isinstance(each, int) for each in sizes) or set(sizes) in ({0}, {1}, set()):
             continue
-        again = set(key.split("_")) - {"num", "size"}
-        elsewhere = [other for name, other in stated if name in words and again & set(name.split("_"))]
+        elsewhere = [other for name, other in stated if name in words and _words(key) & _words(name)]
         if len(set(sizes)) > 1 or sizes[0] not in elsewhere:
-            version = transformers.__version__
-            raise InputError(f"{key}: transformers {version} reads no such key of a {config['model_type']}")
+            yield f"{key}: transformers {transformers.__version__} reads no such key of a {config['model_type']}"
 
 
-def _built(config: Mapping[str, Any]) -> Any:
-    """Return the model on the meta device. Raise InputError, with the reason, where transformers does not build it."""
+def _words(key: str) -> set[str]:
+    """Return the words of a key that say what it is of; a number of things is another key than the size of one."""
+    words = set(key.replace("experts", "moe").replace("expert", "moe").split("_")) - {"size", "num"}
+    return {f"num {word}" for word in words} if key.startswith(("num_", "n_")) else words
+
+
+def _built(config: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return the model on the meta device, and notes on its config. Raise InputError where transformers builds none."""
     kind, version = config["model_type"], transformers.__version__
     try:
         read = CONFIG_MAPPING[kind].from_dict(dict(config))
         text = read.get_text_config()
-        _require_read(config, read)
         _make_buildable(text)
-        named = [getattr(transformers, each, None) for each in config.get("architectures") or ()]
-        cls = next((each for each in [*named, *(each.get(type(read), None) for each in CLASSES)] if each), None)
-        if isinstance(cls, tuple):
-            cls = cls[0]
-        if cls is None or not isinstance(read, cls.config_class):
-            cls, read = _text_model(text), text
-        with torch.device("meta"):
-            return cls._from_config(read, dtype=torch.bfloat16).eval()
-    except InputError:
-        raise
     except Exception as error:  # of code that reads a foreign config
-        raise InputError(f"transformers {version} builds no {kind} of it: {error}") from error
+        raise InputError(f"transformers {version} reads no {kind} of it: {error}") from error
+    failed: Exception | None = None
+    for cls, of in _classes(config, read, text):
+        try:
+            with torch.device("meta"):
+                model = cls._from_config(of, dtype=torch.bfloat16).eval()
+        except Exception as error:  # of the model's own code
+            failed = failed or error
+        else:
+            return model, list(_unread(config, model, read))
+    raise InputError(f"transformers {version} builds no {kind} of it: {failed}") from failed
+
+
+def _classes(config: Mapping[str, Any], read: Any, text: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield classes of models, each with its config: those that the config names or that fit it, then of its text."""
+    named = [getattr(transformers, each, None) for each in config.get("architectures") or ()]
+    mapped = [(cls, of) for of in (read, text) for mapping in CLASSES if (cls := mapping.get(type(of), None))]
+    pairs = [(cls[0] if isinstance(cls, tuple) else cls, of) for cls, of in mapped]
+    yield from ((cls, read) for cls in named if cls and isinstance(read, cls.config_class))
+    yield from (pair for pair in pairs if isinstance(pair[1], pair[0].config_class))
+    yield from pairs
+    yield from ((cls, text) for cls in _text_models(text))
 
 
 def _make_buildable(config: Any) -> None:
     """Change what keeps a model from being built or run, and no size."""
     if (config.pad_token_id or 0) >= config.vocab_size:
         config.pad_token_id = None
-    if getattr(config, "kv_lora_rank", None):  # all heads share one latent
-        config.num_key_value_heads = config.num_attention_heads
+    if (heads := vars(config).get("num_attention_heads")) and vars(config).get("kv_lora_rank"):
+        config.num_key_value_heads = heads  # all share one latent
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
         rope["rope_type"] = "default"  # those look at the numbers of tokens
@@ -164,11 +181,11 @@ def _make_buildable(config: Any) -> None:
         config.sliding_window = LONG  # of a mask that no layer takes
 
 
-def _text_model(config: Any) -> Any:
-    """Return the class of a text model that no mapping of transformers names: the last one of its module."""
+def _text_models(config: Any) -> Iterator[Any]:
+    """Yield the class of a text model that no mapping of transformers names: the last one of its module."""
     module = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     of_config = [cls for cls in vars(module).values() if getattr(cls, "config_class", None) is type(config)]
-    return next(cls for cls in reversed(of_config) if not cls.__name__.endswith("PreTrainedModel"))
+    yield next(cls for cls in reversed(of_config) if not cls.__name__.endswith("PreTrainedModel"))
 
 
 def _stack(name: str) -> str:
@@ -195,6 +212,7 @@ class _Counting:
         self.routers = {each for site in self.sites if site.router is not None for each in site.router.parameters()}
         self.decoder: Any = model.get_submodule(self.stacks[-1])
         self.hidden: int = getattr(self.config, "hidden_size", 0) or self.config.d_model
+        self.notes: list[str] = []  # what is not known of it
         self.chosen: set[int] = set()  # experts a token, as experts are called
 
     def profile(self, name: str, precision: Precision) -> ModelProfile:
@@ -237,7 +255,7 @@ class _Counting:
             head_bytes_per_parameter=0 if head == dense else head,
             embedding_bytes_per_parameter=0 if embedded in (0, head) else embedded,
             precision=precision.name,
-            notes=(*precision.notes, *precision.unmatched(weights.names)),
+            notes=(*self.notes, *precision.notes, *precision.unmatched(weights.names)),
             unused_parameters=max(0, _elements(self.model.parameters()) - read),
             kv_bytes_per_value=4.0 if precision.own == 32 else 2.0,
             **largest.fields(self.hidden),
@@ -317,15 +335,49 @@ class _Counting:
 
         for place, layer in enumerate(self.decoder):
             layer.forward = partial(run, place, layer.forward)
-        for site in self.sites:
+        for site in (site for site in self.sites if site.owner is not site.module):
             experts: Any = site.module
             experts.forward = self._routed
         try:
             short, long = self._caches(SHORT), self._caches(LONG)
-        except Exception as error:  # of the model's own code, on a device without data
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InputError(f"the cache of {type(self.model).__name__} cannot be measured: {reason}") from error
+        except InputError:
+            raise
+        except Exception:  # of the model's own code, on a device without data
+            try:
+                with self._filled({*alike}), patch.object(nn.functional, "linear", _no_product):
+                    short, long = self._caches(SHORT, "cpu"), self._caches(LONG, "cpu")
+            except Exception as error:
+                return self._unknown((str(error).splitlines() or [type(error).__name__])[0])
         return [_grown(short[i], long[i]) for i in alike]
+
+    def _unknown(self, reason: str) -> list[LayerKind]:
+        """Return layers that keep what the config's heads say, with a note."""
+        heads: dict[str, int] = self._attention()
+        kv = heads.get("kv_latent_size", 0) + heads.get("rope_head_size", 0)
+        kv = kv or 2 * (heads["kv_heads"] or heads["heads"]) * heads["head_size"]
+        self.notes.append(
+            f"the cache of {type(self.model).__name__} cannot be measured ({reason}): {kv} numbers a token and layer "
+            "are assumed, as its config states heads"
+        )
+        return [LayerKind(0, kv=kv)] * len(self.decoder)
+
+    @contextmanager
+    def _filled(self, layers: set[int]) -> Iterator[None]:
+        """Give zeros to what a pass reads, of these layers, and of routed experts only where they are not left out."""
+        base = self.stacks[-1].rpartition(".")[0]
+        idle = [f"{self.stacks[-1]}.{place}." for place in range(len(self.decoder)) if place not in layers]
+        idle += [f"{site.name}." for site in self.sites if site.owner is not site.module]
+        inside = ((f"{name}.", module) for name, module in self.model.named_modules() if name.startswith(base))
+        modules = [module for name, module in inside if not any(map(name.startswith, idle))]
+        before = [(dict(module._parameters), dict(module._buffers)) for module in modules]
+        for module in modules:
+            module._apply(_zeros, recurse=False)
+        try:
+            yield
+        finally:
+            for module, (parameters, buffers) in zip(modules, before, strict=True):
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
 
     def _alike(self) -> list[int]:
         """Return of each layer of the decoder the first that has its modules, shapes and settings, but its number."""
@@ -342,7 +394,7 @@ class _Counting:
             alike.append(seen.setdefault(repr((shapes, settings, [each[place] for each in of_layers])), place))
         return alike
 
-    def _caches(self, tokens: int) -> list[list[tuple[int, Tensor]]]:
+    def _caches(self, tokens: int, device: str = "meta") -> list[list[tuple[int, Tensor]]]:
         """Return the tensors that each layer keeps of a prompt, each with the window of its tokens, 0 for none."""
         same: set[int] = set()  # layers whose keys are their values
         update = Cache.update
@@ -356,12 +408,14 @@ class _Counting:
             "get_seq_length": lambda *_, **__: 0,
             "get_mask_sizes": lambda _, queries, *__, **___: (queries, 0),
         }
-        with patch.multiple(Cache, update=noted, **empty), torch.no_grad(), torch.device("meta"):
+        with patch.multiple(Cache, update=noted, **empty), torch.no_grad(), torch.device(device):
             inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64)}
             if self.encoded:
                 inputs["encoder_hidden_states"] = torch.zeros(1, tokens, self.hidden, dtype=torch.bfloat16)
             base = self.model.get_submodule(self.stacks[-1].rpartition(".")[0])
-            cache = base(use_cache=True, **inputs).past_key_values
+            cache = getattr(base(use_cache=True, **inputs), "past_key_values", None)
+        if cache is None:
+            raise InputError(f"{type(self.model).__name__} keeps no cache: it does not answer")
         parts = [cache.self_attention_cache, cache.cross_attention_cache] if self.encoded else [cache]
         each = max(1, len(parts[0].layers) // len(self.decoder))  # caches of a layer: LongCat's have two attentions
         kept: list[list[tuple[int, Tensor]]] = [[] for _ in self.decoder]
@@ -387,6 +441,16 @@ def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
     every = list(tensors)
     most = max((each.dim() for each in every), default=0)
     return [each for each in every if each.dim() == most]
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    """Return zeros of the same type and shape, which take memory only where they are written."""
+    return torch.from_numpy(np.zeros(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape)
+
+
+def _no_product(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Stand in for a matrix multiplication, whose values do not matter."""
+    return values.new_zeros(*values.shape[:-1], weight.shape[0])
 
 
 def _held(layer: Any, same: bool) -> Iterator[tuple[int, Tensor]]:

@@ -192,7 +192,9 @@ def _scheme(stated: Mapping[str, Any], own: float) -> Precision:
     listed = [str(name) for key in SKIPPED for name in stated.get(key) or ()]
     rules = [rule for key in TABLES for rule in _rules(stated.get(key) or {}, stated, method, own)]
     only = [stated[key] for key in ONLY if stated.get(key)]
-    named = stated.get("quantized_layers")
+    inner = (stated.get("quant_config") or {}).items()  # of HQQ
+    tags = [(name, _format(each, method, own)) for name, each in inner if each and not name.endswith("_params")]
+    named, rules = stated.get("quantized_layers") or tags, [*rules, *tags]
     if groups:
         rest = 8.0 if stated.get("fmt") else own
         targets = [
@@ -218,8 +220,6 @@ def _scheme(stated: Mapping[str, Any], own: float) -> Precision:
     rules += [(str(name), bits) for name in stated.get("modules_to_convert") or ()]
     fqn = _torchao(stated).get("fqn_to_config") or _torchao(stated).get("module_fqn_to_config") or {}
     rules += [(name, _fqn_bits(each, own)) for name, each in fqn.items() if name != "_default"]
-    tags = {name: each for name, each in (stated.get("quant_config") or {}).items() if not name.endswith("_params")}
-    rules += [(name, _format(each, "hqq", own)) for name, each in tags.items() if isinstance(each, Mapping)]
     return Precision(
         own,
         kinds,

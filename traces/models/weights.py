@@ -39,11 +39,11 @@ class Weights:
         heads = set() if head is None else set(head.parameters())
         floats = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]  # that no method converts
         of_experts = {each: site for site in sites for each in site.weights}
-        self._of: dict[Tensor, list[Weight]] = {}
+        self.of: dict[Tensor, list[Weight]] = {}
         for name, each in parameters.items():
             own, module = name.removesuffix(".weight"), model.get_submodule(name.rpartition(".")[0])
             if each in of_experts and each.dim() > 2 and "bias" not in name:
-                self._of[each] = self._of_experts(name, each, of_experts[each])
+                self.of[each] = self._of_experts(name, each, of_experts[each])
                 continue
             kind = "head" if each in heads else "embedding" if isinstance(module, nn.Embedding) else "linear"
             kind = "expert" if each in of_experts else "router" if each in routers else kind
@@ -51,7 +51,7 @@ class Weights:
             if each.dim() < 2 or (kind == "linear" and not is_linear) or not should_convert_module(own, floats):
                 kind = "other"
             parts = self._published[each] or {own: each.numel()}
-            self._of[each] = [Weight((own, part), kind, count) for part, count in parts.items()]
+            self.of[each] = [Weight((own, part), kind, count) for part, count in parts.items()]
 
     def _of_experts(self, name: str, tensor: Tensor, site: Site) -> list[Weight]:
         """Return the matrices of a tensor of all experts of a layer."""
@@ -78,13 +78,13 @@ class Weights:
 
     def width(self, parameters: Iterable[Tensor], precision: Precision) -> float:
         """Return the bytes of a number of these, their mean; 0 where there are none."""
-        weights = list(chain.from_iterable(self._of[each] for each in parameters))
+        weights = list(chain.from_iterable(self.of[each] for each in parameters))
         bits = sum(each.count * precision.bits(each) for each in weights)
         return bits / 8 / max(1, sum(each.count for each in weights))
 
     @property
     def names(self) -> list[str]:
-        return [name for weights in self._of.values() for each in weights for name in each.names]
+        return [name for weights in self.of.values() for each in weights for name in each.names]
 
 
 def _published(model: nn.Module, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
