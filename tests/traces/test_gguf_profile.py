@@ -50,14 +50,16 @@ def routed(kind: str = "Q4_K", width: int = H, inner: int = INNER) -> Gguf:
     }
 
 
-def write(path: Path, blocks: list[Gguf], ends: Gguf = ENDS, file_type: int | None = 15, **keys: Any) -> Path:
-    """Write a model of these blocks; keys: of its architecture, with __ for a dot."""
-    writer = gguf.GGUFWriter(path, "test")
+def write(
+    path: Path, blocks: list[Gguf], ends: Gguf = ENDS, file_type: int | None = 15, name: str = "test", **keys: Any
+) -> Path:
+    """Write a model of these blocks; name: of its architecture, keys: of that, with __ for a dot."""
+    writer = gguf.GGUFWriter(path, name)
     if file_type is not None:
         writer.add_file_type(file_type)
-    for name, value in {**KEYS, "block_count": len(blocks), **keys}.items():
+    for key, value in {**KEYS, "block_count": len(blocks), **keys}.items():
         add = writer.add_array if isinstance(value, list) else writer.add_uint32
-        add(f"test.{name.replace('__', '.')}", value)
+        add(f"{name}.{key.replace('__', '.')}", value)
     placed = {f"blk.{place}.{name}": each for place, block in enumerate(blocks) for name, each in block.items()}
     write_tensors(writer, ends | placed)
     return path
@@ -197,6 +199,26 @@ def test_windows_fused_attention_and_states_are_sized_as_llama_cpp_does(tmp_path
         *((0, 128, 2 * 96, 0, True), (4 * 96, 0, 0, 0, True)),
         *((0, 0, 0, state, True), (0, 0, 0, 4 * 2 * H, True), (0, 0, 0, 0, False)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "windows"),
+    [
+        ("llama4", {}, [8192, 8192, 8192, 0, 8192]),
+        ("llama4", {"attention__sliding_window": 0}, [0] * 5),
+        ("smallthinker", {"attention__sliding_window": 64}, [0, 64, 64, 64, 0]),
+        ("gpt-oss", {"attention__sliding_window": 64}, [64, 0, 64, 0, 64]),
+        ("gpt-oss", {"attention__sliding_window": 64, "attention__sliding_window_pattern": 3}, [64, 64, 0, 64, 64]),
+        ("phimoe", {"attention__sliding_window": 64}, [0] * 5),
+        ("unheard-of", {"attention__sliding_window": 64}, [0] * 5),
+    ],
+)
+def test_windows_that_files_do_not_state_are_those_of_llama_cpp(
+    tmp_path: Path, name: str, keys: dict[str, Any], windows: list[int]
+) -> None:
+    found = of_gguf(str(write(tmp_path / "a.gguf", [ATTENTION | routed()] * 5, name=name, **keys)))
+    assert [kind.window for kind in found.order] == windows
+    assert bool(found.notes) == (name == "unheard-of")
 
 
 def test_a_file_without_experts_or_with_another_number_of_them_is_refused(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ decoding does not run, count as unused.
 
 import os
 import re
-import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
 from math import prod
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from traces.errors import InputError, located
 from traces.files import expanded
@@ -28,8 +27,29 @@ from traces.models.safetensors_files import StoredTensor
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 MLP = re.compile(r"ffn_(gate|up|down)\.")
 
-PERIODS = {"gpt-oss": 2, "afmoe": 4}
-"""Of how many layers one keeps all tokens, where files state a window and llama.cpp knows its layers by itself."""
+
+class Windows(NamedTuple):
+    """Which layers of an architecture keep all tokens: every `period`-th, from the first one or the last of a period."""
+
+    period: int
+    first: bool = False
+    tokens: int = 0  # that the others keep, unless the file states it
+
+
+WINDOWS = {
+    "afmoe": Windows(4),
+    "cohere2moe": Windows(4, first=True),
+    "exaone-moe": Windows(4),
+    "gpt-oss": Windows(2),
+    "llama4": Windows(4, tokens=8192),
+    "mellum": Windows(4),
+    "phimoe": Windows(1),
+    "smallthinker": Windows(4, first=True),
+}
+"""What llama.cpp knows by itself, where files need not state it.
+
+From load_arch_hparams in its src/models/*.cpp; b11549 allocates caches of as many layers for tiny files of these.
+"""
 
 MIXERS = ("attn_", "ssm_", "shortconv.", "time_mix_")
 """What names of weights begin with that mix tokens."""
@@ -93,7 +113,6 @@ class _Model:
             experts += [routed] if routed else []
             dense += own.values()
             order.append(self._kind(place, own, bool(routed)))
-        self._warn()
         count, used = self.number("expert_count"), self.number("expert_used_count")
         sizes = bytes_by_layer(list(chain(*experts)), path, count).tolist()
         shape = _shape(experts[sizes.index(max(sizes))], count)
@@ -121,6 +140,7 @@ class _Model:
             embedding_bytes_per_parameter=_width(embedding),
             precision=_precision(self.keys.get("general.file_type")),
             unused_parameters=_elements([*self.unused, *self.rest.values()]),
+            notes=tuple(self._notes()),
             **shape.fields(hidden),
             **described(order),
             **self._attention(),
@@ -178,20 +198,21 @@ class _Model:
 
     def _window(self, place: int) -> int:
         """Return how many tokens a block's attention reaches back; 0: all."""
-        window = self.number("attention.sliding_window", 0)
-        pattern = self.key("attention.sliding_window_pattern", PERIODS.get(self.architecture, 1))
+        known = WINDOWS.get(self.architecture, Windows(1))
+        window = self.number("attention.sliding_window", known.tokens)
+        pattern = self.key("attention.sliding_window_pattern", known.period)
         if isinstance(pattern, list) and pattern:
             return window if pattern[place % len(pattern)] else 0
-        return window if isinstance(pattern, int) and (not pattern or (place + 1) % pattern) else 0
+        whole = 0 if known.first else -1
+        return window if isinstance(pattern, int) and (not pattern or (place - whole) % pattern) else 0
 
-    def _warn(self) -> None:
-        """Warn where the cache is not known to be as counted."""
-        pattern = self.key("attention.sliding_window_pattern", PERIODS.get(self.architecture))
+    def _notes(self) -> Iterator[str]:
+        """Yield where the cache is not known to be as counted."""
+        pattern = self.key("attention.sliding_window_pattern", WINDOWS.get(self.architecture))
         if self.number("attention.sliding_window", 0) and pattern is None:
-            warnings.warn(
+            yield (
                 f"{self.architecture}.attention.sliding_window is stated, and not of which layers: all are taken as "
-                "keeping every token",
-                stacklevel=2,
+                "keeping every token"
             )
         odd = [
             place
@@ -200,7 +221,7 @@ class _Model:
         ]
         if odd:
             blocks = f"{len(odd)} block(s), the first being blk.{odd[0]},"
-            warnings.warn(f"{blocks} have attention of an unknown kind: what it keeps counts as 0", stacklevel=2)
+            yield f"{blocks} have attention of an unknown kind: what it keeps counts as 0"
 
     def _attention(self) -> dict[str, Any]:
         """Return the heads, as the keys state them."""
