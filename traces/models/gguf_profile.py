@@ -29,7 +29,7 @@ MLP = re.compile(r"ffn_(gate|up|down)\.")
 
 
 class Windows(NamedTuple):
-    """Which layers of an architecture keep all tokens: every `period`-th, from the first one or the last of a period."""
+    """Which layers of an architecture keep all tokens: the last one of each period, or the first."""
 
     period: int
     first: bool = False
