@@ -111,7 +111,7 @@ def _number(table: dict[str, Any]) -> Any:
 def _unread(config: Mapping[str, Any], model: Any, read: Any) -> Iterator[str]:
     """Yield a note of each key on which sizes may depend and that transformers' code does not read."""
     classes = {cls for each in (read, read.get_text_config(), *model.modules()) for cls in type(each).__mro__}
-    modules = {cls.__module__ for cls in classes if cls.__module__.startswith("transformers.")}
+    modules = {cls.__module__ for cls in classes if re.match(r"transformers\.(models|config)", cls.__module__)}
     words = {word for module in modules for word in re.findall(r"\w+", inspect.getsource(import_module(module)))}
     inner = [value for key, value in config.items() if key.endswith(("text_config", "llm_config", "thinker_config"))]
     stated = [pair for table in (config, *inner) if isinstance(table, Mapping) for pair in table.items()]

@@ -6,56 +6,20 @@ bits takes s / g bits a weight more. What names no module, and what was not read
 """
 
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from traces.errors import InputError
 
 DTYPES = {"float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16, "float8_e4m3fn": 8}
-FP4 = {"fp4": 4.25, "mxfp4": 4.25, "nvfp4": 4.5}
-OF_8_BITS = "fp8 fp8_e4m3 fbgemm_fp8 eetq fp8_pb_wo fp8_per_channel_per_token int8_sq w8a8_sq_per_channel"
-OF_NVFP4 = "nvfp4 w4a16_nvfp4 nvfp4_awq fouroversix"
-NAMED = {**dict.fromkeys(OF_8_BITS.split(), 8.0), **dict.fromkeys(OF_NVFP4.split(), 4.5), "mxfp8": 8.25, "mxfp4": 4.25}
-"""Bits where the name of a method or algorithm says all."""
-
-ZERO_POINTS = ("awq", "gptq", "auto-round", "autoround", "auto_round", "intel/auto-round")
-"""Methods whose files have zero points always, and that quantise layers alone."""
-
-SKIPPED = (
-    *("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers", "llm_int8_skip_modules"),
-    *("exclude", "skip_modules", "linear_weights_not_to_quantize"),
-)
-"""Keys under which methods list modules that stay as they are."""
-
-TABLES = ("quantized_layers", "dynamic", "extra_config", "module_quant_configs", "layer_quant_config")
-"""Keys under which methods say of modules by name what differs: modelopt, GPTQ, AutoRound, Gemma, Quark."""
-
-ONLY = ("modules_in_block_to_quantize", "inside_layer_modules", "block_name_to_quantize", "to_quant_block_names")
-"""Keys of GPTQ and AutoRound that list what is quantised."""
-
-LISTED = ("bitsandbytes", "quanto", "eetq", "hqq", "higgs", "fbgemm_fp8", "torchao", "quark", "compressed-tensors")
-"""Methods that quantise the head too, where a list of what is left out is there and does not name it."""
-
-FORMAT = (
-    *("quant_method", "quant_algo", "algorithm", "mode", "bits", "num_bits", "w_bit", "nbits", "weight_bits"),
-    *("group_size", "q_group_size", "block_size", "symmetric", "type", "data_type", "weights", "weights_dtype"),
-    *("weight_dtype", "dtype", "forward_dtype", "quant_type", "quant_type_kwargs", "load_in_4bit", "load_in_8bit"),
-    *("bnb_4bit_use_double_quant", "head_bits", "lm_head", "quant_lm_head", "weight_block_size", "quant_config"),
-    *("scale_fmt", "fmt", "config_groups", "global_quant_config", "modules_to_convert", "quantize_embeddings"),
-    *("include_input_output_embeddings", "expert_dtype", "moe_quant_algo", "moe_quant_format", "nbits_per_codebook"),
-    *("num_codebooks", "in_group_size", "quantization", "sym", "zero_point", "packing_format", "weight"),
-)
-"""Keys that are read, or that say again what is read."""
-
-SIZES = re.compile(r"bit|dtype|group|algo|quant|weight|module|layer|block|expert|moe|head|embed|ignore|exclude|skip")
-HARMLESS = re.compile(
-    r"act|^input|output|^kv|cache|version|_format$|bnb_4bit_(quant_type|compute|quant_storage)|llm_int8_(thr|en|has)"
-    r"|iters|enable|damp|seq|samples|status|global_compression|sparsity|^scale|dequant|kernel|static_groups|block_dim"
-)
-"""Of keys that are not read: on which of them sizes may depend."""
+KEYS: dict[str, Any] = tomllib.loads((Path(__file__).parent / "quantisations.toml").read_text("utf-8"))
+NAMED: dict[str, float] = KEYS["named"]
+READ = {key for kind in ("skipped", "tables", "only", "bits", "group", "words", "read") for key in KEYS[kind]}
 
 ELSEWHERE = re.compile(r"mtp|nextn|(^|[._*])(vis|vit|talker|audio|image|mm_|multi_modal|eagle|draft)|projector")
 """Names of modules that a decoded token does not pass, or that are not built."""
@@ -162,24 +126,22 @@ def precision_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = N
     places = [config, *(config[key] for key in ("text_config", "llm_config", "thinker_config") if config.get(key))]
     dtype = next((place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)), None)
     own = DTYPES.get(str(dtype).removeprefix("torch."), 16)
-    stated = (place.get(key) for key in ("quantization_config", "compression_config") for place in places)
-    quantised = next((each for each in stated if isinstance(each, Mapping)), None)
-    if beside and quantised is None:
-        quantised = beside.get("quantization", beside)
+    quantised = [place.get(key) for key in ("quantization_config", "compression_config") for place in places]
+    stated: Mapping[str, Any] = next((each for each in quantised if isinstance(each, Mapping)), {})
+    stated = stated or (beside or {}).get("quantization", beside) or {}
     if isinstance(config.get("quantization"), Mapping):
-        return _mlx(config["quantization"], own)
-    found = _scheme(quantised, own) if quantised else Precision(own)
-    if not quantised and dtype is None:
+        stated = {"quant_method": "mlx", **config["quantization"]}
+    found = _scheme(stated, own) if stated else Precision(own)
+    if not stated and dtype is None:
         found.notes.append("the config states no dtype and no quantisation: bf16 is assumed")
-    inside = quantised or {}
-    algorithm = inside.get("moe_quant_algo") or inside.get("expert_dtype")
-    named = algorithm or next((place["expert_dtype"] for place in places if place.get("expert_dtype")), None)
-    if named and not ("quantized_layers" in inside or "config_groups" in inside):
-        name = str(named).lower().removeprefix("torch.")
-        known = {**DTYPES, **NAMED, **FP4}
+    inside = {key: stated[key] for key in ("moe_quant_algo", "expert_dtype") if stated.get(key)}
+    key, named = next(iter(inside.items()), ("expert_dtype", None))
+    named = named or next((place["expert_dtype"] for place in places if place.get("expert_dtype")), None)
+    if named and not ("quantized_layers" in stated or "config_groups" in stated):
+        name, known = str(named).lower().removeprefix("torch."), {**DTYPES, **NAMED, "fp4": NAMED["mxfp4"]}
         if name not in known and not re.match(r"(int|w)\d", name):
-            raise InputError(f"{'moe_quant_algo' if algorithm else 'expert_dtype'} {named!r}: its bits are not known")
-        bits = known.get(name) or _format({**inside, "quant_algo": name}, "modelopt", own)
+            raise InputError(f"{key} {named!r}: its bits are not known")
+        bits = known.get(name) or _format({**stated, "quant_algo": name}, "modelopt", own)
         found.kinds = {**found.kinds, "expert": bits}
         found.name = "mxfp4" if name == "fp4" else name
     return found
@@ -188,90 +150,77 @@ def precision_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = N
 def _scheme(stated: Mapping[str, Any], own: float) -> Precision:
     """Return what a `quantization_config` says."""
     method = str(stated.get("quant_method") or "").lower()
-    groups, rest = stated.get("config_groups"), 0.0
-    listed = [str(name) for key in SKIPPED for name in stated.get(key) or ()]
-    rules = [rule for key in TABLES for rule in _rules(stated.get(key) or {}, stated, method, own)]
-    only = [stated[key] for key in ONLY if stated.get(key)]
-    inner = (stated.get("quant_config") or {}).items()  # of HQQ
-    tags = [(name, _format(each, method, own)) for name, each in inner if each and not name.endswith("_params")]
-    named, rules = stated.get("quantized_layers") or tags, [*rules, *tags]
-    if groups:
-        rest = 8.0 if stated.get("fmt") else own
-        targets = [
-            (str(target), _group(group, own)) for group in groups.values() for target in group.get("targets") or ()
-        ]
-        rules += [target for target in targets if target[0] != "Linear"]
-        bits = dict(targets).get("Linear", rest)
-    elif named or (method == "mxfp4" and stated.get("quant_algo") is None):
-        bits = own
+    listed = [str(name) for key in KEYS["skipped"] for name in stated.get(key) or ()]
+    table, groups = list(_table(stated, method)), stated.get("config_groups")
+    rules = [_rule(name, each, stated, method, own) for name, each in table]
+    rest = 8.0 if groups and stated.get("fmt") else own
+    if groups or (table and (stated.get("quantized_layers") or method == "hqq")):
+        bits = dict(rules).get("Linear", rest)
+    elif str(stated.get("quant_algo")).upper() == "MIXED_PRECISION":
+        bits = NAMED.get(method) or own
     else:
-        bits = _default(stated, method, own)
+        bits = dict(rules).get("_default") or _format(stated, method, own)
     kinds = {"expert": bits, "linear": bits}
-    if method == "mxfp4" and not groups:  # of transformers: routed experts alone
-        kinds = {"expert": NAMED["mxfp4"]}
-    if (groups and any(target == "Linear" for target, _ in targets)) or (listed and method in LISTED):
-        kinds["head"] = bits
-    if stated.get("lm_head") or stated.get("quant_lm_head"):
+    if method == "mxfp4" and not groups and "quant_algo" not in stated:  # of transformers: routed experts alone
+        del kinds["linear"]
+    if (
+        "Linear" in dict(rules)
+        or (listed and method in KEYS["listed"])
+        or stated.get("quant_lm_head", stated.get("lm_head"))
+    ):
         kinds["head"] = bits
     if stated.get("head_bits"):
         kinds["head"] = float(stated["head_bits"])
-    if stated.get("include_input_output_embeddings") or stated.get("quantize_embeddings"):
-        kinds |= {"head": bits, "embedding": bits}
-    rules += [(str(name), bits) for name in stated.get("modules_to_convert") or ()]
-    fqn = _torchao(stated).get("fqn_to_config") or _torchao(stated).get("module_fqn_to_config") or {}
-    rules += [(name, _fqn_bits(each, own)) for name, each in fqn.items() if name != "_default"]
+    if method == "mlx" or stated.get("include_input_output_embeddings") or stated.get("quantize_embeddings"):
+        kinds |= {"head": bits, "embedding": bits} | ({"router": bits} if method == "mlx" else {})
     return Precision(
         own,
         kinds,
         listed,
-        rules,
-        [str(name) for each in only for name in _flat(each)],
+        [rule for rule in rules if rule[0] not in ("Linear", "_default")]
+        + [(str(name), bits) for name in stated.get("modules_to_convert") or ()],
+        [name for key in KEYS["only"] for name in _flat(stated.get(key))],
         rest=rest if rest != own else 0.0,
-        name=_called(stated, method, groups),
-        notes=[*_unread(stated, FORMAT)],
+        name=_called(stated, method, table),
+        notes=[f"quantization_config.{key} is not understood and not read" for key in _unread(stated, dict(table))],
     )
 
 
-def _default(stated: Mapping[str, Any], method: str, own: float) -> float:
-    """Return the bits of what a method quantises and no rule names. Raise InputError where nothing says them."""
-    if str(stated.get("quant_algo")).upper() == "MIXED_PRECISION":
-        return NAMED.get(method) or own
-    fqn = _torchao(stated).get("fqn_to_config") or _torchao(stated).get("module_fqn_to_config")
-    if fqn:
-        return _fqn_bits(fqn.get("_default"), own)
-    return _format(stated, method, own)
+def _unread(stated: Mapping[str, Any], table: Mapping[str, Any]) -> Iterator[str]:
+    for key in (key for key, value in stated.items() if value and key not in READ and key not in table):
+        if re.search(KEYS["sizes"], key) and not re.search(KEYS["harmless"], key):
+            yield key
 
 
-def _rules(table: Mapping[str, Any], stated: Mapping[str, Any], method: str, own: float) -> Iterator[tuple[str, float]]:
-    """Yield what a table says of modules; a module has what the table does not say from what holds for all."""
-    for name, each in table.items():
-        if each is None or name.startswith("-:"):
-            bits = own
-        else:
-            general = {key: value for key, value in stated.items() if key in ("bits", "group_size", "data_type")}
-            bits = _format({**general, **each}, method, own)
-        if method == "gptq":
-            yield f"re:{name.lstrip('+-').removeprefix(':')}", bits
-        elif re.search(r"[\\(|^$+\[]|\.\*", name) and not name.startswith("re:"):
-            yield f"re:.*(?:{name})", bits
-        else:
-            yield name, bits
+def _table(stated: Mapping[str, Any], method: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is said of modules by name: a format; nothing or false: they stay as they are."""
+    for key in KEYS["tables"]:
+        yield from (stated.get(key) or {}).items()
+    for group in (stated.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        yield from ((target, weights if weights.get("num_bits") else None) for target in group.get("targets") or ())
+    if method == "hqq":
+        inner = (stated.get("quant_config") or {}).items()
+        yield from ((name, each) for name, each in inner if each and not name.endswith("_params"))
+    if method == "mlx":
+        yield from ((name, each) for name, each in stated.items() if isinstance(each, Mapping | bool))
+    flat = dict(_leaves({"quant_type": stated.get("quant_type")}, tables=True))
+    yield from (flat.get("fqn_to_config") or flat.get("module_fqn_to_config") or {}).items()
 
 
-def _group(group: Mapping[str, Any], own: float) -> float:
-    weights = group.get("weights")
-    return _format(weights, "compressed-tensors", own) if weights and weights.get("num_bits") else own
-
-
-def _torchao(stated: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the data of torchao's default config."""
-    kind = stated.get("quant_type")
-    data = (kind.get("default") or kind).get("_data") if isinstance(kind, Mapping) else None
-    return data if isinstance(data, Mapping) else {}
-
-
-def _fqn_bits(config: Any, own: float) -> float:
-    return _format({"quant_type": config}, "torchao", own) if config else own
+def _rule(name: str, each: Any, stated: Mapping[str, Any], method: str, own: float) -> tuple[str, float]:
+    """Return a line of a table as a name and its bits; what it does not say is as for all."""
+    if each is None or each is False or name.startswith("-:"):
+        bits = own
+    else:
+        general = {key: stated[key] for key in ("bits", "group_size", "data_type", "mode") if key in stated}
+        own_format = {} if each is True else each
+        bits = _format({**general, **own_format} if "config_groups" not in stated else own_format, method, own)
+    if method == "gptq":
+        return f"re:{name.lstrip('+-').removeprefix(':')}", bits
+    if re.search(r"[\\(|^$+\[]|\.\*", name) and not name.startswith("re:"):
+        return f"re:.*(?:{name})", bits
+    return name, bits
 
 
 def _format(stated: Mapping[str, Any], method: str, own: float) -> float:
@@ -282,111 +231,75 @@ def _format(stated: Mapping[str, Any], method: str, own: float) -> float:
         return 4 + (8 / 64 + 32 / (64 * 256) if stated.get("bnb_4bit_use_double_quant") else 32 / 64)
     flat = dict(_leaves(stated))
     word = str(flat.get("quant_algo") or flat.get("mode") or "").lower()
-    bits = next((flat[key] for key in ("bits", "num_bits", "w_bit", "nbits", "weight_bits") if flat.get(key)), None)
-    if flat.get("nbits_per_codebook"):  # AQLM
-        return float(flat["nbits_per_codebook"] * flat["num_codebooks"] / flat["in_group_size"])
+    bits = next((flat[key] for key in KEYS["bits"] if flat.get(key)), None)
     if named := NAMED.get(word) or (not bits and NAMED.get(method)):
-        return _blocks(stated, named)
+        block = stated.get("weight_block_size") or (0, 0)  # of rows and columns; of a part of a row where it is (1, n)
+        return named + ((8 if stated.get("scale_fmt") == "ue8m0" else 32) / block[1] if block[0] == 1 else 0)
     if method.startswith("exl") and bits:  # the mean over a file, scales included
         return float(bits)
-    bits = bits or _number(flat, word)
+    bits = bits or _number([word, *(str(flat.get(key) or "").lower() for key in KEYS["words"])])
     if not bits:
         what = f"quant_algo {stated['quant_algo']!r}" if word else f"quantization_config: {method or 'it'!r}"
         raise InputError(f"{what}: nothing says how many bits it has")
     if bits >= 16:
         return own
-    group = next((flat[key] for key in ("group_size", "q_group_size", "block_size") if flat.get(key)), None)
-    kind = " ".join(str(flat.get(key)).lower() for key in ("type", "data_type", "dtype", "weight_dtype"))
-    return _grouped(bits, *_scales(bits, group, kind, word, method, flat))
+    kind = " ".join(str(flat.get(key)).lower() for key in ("type", "data_type", "dtype", "weight_dtype", "_type"))
+    group = next((flat[key] for key in KEYS["group"] if flat.get(key)), None)
+    usual, beside = _scales(bits, kind, word, method, flat.get("symmetric") is False)
+    group = group or usual
+    return bits + (beside / group if group and group > 0 else 0.0)
 
 
-def _scales(
-    bits: float, group: Any, kind: str, word: str, method: str, flat: Mapping[str, Any]
-) -> tuple[int | None, float]:
-    """Return the weights of a group, None where a row is one, and the bits that are stored beside a group."""
-    if bits == 4 and re.search(r"fp|float", kind) and not flat.get("_type"):
-        return group or (16 if "nv" in kind else 32), 8
-    if method in ("", "mlx", "metal") and not word.startswith(("int", "w")):
-        return group or 64, 32
+def _scales(bits: float, kind: str, word: str, method: str, shifted: bool) -> tuple[int, float]:
+    """Return how many weights have a scale where that is not stated, 0: a row, and the bits beside each group."""
+    if bits == 4 and re.search(r"fp|float", kind) and method != "torchao":
+        return 16 if "nv" in kind else 32, 8
+    if method in ("mlx", "metal"):
+        return 64, 32
     if method == "torchao":
-        usual = None if bits >= 8 else 32 if "int8dynamic" in str(flat.get("_type")).lower() else 128
-        return group or usual, 32
-    if method in ZERO_POINTS:
-        return group, 16 + bits
+        return 0 if bits >= 8 else 32 if "int8dynamic" in kind else 128, 32
+    if method in KEYS["in_blocks"]:
+        return 0, 16 + bits
     if method == "compressed-tensors":
-        return group, 16 + (bits if flat.get("symmetric") is False else 0)
-    return group or (None if bits >= 8 or word else 64), 16
+        return 0, 16 + bits * shifted
+    return 0 if bits >= 8 or word else 64, 16
 
 
-def _blocks(stated: Mapping[str, Any], bits: float) -> float:
-    """Return the bits of 8-bit floats with a scale for each part of a row; blocks of rows and columns take nothing."""
-    block = stated.get("weight_block_size") or (0, 0)
-    return _grouped(bits, block[1], 8 if stated.get("scale_fmt") == "ue8m0" else 32) if block[0] == 1 else bits
-
-
-def _number(flat: Mapping[str, Any], word: str) -> float | None:
-    """Return the bits that a word says, such as int4, int8_dynamic_activation_int4_weight or torchao's classes."""
-    keys = ("_type", "_data", "quant_type", "weights", "weights_dtype", "weight_dtype", "dtype", "forward_dtype")
-    words = [word, *(str(flat.get(key) or "").lower() for key in keys)]
-    for text in words:
-        if text in FP4 and text != "fp4":
-            return FP4[text]
+def _number(words: list[str]) -> float | None:
+    """Return the bits that words say, such as int4, int8_dynamic_activation_int4_weight or torchao's classes."""
     for pattern in (r"(?:int|float|fp|^w)(\d+)_?weight", r"^w(\d+)", r"(?:int|float|fp)_?(\d+)"):
         if match := next(filter(None, (re.search(pattern, text) for text in words)), None):
             return int(match[1])
     return None
 
 
-def _leaves(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(stated: Mapping[str, Any], tables: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield what a format says at any depth, but of other modules and of activations; what is outermost comes last."""
     for key, value in stated.items():
-        if isinstance(value, Mapping) and key not in TABLES and not re.match(r"input|output|act|kv|bias", key):
-            yield from _leaves(value)
-    yield from ((key, value) for key, value in stated.items() if not isinstance(value, Mapping))
+        if isinstance(value, Mapping) and key not in KEYS["tables"] and not re.match(r"input|output|act|kv|bias", key):
+            yield from _leaves(value, tables)
+    yield from ((key, value) for key, value in stated.items() if tables or not isinstance(value, Mapping))
 
 
-def _mlx(stated: Mapping[str, Any], own: float) -> Precision:
-    """Return what MLX says: of all layers, and of some by name, which may stay as they are (false)."""
-
-    def bits(of: Mapping[str, Any]) -> float:
-        return _format({key: value for key, value in of.items() if not isinstance(value, Mapping)}, "mlx", own)
-
-    rules = [(name, bits({**stated, **each})) for name, each in stated.items() if isinstance(each, Mapping)]
-    rules += [(name, own) for name, each in stated.items() if each is False]
-    rules += [(name, bits(stated)) for name, each in stated.items() if each is True]
-    mode = stated.get("mode", "affine")
-    kinds = dict.fromkeys(("expert", "linear", "router", "head", "embedding"), bits(stated))
-    name = mode if mode in NAMED else f"mlx {stated['bits']} bits"
-    known = (*FORMAT, *(name for name, each in stated.items() if isinstance(each, Mapping | bool)))
-    return Precision(own, kinds, rules=rules, name=name, notes=[*_unread(stated, known)])
-
-
-def _called(stated: Mapping[str, Any], method: str, groups: Any) -> str:
+def _called(stated: Mapping[str, Any], method: str, table: list[tuple[str, Any]]) -> str:
     """Return what people call the format of experts; empty where its bits say it."""
-    if named := stated.get("quantized_layers"):
-        algorithms = (str(each.get("quant_algo")) for name, each in named.items() if ".experts" in name)
+    if stated.get("quantized_layers"):
+        algorithms = (str(each.get("quant_algo")) for name, each in table if ".experts" in name)
         return next(algorithms, "").lower().removeprefix("w4a16_")
-    if groups:
+    if groups := stated.get("config_groups"):
         weights = next(iter(groups.values())).get("weights") or {}
         floats: dict[Any, str] = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, None): "fp8"}
         bits = weights.get("num_bits")
         name = floats.get((bits, weights.get("group_size")), "") if weights.get("type") == "float" else f"int{bits}"
         return name if len(groups) == 1 else ""
-    name = str(stated.get("quant_algo") or method).lower()
-    return name if name in ("nvfp4", "mxfp4", "fp8", "awq", "gptq") else ""
-
-
-def _unread(stated: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
-    """Yield a note of each key on which sizes may depend and that is not read."""
-    read = {*known, *SKIPPED, *TABLES, *ONLY}
-    for key, value in stated.items():
-        if value and key not in read and SIZES.search(key.lower()) and not HARMLESS.search(key.lower()):
-            yield f"quantization_config.{key} is not understood and not read"
-
-
-def _grouped(bits: float, group: int | None, beside: float) -> float:
-    """Return the bits of a weight whose group of so many has `beside` more; without a group a row has them."""
-    return bits + (beside / group if group and group > 0 else 0.0)
+    name = str(stated.get("quant_algo") or stated.get("mode") or method).lower()
+    return (
+        name
+        if name in ("nvfp4", "mxfp4", "fp8", "awq", "gptq")
+        else ""
+        if method != "mlx"
+        else f"mlx {stated['bits']} bits"
+    )
 
 
 def _flat(value: Any) -> Iterator[str]:
