@@ -33,7 +33,7 @@ class Weight(NamedTuple):
 
     names: tuple[str, ...]  # of its module, in the model and as published; {} for the number of an expert
     kind: str  # expert, linear, head, embedding, router or other
-    count: int  # numbers, of all experts
+    size: int  # numbers, of all experts
     experts: int = 1
 
 

@@ -5,8 +5,9 @@ What transformers renames and joins when it loads a checkpoint is undone by its 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -28,14 +29,14 @@ OF_ONE = re.compile(r"(.+experts)\.(?:expert_)?\d+\..+")
 class Weights:
     """The weights of a model, of each parameter those that a checkpoint has for it."""
 
-    def __init__(self, model: nn.Module, sites: Sequence[Site], routers: set[Tensor]) -> None:
-        parameters = dict(model.named_parameters())
+    def __init__(self, model: Any, sites: Sequence[Site], routers: Collection[Tensor]) -> None:
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
         owner = {each.untyped_storage()._cdata: each for each in parameters.values()}
         self._published: dict[Tensor, dict[str, int]] = defaultdict(dict)
         for name, tensor in _published(model, parameters).items():
             if (parameter := owner.get(tensor.untyped_storage()._cdata)) is not None:
                 self._published[parameter][name.removesuffix(".weight")] = tensor.numel()
-        head: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
+        head: nn.Module | None = model.get_output_embeddings()
         heads = set() if head is None else set(head.parameters())
         floats = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]  # that no method converts
         of_experts = {each: site for site in sites for each in site.weights}
@@ -79,18 +80,18 @@ class Weights:
     def width(self, parameters: Iterable[Tensor], precision: Precision) -> float:
         """Return the bytes of a number of these, their mean; 0 where there are none."""
         weights = list(chain.from_iterable(self.of[each] for each in parameters))
-        bits = sum(each.count * precision.bits(each) for each in weights)
-        return bits / 8 / max(1, sum(each.count for each in weights))
+        bits = sum(each.size * precision.bits(each) for each in weights)
+        return bits / 8 / max(1, sum(each.size for each in weights))
 
     @property
     def names(self) -> list[str]:
         return [name for weights in self.of.values() for each in weights for name in each.names]
 
 
-def _published(model: nn.Module, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+def _published(model: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a model's checkpoint; those of the model where transformers cannot say."""
     try:
-        return dict(revert_weight_conversion(model, parameters))  # type: ignore[arg-type]
+        return dict(revert_weight_conversion(model, parameters))
     except Exception:  # of conversions that look at data
         return parameters
 
