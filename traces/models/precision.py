@@ -7,6 +7,7 @@ bits takes s / g bits a weight more. What names no module, and what was not read
 
 import re
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
@@ -23,6 +24,9 @@ READ = {key for kind in ("skipped", "tables", "only", "bits", "group", "words", 
 
 ELSEWHERE = re.compile(r"mtp|nextn|(^|[._*])(vis|vit|talker|audio|image|mm_|multi_modal|eagle|draft)|projector")
 """Names of modules that a decoded token does not pass, or that are not built."""
+
+OF_ONE = re.compile(r"(.*experts\.)(\d+)(\..*|)")
+"""Names of an expert or of what is in it: what is before and behind its number."""
 
 BEFORE = re.compile(r"^(?:(?:model|language_model|text_model|thinker|backbone|transformer|llm|decoder_model)\.)+")
 """What names have before `layers`, in which checkpoints and models differ."""
@@ -48,6 +52,13 @@ class Entries:
                 self.exact.setdefault(BEFORE.sub("", text.strip(".").removesuffix(".weight")), bits)
             else:
                 self.patterns.append((text, _matcher(text), bits))
+        self.apart: dict[str, list[tuple[int, float]]] = defaultdict(list)  # by name, with {} for an expert's number
+        for match in filter(None, map(OF_ONE.fullmatch, self.exact)):
+            self.apart[f"{match[1]}{{}}{match[3]}"].append((int(match[2]), self.exact[match[0]]))
+        for name, each in [*self.apart.items()]:
+            if len(each) == max(each)[0] + 1 > 1 and len({bits for _, bits in each}) == 1:  # the same of all experts
+                self.exact[name] = each[0][1]
+                del self.apart[name]
 
     def bits(self, names: Iterable[str]) -> float | None:
         """Return the bits of the longest name that fits, else of the first pattern; None: nothing fits."""
@@ -63,14 +74,15 @@ class Entries:
         parts = {part for name in names for part in _parts(name)}
         for text in self.exact:
             beyond = any(int(number) > max(numbers, default=0) for number in re.findall(r"layers\.(\d+)", text))
-            if not beyond and re.sub(r"experts\.\d+", "experts.{}", text) not in parts:
+            if not beyond and OF_ONE.sub(r"\1{}\3", text) not in parts:
                 yield text
         spelled = {spelled for name in names for spelled in _spelled(name.format(0))} if self.patterns else set()
         yield from (text for text, matches, _ in self.patterns if not any(map(matches, spelled)))
 
-    @property
-    def tells_experts_apart(self) -> bool:
-        return any(re.search(r"experts\W*\d", text) for text in (*self.exact, *(text for text, *_ in self.patterns)))
+    def tells_apart(self, names: Iterable[str]) -> bool:
+        """Return whether experts of these names, with {} for the number, may have bits of their own."""
+        exact = self.apart and any(part in self.apart for name in names for part in _parts(name))
+        return bool(exact) or any(re.search(r"experts\W*\d", text) for text, *_ in self.patterns)
 
 
 @dataclass
@@ -93,9 +105,10 @@ class Precision:
 
     def bits(self, weight: Weight) -> float:
         """Return the bits a number of a weight; of experts that differ the mean."""
-        apart = weight.kind == "expert" and any(each.tells_experts_apart for each in self._entries)
+        apart = weight.kind == "expert" and any(each.tells_apart(weight.names) for each in self._entries)
         count = weight.experts if apart else 1
-        return sum(self._bits([name.format(i) for name in weight.names], weight.kind) for i in range(count)) / count
+        named = ([each for name in weight.names for each in {name: 0, name.format(i): 0}] for i in range(count))
+        return sum(self._bits(names, weight.kind) for names in named) / count
 
     def _bits(self, names: list[str], kind: str) -> float:
         skipped, rules, only = self._entries
@@ -149,25 +162,22 @@ def precision_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = N
 
 def _scheme(stated: Mapping[str, Any], own: float) -> Precision:
     """Return what a `quantization_config` says."""
-    method = str(stated.get("quant_method") or "").lower()
+    method = str(stated.get("quant_method") or ("mlx" if "bits" in stated else "")).lower()
     listed = [str(name) for key in KEYS["skipped"] for name in stated.get(key) or ()]
     table, groups = list(_table(stated, method)), stated.get("config_groups")
     rules = [_rule(name, each, stated, method, own) for name, each in table]
     rest = 8.0 if groups and stated.get("fmt") else own
     if groups or (table and (stated.get("quantized_layers") or method == "hqq")):
         bits = dict(rules).get("Linear", rest)
-    elif str(stated.get("quant_algo")).upper() == "MIXED_PRECISION":
+    elif stated.get("quant_algo") == "MIXED_PRECISION" and (method in NAMED or stated.get("moe_quant_algo")):
         bits = NAMED.get(method) or own
     else:
         bits = dict(rules).get("_default") or _format(stated, method, own)
     kinds = {"expert": bits, "linear": bits}
     if method == "mxfp4" and not groups and "quant_algo" not in stated:  # of transformers: routed experts alone
         del kinds["linear"]
-    if (
-        "Linear" in dict(rules)
-        or (listed and method in KEYS["listed"])
-        or stated.get("quant_lm_head", stated.get("lm_head"))
-    ):
+    head = stated.get("quant_lm_head") or stated.get("lm_head") or (listed and method in KEYS["listed"])
+    if head or "Linear" in dict(rules):
         kinds["head"] = bits
     if stated.get("head_bits"):
         kinds["head"] = float(stated["head_bits"])
@@ -218,9 +228,8 @@ def _rule(name: str, each: Any, stated: Mapping[str, Any], method: str, own: flo
         bits = _format({**general, **own_format} if "config_groups" not in stated else own_format, method, own)
     if method == "gptq":
         return f"re:{name.lstrip('+-').removeprefix(':')}", bits
-    if re.search(r"[\\(|^$+\[]|\.\*", name) and not name.startswith("re:"):
-        return f"re:.*(?:{name})", bits
-    return name, bits
+    searched = method in (*KEYS["in_blocks"], "gemma") and re.search(r"[\\(|^$+\[]|\.\*", name)
+    return f"re:.*(?:{name})" if searched else name, bits
 
 
 def _format(stated: Mapping[str, Any], method: str, own: float) -> float:
@@ -239,7 +248,7 @@ def _format(stated: Mapping[str, Any], method: str, own: float) -> float:
         return float(bits)
     bits = bits or _number([word, *(str(flat.get(key) or "").lower() for key in KEYS["words"])])
     if not bits:
-        what = f"quant_algo {stated['quant_algo']!r}" if word else f"quantization_config: {method or 'it'!r}"
+        what = f"quant_algo {flat.get('quant_algo', word)!r}" if word else f"quantization_config: {method or 'it'!r}"
         raise InputError(f"{what}: nothing says how many bits it has")
     if bits >= 16:
         return own
@@ -293,13 +302,8 @@ def _called(stated: Mapping[str, Any], method: str, table: list[tuple[str, Any]]
         name = floats.get((bits, weights.get("group_size")), "") if weights.get("type") == "float" else f"int{bits}"
         return name if len(groups) == 1 else ""
     name = str(stated.get("quant_algo") or stated.get("mode") or method).lower()
-    return (
-        name
-        if name in ("nvfp4", "mxfp4", "fp8", "awq", "gptq")
-        else ""
-        if method != "mlx"
-        else f"mlx {stated['bits']} bits"
-    )
+    plain = f"mlx {stated.get('bits')} bits" if method == "mlx" else ""
+    return name if name in ("nvfp4", "mxfp4", "fp8", "awq", "gptq") else plain
 
 
 def _flat(value: Any) -> Iterator[str]:
@@ -330,6 +334,6 @@ def _matcher(text: str) -> Callable[[str], Any]:
     """Return a test of module names of a pattern: a regular expression behind `re:` or by its letters, else a glob."""
     if text.startswith("re:"):
         return re.compile(text[3:]).match
-    if re.search(r"[\\(|^$+]", text) or text.startswith(".*"):
+    if re.search(r"[\\(|^$+]", text) or text.startswith(".*"):  # as transformers reads it, up to a dot
         return re.compile(rf"(?:{text})(?:(?<=\.)|(?=\.|$))").match
     return re.compile(translate(text.removesuffix(".*"))).match
