@@ -88,7 +88,7 @@ def counted(config: Mapping[str, Any], name: str, precision: Precision) -> Model
 
 def _translated(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config as transformers reads it, where authors use other words. Raise InputError for unknown models."""
-    result: dict[str, Any] = json.loads(json.dumps(config), object_hook=_number)
+    result: dict[str, Any] = json.loads(json.dumps(config), object_hook=_read)
     kind = config.get("model_type")
     if kind is None and "moe" in config:
         raise InputError("this is Mistral's own format (params.json): name the model's config.json")
@@ -103,8 +103,9 @@ def _translated(config: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _number(table: dict[str, Any]) -> Any:
-    """Return what transformers writes as {"__float__": "Infinity"}; any other table as it is."""
+def _read(table: dict[str, Any]) -> Any:
+    """Return what transformers writes as {"__float__": "Infinity"}; other tables without the quantisation in them."""
+    table.pop("quantization_config", None)
     return float(table["__float__"]) if set(table) == {"__float__"} else table
 
 

@@ -70,10 +70,10 @@ class Entries:
 
     def unmatched(self, names: Iterable[str]) -> Iterator[str]:
         """Yield the entries that fit none of a model's names."""
-        numbers = [int(number) for name in names for number in re.findall(r"layers\.(\d+)", name)]
+        last = max((int(number) for name in names for number in re.findall(r"layers\.(\d+)", name)), default=0)
         parts = {part for name in names for part in _parts(name)}
         for text in self.exact:
-            beyond = any(int(number) > max(numbers, default=0) for number in re.findall(r"layers\.(\d+)", text))
+            beyond = any(int(number) > last for number in re.findall(r"layers\.(\d+)", text))
             if not beyond and OF_ONE.sub(r"\1{}\3", text) not in parts:
                 yield text
         spelled = {spelled for name in names for spelled in _spelled(name.format(0))} if self.patterns else set()
