@@ -22,11 +22,16 @@ KEYS: dict[str, Any] = tomllib.loads((Path(__file__).parent / "quantisations.tom
 NAMED: dict[str, float] = KEYS["named"]
 READ = {key for kind in ("skipped", "tables", "only", "bits", "group", "words", "read") for key in KEYS[kind]}
 
-ELSEWHERE = re.compile(r"mtp|nextn|(^|[._*])(vis|vit|talker|audio|image|mm_|multi_modal|eagle|draft)|projector")
+ELSEWHERE = re.compile(
+    r"mtp|nextn|(^|[._*])(vis|vit|talker|audio|image|mm_|multi_modal|eagle|draft|merger)|project(or|ion)"
+)
 """Names of modules that a decoded token does not pass, or that are not built."""
 
 OF_ONE = re.compile(r"(.*experts\.)(\d+)(\..*|)")
 """Names of an expert or of what is in it: what is before and behind its number."""
+
+OF_MLX = "switch_mlp"
+"""What MLX calls the experts of a layer."""
 
 BEFORE = re.compile(r"^(?:(?:model|language_model|text_model|thinker|backbone|transformer|llm|decoder_model)\.)+")
 """What names have before `layers`, in which checkpoints and models differ."""
@@ -65,7 +70,8 @@ class Entries:
         parts = sorted({part for name in names for part in _parts(name)}, key=len, reverse=True)
         if self.exact and (name := next((part for part in parts if part in self.exact), None)):
             return self.exact[name]
-        spelled = [spelled for name in names for spelled in _spelled(name)] if self.patterns else []
+        mine = [name for name in names if OF_MLX not in name] if self.patterns else []  # which lists no patterns
+        spelled = [spelled for name in mine for spelled in _spelled(name)]
         return next((bits for _, matches, bits in self.patterns if any(map(matches, spelled))), None)
 
     def unmatched(self, names: Iterable[str]) -> Iterator[str]:

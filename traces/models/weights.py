@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from traces.models.precision import Precision, Weight
+from traces.models.precision import OF_MLX, Precision, Weight
 from traces.models.sites import Site
 
 PARTS = {
@@ -46,13 +46,16 @@ class Weights:
             if each in of_experts and each.dim() > 2 and "bias" not in name:
                 self.of[each] = self._of_experts(name, each, of_experts[each])
                 continue
-            kind = "head" if each in heads else "embedding" if isinstance(module, nn.Embedding) else "linear"
+            kind = "embedding" if isinstance(module, nn.Embedding) else "head" if each in heads else "linear"
             kind = "expert" if each in of_experts else "router" if each in routers else kind
             is_linear = isinstance(module, nn.Linear) or type(module).__name__.endswith("Linear")
             if each.dim() < 2 or (kind == "linear" and not is_linear) or not should_convert_module(own, floats):
                 kind = "other"
             parts = self._published[each] or {own: each.numel()}
-            self.of[each] = [Weight((own, part), kind, count) for part, count in parts.items()]
+            tied = ["lm_head"] if each in heads else []
+            self.of[each] = [Weight((own, part, *tied), kind, count) for part, count in parts.items()]
+        self.names = [name for weights in self.of.values() for each in weights for name in each.names]
+        self.names += [name for name, _ in model.named_buffers()]
 
     def _of_experts(self, name: str, tensor: Tensor, site: Site) -> list[Weight]:
         """Return the matrices of a tensor of all experts of a layer."""
@@ -60,7 +63,11 @@ class Weights:
         names = [name for each in site.weights for name in self._published[each]]
         apart = [match[1] for name in names if (match := OF_ONE.fullmatch(name))]
         published = [*apart, *(name.rpartition(".")[0] for name in names if not apart)]
-        places = [place for each in dict.fromkeys((site.name, *published)) for place in (each, _of_mlx(each))]
+        places = [
+            place
+            for each in dict.fromkeys((site.name, *published))
+            for place in (each, f"{each.rpartition('.')[0]}.{OF_MLX}")
+        ]
         parts = PARTS.get(leaf, ((leaf,),))
         return [
             Weight(
@@ -83,10 +90,6 @@ class Weights:
         bits = sum(each.size * precision.bits(each) for each in weights)
         return bits / 8 / max(1, sum(each.size for each in weights))
 
-    @property
-    def names(self) -> list[str]:
-        return [name for weights in self.of.values() for each in weights for name in each.names]
-
 
 def _published(model: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a model's checkpoint; those of the model where transformers cannot say."""
@@ -94,8 +97,3 @@ def _published(model: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         return dict(revert_weight_conversion(model, parameters))
     except Exception:  # of conversions that look at data
         return parameters
-
-
-def _of_mlx(name: str) -> str:
-    """Return what MLX calls the experts of a layer."""
-    return f"{name.rpartition('.')[0]}.switch_mlp"
