@@ -280,6 +280,16 @@ def test_a_transformers_config_gives_the_plan_of_the_shipped_profile(tmp_path: P
         assert quick(str(path), **options).tokens_per_s == pytest.approx(shipped.tokens_per_s, rel=1e-4)
 
 
+def test_what_was_not_understood_of_a_config_comes_first(tmp_path: Path):
+    pytest.importorskip("torch")
+    stated = {"quant_method": "fp8", "modules_to_not_convert": ["no.such.module"]}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "quantization_config": stated}))
+    where = ["plan", "--model", str(tmp_path), "--host-memory", "64GiB"]
+    shown, as_json = (moe_sim(*where, *more, cwd=tmp_path).stdout for more in ([], ["--json"]))
+    assert shown.startswith("Sizes may be wrong: its quantisation names modules that the model does not have: 'no.such")
+    assert "no.such.module" in json.loads(as_json)["not_understood"][0]
+
+
 def test_the_errors_are_those_of_the_shipped_rows_of_the_back_test():
     rows = [row for path in file.shipped() for row in file.read(path)]
     cases = {row.figure: Case(row) for row in rows if row.timed and not row.unsimulated}
