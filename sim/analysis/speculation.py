@@ -142,10 +142,12 @@ def speculate(
 ) -> list[Speculation]:
     """Return what each number of drafted tokens does to each cell of a grid, cells outermost.
 
-    advance: gets the number of requests run. Raise InputError where nothing is decoded.
+    advance: gets the number of requests run. Raise InputError where no answer has as many tokens as a step.
     """
-    if loaded.trace.phases == "prefill":
-        raise InputError(f"{loaded.trace.name} decodes no token: use `as_decode` to run prompts token by token")
+    if not lengths_of(loaded, 1):
+        raise InputError(
+            f"{loaded.trace.name} decodes no token behind another: use `as_decode` to run prompts token by token"
+        )
     whole, chunk, seed = loaded.whole, loaded.experiment.prefill_chunk, loaded.experiment.seed
     unions = {
         length: union(replace(loaded, trace=whole.in_steps(chunk, Drafts(length, 1.0))), length) for length in lengths
@@ -189,6 +191,13 @@ def recorded(loaded: TimedRun) -> float | None:
     return accepted / tried if tried else None
 
 
+def lengths_of(loaded: TimedRun, longest: int) -> list[int]:
+    """Return the numbers of drafted tokens, up to `longest`, with which some answer has a whole step."""
+    trace = loaded.whole
+    decoded = int((np.diff(trace.offsets) - trace.prompts).max(initial=0))
+    return list(range(1, min(longest, decoded - 1) + 1))
+
+
 def runs(grid: Grid, lengths: Sequence[int]) -> int:
     """Return how often `speculate` runs all requests."""
     return len(grid.policies) * (1 + len(RUN) * len(lengths))
@@ -201,7 +210,7 @@ def union(loaded: TimedRun, length: int) -> Float:
         whole = (steps.phase == DECODE) & (steps.tokens == 1 + length)
         total += np.diff(steps.offsets).reshape(-1, layers)[whole].sum(axis=0)
         count += int(whole.sum())
-    return total / max(count, 1)
+    return total / count
 
 
 def _tallies(loaded: TimedRun, policy: PolicySpec, slots: Sequence[int]) -> list[Tally]:

@@ -44,14 +44,21 @@ def speculate(
 
     [b]moe-sim speculate my-trace --policies lru,lru/split --draft-us 800 --at 0.6,0.8[/b]
     """
-    shares, lengths = _shares(at), range(1, longest + 1)
+    shares = _shares(at)
     loaded = TimedRun.of(options.experiment(stated, trace))
+    lengths = speculation.lengths_of(loaded, longest)
     if (own := speculation.recorded(loaded)) is not None:
         shares.append(round(own, 3))
     grid = grid_of(loaded, [parse(each) for each in split_list(policies)], split_list(cache_sizes))
     us = loaded.measured_us(grid.policies)
     loaded = loaded.charging(us)
-    output.note(*loaded.notes, *notes.overhead_notes(us), *compiling.notes(loaded.versions(grid.policies)))
+    short = [f"no answer has more than {len(lengths) + 1} decoded tokens: longer drafts are left out"]
+    output.note(
+        *short * (len(lengths) < longest),
+        *loaded.notes,
+        *notes.overhead_notes(us),
+        *compiling.notes(loaded.versions(grid.policies)),
+    )
     folder = output.folder(loaded.experiment.trace, "/speculation")
     with claimed(folder, speculation.MAKER, speculation.NAMES):
         with progress(speculation.runs(grid, lengths) * len(loaded.trace.requests), output.quiet) as advance:

@@ -9,7 +9,7 @@ import pytest
 
 from policies.core import parse
 from sim import simulate
-from sim.analysis.speculation import LONGEST, ROWS, RUN, Speculation, Tally, recorded, sentences, speculate
+from sim.analysis.speculation import LONGEST, ROWS, RUN, Speculation, Tally, lengths_of, recorded, sentences, speculate
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.sweeps.grid import grid_of
@@ -112,6 +112,14 @@ def test_of_a_trace_recorded_with_drafts_speeds_at_its_own_acceptance_are_printe
     assert recorded(TimedRun.of(Experiment.of({"trace": str(demo_trace())}))) is None
     options = ["speculate", str(tmp_path / "t"), "--policies", "lru", "--cache-sizes", "20%", "--longest", "1"]
     assert "t/s 0.6" in moe_sim(*options, cwd=tmp_path).stdout
+
+
+def test_no_answer_is_shorter_than_the_longest_step() -> None:
+    loaded = TimedRun.of(Experiment.of({"trace": str(demo_trace()), "requests": 2}))
+    decoded = int((np.diff(loaded.whole.offsets) - loaded.whole.prompts).max())
+    assert lengths_of(loaded, 1_000) == list(range(1, decoded))
+    found = speculate(loaded, grid_of(loaded, [parse("lru")], ["50%"]), [decoded - 1])
+    assert found[0].union.min() >= loaded.trace.top_k
 
 
 def test_a_trace_that_decodes_nothing_is_refused() -> None:
