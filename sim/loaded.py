@@ -428,9 +428,14 @@ def _requests(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
 
 
 def _profile(experiment: Experiment, trace: Shards | Trace) -> ModelProfile | None:
-    """Return the model, with the sizes of experts that `expert_sizes` states; None: counting does without."""
+    """Return the model, with the sizes of experts that `expert_sizes` states; None: counting does without.
+
+    So it does of a trace that has some of its model's layers, as a dump of one layer has.
+    """
     meta, profile, stated = trace.meta, None, not model_profile.not_stated(trace.meta)
-    if not experiment.untimed or experiment.model_profile or stated or model_profile.known(meta.model):
+    known = model_profile.known(meta.model)
+    part = known is not None and meta.layers < known.moe_layers
+    if not experiment.untimed or experiment.model_profile or (not part and (stated or known)):
         profile = model_profile.of_trace(meta, experiment.model_profile)
     if experiment.expert_sizes is None:
         return profile
