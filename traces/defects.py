@@ -7,6 +7,7 @@ of the routing then. The checks run in the order of CHECKS, since a fill value m
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import comb
 from typing import Any
 
@@ -29,7 +30,8 @@ BLOCK_ROWS, BLOCK_ROWS_OF_FEW_LAYERS = 8, 32
 layers no two in a row are equal, and at most 14 in a single layer."""
 
 
-PER_ROW = ("experts", "phase", "weights", "position", "step", "token_id")
+PER_CHOICE = ("experts", "weights", "hits")
+PER_ROW = (*PER_CHOICE, "phase", "position", "step", "token_id")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Routing:
     position: NDArray[np.uint32] | None = None  # [T]; None: consecutive
     step: NDArray[np.uint32] | None = None  # [T]; None: a prefill is one, and each decoded token
     token_id: NDArray[np.int32] | None = None  # [T]
+    hits: NDArray[np.integer] | None = None  # [T, L, k] 1: the engine had it in its cache, 0: it had not, -1: not said
 
     @staticmethod
     def of(trace: Trace) -> "Routing":
@@ -79,6 +82,13 @@ class Routing:
         first = row - int(self.offsets[request])
         rows = f"row {first}" if last in (None, row) else f"rows {first} to {first + (last or row) - row}"
         return f"request {str(self.requests[request])!r}, {rows}"
+
+    def choices(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Routing":
+        """Return it with each array of experts, and of what stands beside them, changed alike."""
+        changed: dict[str, Any] = {
+            name: change(array) for name in PER_CHOICE if (array := getattr(self, name)) is not None
+        }
+        return replace(self, **changed)
 
     def without(self, drop: NDArray[np.bool_]) -> "Routing":
         """Return it without some rows, [T], and without requests of which none is left."""
@@ -183,23 +193,13 @@ def parts_of_ranks(held: Routing) -> Finding | None:
             and (each < total.max()).mean() > 0.5
             and total.max() <= max(k, held.model_top_k or k)
         ):
-            whole = held.experts.reshape(n, -1, L, k).transpose(1, 2, 0, 3).reshape((*total.shape, n * k))
-            order = np.argsort(whole < 0, axis=2, kind="stable")[:, :, : int(total.max())]
-            experts = np.take_along_axis(whole, order, axis=2)
-            if _repeated(experts).any():
+            whole, first = held.choices(partial(_side_by_side, ranks=n)), len(total)
+            order = np.argsort(whole.experts < 0, axis=2, kind="stable")[:, :, : int(total.max())]
+            whole = whole.choices(partial(np.take_along_axis, indices=order, axis=2))
+            if _repeated(whole.experts).any():
                 continue
-            weights = None
-            if held.weights is not None:
-                stacked = held.weights.reshape(n, -1, L, k).transpose(1, 2, 0, 3).reshape(whole.shape)
-                weights = np.take_along_axis(stacked, order, axis=2)
-            first = len(total)
-            fixed = replace(
-                held.without(np.arange(T) >= first),
-                experts=experts,
-                weights=weights,
-                offsets=held.offsets[: R // n + 1],
-                requests=held.requests[: R // n],
-            )
+            joined: dict[str, Any] = {name: getattr(whole, name) for name in PER_CHOICE}
+            fixed = replace(held.without(np.arange(T) >= first), **joined)
             names = ", ".join(repr(str(name)) for name in held.requests[:: R // n][:4])
             what = f"requests {names} have the same {first} tokens and other experts"
             return Finding("parts of ranks", what, f"{n} ranks each hold a part: put the parts together", fixed)
@@ -215,6 +215,12 @@ def parts_of_ranks(held: Routing) -> Finding | None:
                 "parts of ranks", what, f"this is one rank of {n}: import the files of all ranks as one folder"
             )
     return None
+
+
+def _side_by_side(array: NDArray[Any], ranks: int) -> NDArray[Any]:
+    """Return [T, L, k] of ranks, one behind the other, as [T / ranks, L, ranks * k]."""
+    _, L, k = array.shape
+    return array.reshape(ranks, -1, L, k).transpose(1, 2, 0, 3).reshape(-1, L, ranks * k)
 
 
 def parts_of_counts(counts: Int, names: Sequence[str]) -> tuple[Int, Finding | None]:
@@ -356,7 +362,7 @@ def sorted_ids(held: Routing) -> Finding | None:
     order = np.argsort(-np.where(held.routed, held.weights, -np.inf), axis=2, kind="stable")
     if np.array_equal(np.take_along_axis(ids, order, 2), ids):
         return None
-    fixed = replace(held, experts=np.take_along_axis(ids, order, 2), weights=np.take_along_axis(held.weights, order, 2))
+    fixed = held.choices(lambda array: np.take_along_axis(array, order, 2))
     return Finding(
         "sorted ids", f"ids ascend in all {int(several.sum())} choices", "order them by their weights", fixed
     )

@@ -93,7 +93,7 @@ def export_npz(trace: Trace, out: Path, overwrite: bool = True) -> int:
     kind = np.int16 if trace.num_experts < 2**15 else np.int32
     experts = trace.experts.astype(kind)
     experts[trace.experts == trace.sentinel] = -1
-    optional = {name: array for name in ("weights", "token_id") if (array := getattr(trace, name)) is not None}
+    optional = {name: array for name in ("weights", "token_id", "hits") if (array := getattr(trace, name)) is not None}
     with (
         replacing(out, overwrite=overwrite) as temporary,
         replacing(json_beside(out), overwrite=overwrite) as facts,

@@ -107,8 +107,11 @@ OPTIONAL: dict[str, Callable[[TraceMeta], pa.DataType]] = {
     "lookahead": lambda meta: pa.list_(pa.from_numpy_dtype(meta.id_type), meta.layers * meta.top_k),
     "gate_probs": lambda meta: pa.list_(pa.float16(), meta.layers * meta.experts),
     "drafted": lambda meta: pa.int16(),
+    "hits": lambda meta: pa.list_(pa.int8(), meta.layers * meta.top_k),
 }
 """Columns that a trace's routing files may hold, and their types.
+
+hits: 1 where the engine that was recorded had the expert in its cache, 0 where it had not, -1 where it did not say.
 
 drafted: of a recording that speculated, the tokens that were drafted behind this one in its forward pass (rule 20); -1:
 it was drafted itself, and accepted. `step` numbers such tokens as if they had been decoded one by one.

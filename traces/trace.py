@@ -157,6 +157,7 @@ class Trace(AnyTrace):
     lookahead: NDArray[Any] | None = None  # as experts: what layer l's router picks for the MoE layer before's input
     gate_probs: NDArray[np.float16] | None = None  # [T, L, E] the router's distribution over all experts
     drafted: NDArray[np.int16] | None = None  # [T] tokens drafted behind this one; -1: it was drafted, and accepted
+    hits: NDArray[np.int8] | None = None  # as experts: 1, the recorded engine had it in its cache; 0, not; -1, not said
     embedding: NDArray[np.float16] | None = None  # [R, H] mean input embedding of each prompt
     aggregate: NDArray[np.uint32] | None = None  # [2, R, L * E] EAMs of a trace that holds no sequences (T is 0)
 
@@ -188,7 +189,7 @@ class Trace(AnyTrace):
         if (request[1:] < request[:-1]).any():
             order = np.argsort(request, kind="stable")
             arrays = {name: array[order] for name, array in arrays.items()}
-        shapes = dict.fromkeys(("experts", "weights", "lookahead"), (-1, meta.layers, meta.top_k))
+        shapes = dict.fromkeys(("experts", "weights", "lookahead", "hits"), (-1, meta.layers, meta.top_k))
         shapes["gate_probs"] = (-1, meta.layers, meta.experts)
         arrays = {name: array.reshape(shapes.get(name, (-1,))) for name, array in arrays.items()}
         offsets, aggregate = index.offsets, listed.eams if meta.mode == AGGREGATE else None
@@ -381,7 +382,7 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
     )
 
 
-PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs", "drafted")
+PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs", "drafted", "hits")
 """Fields of a Trace with an entry for each row."""
 
 FLOATS = {"weights", "gate_probs"}

@@ -90,7 +90,7 @@ def test_a_request_may_have_any_name(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "i2", ">i4", "i8"])
 def test_ids_of_every_integer_type_are_read_and_none_wraps(kind: str, tmp_path: Path) -> None:
-    ids = np.tile(np.arange(3, dtype=kind), (4, 2, 1))
+    ids = np.tile(np.arange(6, dtype=kind).reshape(2, 3), (4, 1, 1))
     np.save(tmp_path / "a.npy", ids)
     assert np.array_equal(import_dump(tmp_path / "a.npy", options=Options("decode"))[0].experts, ids)
     if ids.dtype.itemsize == 8:

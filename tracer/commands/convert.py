@@ -103,7 +103,7 @@ def export(
     if to in PROFILES:
         _export_profile(Trace.read(trace), out, to, phase, overwrite, quiet)
         return
-    columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id")}[to]
+    columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id", "hits")}[to]
     held = of_phase(Trace.read(trace, columns), phase)
     folder = open_folder(trace)
     recorded = [*folder.optional, *(["embedding"] if folder.embedding is not None else [])]

@@ -41,9 +41,8 @@ def trace_of(dump: Routing, source: Source) -> Trace:
     if source.options.token_ids is not None:
         dump = replace(dump, token_id=token_ids(source.options.token_ids, len(dump.experts)))
     if layers is not None:
-        weights = None if dump.weights is None else dump.weights[:, layers]
         numbers = layers if dump.layers is None else tuple(dump.layers[each] for each in layers)
-        dump = replace(dump, experts=dump.experts[:, layers], weights=weights, layers=numbers)
+        dump = replace(dump.choices(lambda held: held[:, layers]), layers=numbers)
     E, profile = source.agreed("experts", dump.E), source.profile
     if E is None and profile is not None and dump.experts.max(initial=-1) < profile.experts:
         E = profile.experts
@@ -74,7 +73,8 @@ def trace_of(dump: Routing, source: Source) -> Trace:
         phase=phase,
         position=position,
         step=step,
-        weights=dump.weights,
+        weights=None if dump.weights is None else dump.weights.astype(np.float16),
+        hits=None if dump.hits is None else np.where(dump.routed, dump.hits, -1).astype(np.int8),
         token_id=dump.token_id,
     )
 
@@ -86,12 +86,13 @@ def _sound(dump: Routing, source: Source, E: int | None) -> Routing:
     if E is not None and routed.size >= 64 and routed.min() == 1 and routed.max() == E:
         source.notes.append(f"expert ids run from 1 to {E}: they are taken as 0 to {E - 1}")
         experts = np.where(experts > 0, experts.astype(np.int64) - 1, -1)
+    dump = _chosen(replace(dump, experts=experts, E=E), source)
+    experts = dump.experts
     stated, profile = source.agreed("top_k") or 0, source.profile
     used = int((experts != -1).any(axis=(0, 1)).nonzero()[0].max(initial=0)) + 1
     used = min(experts.shape[2], max(used, stated))  # slots behind are padding
-    weights = None if dump.weights is None else dump.weights[:, :, :used]
     top_k = max(stated, 0 if profile is None else profile.top_k) or None
-    held = replace(dump, experts=experts[:, :, :used], weights=weights, E=E, model_top_k=top_k)
+    held = replace(dump.choices(lambda held: held[:, :, :used]), model_top_k=top_k)
     findings, sound = find(held, source.options.fix)
     if source.facts.layer_names is not None:  # who names the layers says that they are MoE layers
         findings = [one for one in findings if one.name != "dense layer"]
@@ -106,10 +107,30 @@ def _sound(dump: Routing, source: Source, E: int | None) -> Routing:
     return replace(sound, requests=[replace(one, output_tokens=None) for one in parts])
 
 
+def _chosen(dump: Routing, source: Source) -> Routing:
+    """Return the k experts of the largest weights where most choices name all experts. Raises InputError without k."""
+    routed = dump.routed.sum(axis=2)
+    E = dump.E or int(dump.experts.max(initial=0)) + 1
+    if E < 2 or 2 * (routed == E).sum() <= (routed > 0).sum():
+        return dump
+    profile = source.profile
+    k = source.agreed("top_k") or (None if profile is None else profile.top_k)
+    if k == E:
+        return dump
+    if k is None or k > E or dump.weights is None:
+        raise InputError(
+            f"{source.path} names all {E} experts in a choice, so not which were chosen: "
+            + ("it has no weights that say so" if dump.weights is None else "say how many of the largest with --top-k")
+        )
+    source.notes.append(f"all {E} experts have weights: the {k} largest are taken as chosen")
+    order = np.argsort(-dump.weights, axis=2, kind="stable")[:, :, :k]
+    return dump.choices(lambda held: np.take_along_axis(held, order, axis=2))
+
+
 def aggregate_of(counts: Counts, source: Source) -> Trace:
     """Return the trace of counts: EAMs, and no sequences. Raises InputError."""
-    held, finding = parts_of_counts(counts.counts, [str(one.id) for one in counts.requests])
-    requests = counts.requests
+    names, requests = [str(one.id) for one in counts.requests], counts.requests
+    held, finding = parts_of_counts(counts.counts, names)
     if finding is not None:
         source.findings.append(finding)
         if finding.unusable and not source.options.fix:
@@ -127,7 +148,11 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
     source.agreed("experts", E)
     meta = _meta(source, held.shape[1], k, E, layers, AGGREGATE)
     aggregate = np.zeros((2, R, held.shape[1] * E), np.uint32)
-    aggregate[_phase(source)] = held.reshape(R, -1)
+    if counts.by_phase is None:
+        aggregate[_phase(source)] = held.reshape(R, -1)
+    else:
+        parts = [parts_of_counts(part, names)[0] for part in counts.by_phase]
+        aggregate[:] = np.stack([part if layers is None else part[:, layers] for part in parts]).reshape(2, R, -1)
     columns = in_turn(np.zeros(R, np.int64), np.zeros(R, np.int64))
     return Trace(
         name=source.stem,
@@ -172,13 +197,19 @@ def _meta(source: Source, L: int, k: int, E: int, layers: Sequence[int] | None, 
         raise InputError(f"{source.path} has {k} experts of a token in a layer, top_k is said to be {most}")
     first, profile = facts.first_moe_layer or 0, source.profile
     numbers = tuple(layers or range(first, first + L))
-    if facts.first_moe_layer is None and profile and profile.moe_layers == L == numbers[-1] - numbers[0] + 1:
+    if (
+        facts.first_moe_layer is None
+        and not source.stated.get("layer_names")
+        and profile
+        and profile.moe_layers == L == numbers[-1] - numbers[0] + 1
+    ):
         of_model = tuple(number for number, kind in enumerate(profile.order) if kind.routed)
         if of_model != numbers:  # the dump counts MoE layers only, or from 1
             whose = f"the layers {of_model[0]} to {of_model[-1]} of {profile.name}"
             source.found.append(f"layers {numbers[0]} to {numbers[-1]} are {whose}")
             numbers = of_model
-    names = facts.layer_names or tuple(f"layers.{layer}" for layer in numbers)
+    named = source.stated.get("layer_names")
+    names = facts.layer_names or tuple(named[n] if named else f"layers.{n}" for n in numbers)
     stated: dict[str, Any] = {name: getattr(facts, name) for name in _AS_STATED}
     hidden, inner = facts.hidden_size, facts.expert_intermediate_size
     if facts.expert_bytes is None and hidden and inner and facts.dtype in (None, "bfloat16"):

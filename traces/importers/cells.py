@@ -39,16 +39,16 @@ def parsed(cells: "pd.Series[Any]", place: Place, parse: Callable[[str], T | Non
 
 
 def numbers(
-    cells: "pd.Series[Any]", place: Place, least: float = 0, most: float = UINT32, real: bool = False
+    cells: "pd.Series[Any]", place: Place, least: float = 0, most: float = UINT32, real: bool = False, hint: str = ""
 ) -> NDArray[Any]:
-    """Return cells as int64, or float64 if `real`. Raises InputError for the first of another kind or range."""
+    """Return cells as int64, or float64 if `real`. Raises InputError, with `hint`, for the first that is none."""
 
     def number(text: str) -> float | None:
         match = (REAL if real else WHOLE).fullmatch(text)
         value = None if match is None else float(text) if real else int(match[1])
         return value if value is not None and least <= value <= most else None
 
-    why = f"no {'' if real else 'whole '}number from {least:.0f} to {most:.0f}"
+    why = f"no {'' if real else 'whole '}number from {least:.0f} to {most:.0f}{hint}"
     return parsed(cells, place, number, why).astype(np.float64 if real else np.int64)
 
 
@@ -83,10 +83,10 @@ def lists(
     return filled
 
 
-def fits(cells: "pd.Series[Any]") -> bool:
-    """Return whether at least half of the cells are numbers: any other is then invalid, and not a text among texts."""
+def fits(cells: "pd.Series[Any]", accepts: Callable[[str], object] = REAL.fullmatch) -> bool:
+    """Return whether at least half of the cells are such, by default numbers: any other is then invalid."""
     number, texts = _texts(cells)
-    return len(cells) > 0 and bool(np.array([bool(REAL.fullmatch(text)) for text in texts])[number].mean() >= 0.5)
+    return len(cells) > 0 and bool(np.array([bool(accepts(text)) for text in texts])[number].mean() >= 0.5)
 
 
 def labels(cells: "pd.Series[Any]") -> "pd.Series[bool]":

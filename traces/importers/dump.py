@@ -25,6 +25,7 @@ class Counts:
     counts: NDArray[np.int64]  # [R, layers, E]
     requests: list[Request]  # [R]
     layers: tuple[int, ...] | None = None  # those that are MoE layers, where the dump states it
+    by_phase: NDArray[np.int64] | None = None  # [2, R, layers, E]; None: all of one phase, which is not stated
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ def join(source: Source, sequences: list[Sequence]) -> Routing:
         counted = request.prompt_tokens
         for first, ids, count in ((0, one.prompt_ids, counted), (counted, one.output_ids, request.output_tokens)):
             held = whole([] if ids is None else ids, f"{one.place}: token ids", 1)
-            if first is not None and len(held) == count:
+            if len(held) and len(held) != count:
+                source.notes.append(f"{one.place}: {len(held)} token ids of {count} tokens: they are left out")
+            elif first is not None:
                 token_id[begin + first : end][: len(held)] = held[: end - begin - first]
     prompts = [request.prompt_tokens or 0 for request in requests]
     phase = in_turn(lengths, np.array(prompts))["phase"] if all(known) else None

@@ -45,7 +45,7 @@ def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Routing:
     held = [content for _, (content,) in files]
     if isinstance(held[0], np.ndarray):
         return _of_arrays(source, dict(zip([path for path, _ in files], held, strict=True)))
-    names = [name for name in ("experts", "weights", *_PER_TOKEN) if name in held[0]]
+    names = [name for name in ("experts", "weights", "hits", *_PER_TOKEN) if name in held[0]]
     whole = {name: np.concatenate([each[name] for each in held]) for name in names}
     return _dump(source, whole, np.concatenate([_lengths(each) for each in held]))
 
@@ -110,8 +110,11 @@ def _dump(
     if weights is not None and (odd := np.argwhere(~(np.abs(weights) <= FLOAT16))).size:
         at = odd[0].tolist()
         raise InputError(f"{path}: weights{at} is {weights[tuple(at)]}, no number that float16 holds")
-    weights = None if weights is None else weights.astype(np.float16)
-    return Routing(experts, offsets, requests, weights=weights, layers=layers, **columns)
+    if (hits := values.get("hits")) is not None:
+        hits = integers(hits, str(path), "hits", 3, -1, 1)
+        if hits.shape != experts.shape:
+            raise InputError(f"{path}: hits is {hits.shape}, but experts {experts.shape}")
+    return Routing(experts, offsets, requests, weights=weights, hits=hits, layers=layers, **columns)
 
 
 def _column(path: Path, name: str, values: NDArray[Any], tokens: int) -> NDArray[Any]:

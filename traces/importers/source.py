@@ -157,8 +157,10 @@ class Source:
         return code
 
     def experts_of(self, ids: NDArray[np.integer]) -> int:
-        """Return the number of experts by the largest id, where nothing states it, and note so."""
+        """Return the number of experts of the model, or by the largest id, where nothing states it, and note so."""
         E = int(ids.max(initial=-1)) + 1
+        if self.profile is not None and self.profile.experts >= E:
+            return self.profile.experts
         self.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
         return E
 

@@ -3,6 +3,10 @@
 A row is a token's choice in a layer, one expert of it, or a count. Experts of a row are one id, a list ("1;5;9",
 "[1, 5]"), numbered columns e0, e1, ..., or a weight for each expert. What belongs to one token follows from the columns
 request, step and token where they are there, and by the order in the file where they are not, or start again.
+
+A role is a name and a meaning: the values of a column are held against what its name says (`_fits` before it has the
+role, `_column` cell by cell, `_counts_up`, `_in_turn`, `_counts` and `_largest` as a whole), and a column that
+contradicts is left to another role, or is a question that names the option.
 """
 
 import re
@@ -17,18 +21,39 @@ from numpy.typing import NDArray
 from traces.defects import Routing
 from traces.errors import InputError
 from traces.files import unpacked_name
-from traces.importers.cells import FLOAT16, INT32, UINT32, Place, fits, labels, lists, numbers, parsed
+from traces.importers.cells import CUT, FLOAT16, INT32, UINT32, Place, fits, labels, lists, numbers, parsed
 from traces.importers.dump import Counts
 from traces.importers.source import Request, Source
-from traces.importers.words import fact, layer_number, phase_of, plain
+from traces.importers.words import (
+    ANSWERS,
+    HIT_ROLES,
+    PHASE_ROLES,
+    STACKS,
+    Columns,
+    answer_of,
+    fact,
+    layer_name,
+    layer_number,
+    phase_of,
+    plain,
+)
 from traces.steps import DECODE, PREFILL
 
 Int = NDArray[Any]
 KEYS = ("step", "token")
 NUMBERS = dict.fromkeys((*KEYS, "slot", "count"), (0, UINT32)) | {"token_id": (-1, INT32)}
 """Roles of columns of whole numbers, and their ranges. A column of other texts has none of these roles."""
+EMPTY = {"experts": -1, "weights": 0, "hits": -1}
+"""What stands where a token has no expert."""
+PER_EXPERT = ("weight", *HIT_ROLES)
+"""Roles of what stands beside each expert of a choice."""
+SHARES = "; if these are shares, --columns share={} keeps them in proportion"
+SCALE = 1_000_000
+"""Choices of a layer as which shares are kept."""
 MOST = 65_534
 """The largest number of a layer or expert of which counts are kept."""
+LEVELS = {*ANSWERS, "1.0", "0.0", "2", "3"}
+"""What says whether, or in which memory, an expert was."""
 Frames = Sequence[tuple[Path, pd.DataFrame]]
 """The rows of files; their index is what people call the rows."""
 
@@ -37,39 +62,72 @@ def routing_of(frames: Frames, source: Source) -> Routing | Counts:
     """Return what the rows of files hold. Raises InputError where a role is missing or a cell is invalid."""
     frame, found = _joined([(path, _without_facts(frame, source)) for path, frame in frames], source)
     there = ", ".join(map(str, frame.columns))
-    columns = {role: _column(frame, role, name) for role, name in found.items() if role not in ("expert", "weight")}
+    columns = {
+        role: _column(frame, role, name, source) for role, name in found.items() if role not in ("expert", *PER_EXPERT)
+    }
     for role, name in source.columns.stated.items():
         if name and role not in found:
             if not name.isdecimal():
                 raise InputError(f"{source.path} has no column {name!r}; there are: {there}")
             columns[role] = np.full(len(frame), int(name))
+    phases = [role for role in PHASE_ROLES if role in columns]
+    if phases:
+        columns["phase"] = columns[phases[0]]
     if "layer" not in columns:
         raise InputError(
             f"{source.path} does not say the layer of its rows: name its column with --columns layer=NAME, state the "
             f"layer as --columns layer=7, or put it into the file's name as layer7; there are: {there}"
         )
     single = "expert" in found and fits(frame[found["expert"]])
-    counted = single and ("count" in columns or not {*KEYS, "slot", "request", "phase"} & columns.keys())
-    experts, weights = (None, None) if counted else _experts(frame, found, source)
+    counted = single and (
+        bool({"count", "share"} & columns.keys()) or not {*KEYS, "slot", "request", "phase"} & columns.keys()
+    )
+    used = set(found.values())
+    chosen = {} if counted else _experts(frame, found, used, source)
     said = ", ".join(role if role == column else f"{role} is {column}" for role, column in found.items())
     source.found.append(f"counts: {said}" if counted else said)
-    if experts is None:
-        return _counts(columns, frame[found["expert"]], _place(frame, found["expert"]), source)
-    return _dump(columns, experts, weights, _stem(frames[0][0]), source)
+    if unused := [str(name) for name in frame.columns if name not in used and str(name)[:1] != "#"]:
+        source.found.append(f"columns that are not used: {', '.join(unused)}")
+    if counted:
+        return _counts(columns, frame[found["expert"]], _place(frame, found["expert"]), found, source)
+    asked = found["phase"] if phases == ["phase"] and "phase" in found and fits(frame[found["phase"]]) else None
+    if asked is not None:
+        source.notes.append(f"{asked} is a number: 0 is taken as the prompt (--columns is_prefill={asked} if 1 is)")
+    return _dump(columns, chosen, _stem(frames[0][0]), asked, source)
 
 
-def _column(frame: pd.DataFrame, role: str, name: str) -> NDArray[Any]:
+def _column(frame: pd.DataFrame, role: str, name: str, source: Source) -> NDArray[Any]:
     """Return a column as numbers, phases or texts, by its role. Raises InputError for the first invalid cell."""
     cells, place = frame[name], _place(frame, name)
     if role in NUMBERS:
-        return numbers(cells, place, *NUMBERS[role])
-    if role == "phase":
+        fractions = any("." in str(cell).rstrip(".0") for cell in cells.unique()) if role == "count" else False
+        return numbers(cells, place, *NUMBERS[role], hint=SHARES.format(name) * (role == "count" and fractions))
+    if role == "share":
+        return numbers(cells, place, 0, real=True)
+    if role in PHASE_ROLES:
+        asked = Columns().role(name) if role == "phase" else role  # `phase=is_prefill` names a question
+        role = str(asked) if asked in PHASE_ROLES else role
         why = "neither prefill nor decode: say --phase, or --columns phase=NAME"
-        return parsed(cells, place, lambda text: phase_of(text, name), why).astype(np.uint8)
+        return parsed(cells, place, lambda text: phase_of(text, role), why).astype(np.uint8)
     if role == "layer":
         why = f"no layer from 0 to {MOST}: --columns layer=NAME names another"
-        return parsed(cells, place, lambda text: n if (n := layer_number(text)) in range(MOST + 1) else None, why)
+        number = parsed(cells, place, lambda text: n if (n := layer_number(text)) in range(MOST + 1) else None, why)
+        return _by_stack(cells.astype(str), number, source)
     return parsed(cells.where(labels(cells)), place, lambda text: text or None, "no name").astype(object)
+
+
+def _by_stack(cells: "pd.Series[str]", number: Int, source: Source) -> Int:
+    """Return the layers of several stacks, such as encoder and decoder, numbered through; those of one as they are."""
+    names = {text: layer_name(text) or ("", 0) for text in cells.unique()}
+    stacks = list(dict.fromkeys(stack for stack, _ in names.values()))
+    if len(stacks) < 2:
+        return number
+    stacks.sort(key=lambda stack: "encoder" not in stack.lower())
+    order = sorted({*names.values()}, key=lambda layer: (stacks.index(layer[0]), layer[1]))
+    first = {layer: text for text, layer in reversed(names.items())}
+    source.stated["layer_names"] = tuple(first[layer] for layer in order)
+    source.found.append(f"{len(order)} layers of {len(stacks)} stacks, each with numbers of its own")
+    return np.asarray(cells.map({text: order.index(layer) for text, layer in names.items()}), np.int64)
 
 
 def _place(frame: pd.DataFrame, name: str) -> Place:
@@ -104,7 +162,7 @@ def _without_facts(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
 def _joined(frames: Frames, source: Source) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return the rows of all files, and the column of each role. Files of other layers each have the same tokens."""
     placed = {str(path): _placed(_stem(path), frame, source) for path, frame in frames}
-    whole = pd.concat(placed)
+    whole = _stacked(pd.concat(placed), source)
     found = _found(whole, source)
     if len(frames) == 1:
         return whole, found
@@ -123,6 +181,19 @@ def _joined(frames: Frames, source: Source) -> tuple[pd.DataFrame, dict[str, str
     return whole.drop(columns="#file", errors="ignore"), _found(whole, source)
 
 
+def _stacked(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
+    """Return rows whose layers are of the encoder or the decoder, where a column says so, with both in one name."""
+    layer = _found(frame, source).get("layer")
+    column = next((name for name in frame.columns if set(frame[name].map(str).str.lower()) == STACKS), None)
+    if layer is None or column is None:
+        return frame
+    stack = frame[column].str.lower()
+    if not {*PHASE_ROLES} & _found(frame, source).keys() and source.phase is None:
+        frame = frame.assign(phase=np.where(stack == "encoder", "prefill", "decode"))
+    frame[layer] = stack + ".layers." + frame[layer].map(str)
+    return frame.drop(columns=column)
+
+
 def _placed(name: str, frame: pd.DataFrame, source: Source) -> pd.DataFrame:
     """Return the rows of a file with their layer, where its name states it, and with named axes."""
     if "axis0" in frame.columns:
@@ -131,7 +202,8 @@ def _placed(name: str, frame: pd.DataFrame, source: Source) -> pd.DataFrame:
     own = found.get("layer")
     if named is not None and (own is None or (named and set(frame[own].astype(str)) == {"0"})):
         source.found.append("the layer is from the file's name")
-        frame = frame.drop(columns=[own] if own else []).assign(layer=named)
+        stack = next((f"{stack}.layers." for stack in STACKS if stack in name.lower()), "")
+        frame = frame.drop(columns=[own] if own else []).assign(layer=f"{stack}{named}" if stack else named)
     # the place in a list is the token, so a record is a request
     listed = found.get("token") == "token" and "#record" in frame.columns and not {"request", "step"} & found.keys()
     if listed and frame["#record"].nunique() > 1:
@@ -158,45 +230,46 @@ def _named_axes(frame: pd.DataFrame, source: Source) -> dict[str, str]:
 
 
 def _found(frame: pd.DataFrame, source: Source) -> dict[str, str]:
-    """Return the column of each role that can have it: texts are no tokens, lists no keys."""
-    fitting = []
-    for name in frame.columns:
-        role, cells = source.columns.role(name), frame[name]
-        if role in ("expert", "weight") or (role and name in source.columns.stated.values()):
-            fitting.append(name)
-        elif role in NUMBERS:
-            of_ids = role == "token_id" and labels(cells).any()  # such a name is of nothing else
-            fitting += [name] if of_ids or fits(cells) else []
-        elif role:
-            named = cells.map(lambda cell: phase_of(str(cell)) is not None) if plain(name) == "stage" else labels(cells)
-            fitting += [name] if 2 * named.sum() >= len(cells) else []
-    return source.columns.pick(fitting)
+    """Return the column of each role: of those of its names whose values fit it."""
+    roles = {name: source.columns.role(name) for name in frame.columns}
+    stated = source.columns.stated.values()
+    return source.columns.pick(n for n, role in roles.items() if role and (n in stated or _fits(frame[n], role, n)))
 
 
-def _experts(frame: pd.DataFrame, found: dict[str, str], source: Source) -> tuple[Int, NDArray[np.float64] | None]:
-    """Return experts [n, k], -1 behind the last, and weights [n, k] if there are any. Raises InputError."""
+def _fits(cells: "pd.Series[Any]", role: str, name: str) -> bool:
+    """Return whether most values of a column can be of a role: texts are no tokens, lists no keys."""
+    if role in NUMBERS or role == "share":
+        return fits(cells) or (role == "token_id" and bool(labels(cells).any()))  # such a name is of nothing else
+    if role in HIT_ROLES:
+        return fits(cells, lambda text: not text or all(one in LEVELS for one in CUT.split(text.strip("[] ").lower())))
+    if role in PHASE_ROLES and not re.match("phase|is", plain(name)):
+        return fits(cells, lambda text: phase_of(text, role) is not None)
+    return role in ("expert", "weight") or 2 * int(labels(cells).sum()) >= len(cells)
+
+
+def _experts(frame: pd.DataFrame, found: dict[str, str], used: set[str], source: Source) -> dict[str, NDArray[Any]]:
+    """Return experts [n, k], -1 behind the last, and what stands beside each: weights, hits (-1: not said).
+
+    used: columns that are, which gets more. Raises InputError.
+    """
     names, weighted = (source.columns.numbered(frame.columns, role) for role in ("expert", "weight"))
 
     def table(names: Sequence[str], least: float, most: float, real: bool = False) -> NDArray[Any]:
+        used.update(names)
         return np.stack([numbers(frame[name], _place(frame, name), least, most, real) for name in names], axis=1)
 
-    weights: NDArray[np.float64] | None = None
+    weight = found.get("weight")
     if names and found.get("expert") not in source.columns.stated.values():
         found["expert"] = f"{names[0]} to {names[-1]}"
         shown = frame[names].apply(pd.to_numeric, errors="coerce").to_numpy(np.float64)  # to choose how to read them
         one_hot = len(names) > 2 and 2 * ((shown == 0) | (shown == 1)).all(axis=1).sum() > len(frame)
         if one_hot or 2 * (np.abs(np.modf(shown)[0]) > 0).any(axis=1).sum() > len(frame):
             found["expert"] += ", a weight for each of all experts"
-            source.stated.setdefault("experts", len(names))
-            values = table(names, 0, 1 if one_hot else FLOAT16, real=True)
-            k = max(1, int((values != 0).sum(axis=1).max()))
-            order = np.argsort(-values, axis=1, kind="stable")[:, :k]
-            weights = np.take_along_axis(values, order, axis=1)
-            return np.where(weights != 0, order, -1).astype(np.int64), weights
+            return _ranked(table(names, 0 if one_hot else -FLOAT16, 1 if one_hot else FLOAT16, real=True), source)
         experts = table(names, -1, UINT32)
         weights = table(weighted, -FLOAT16, FLOAT16, real=True) if weighted else None
     elif "expert" in found:
-        name, weight = found["expert"], found.get("weight")
+        name, weights = found["expert"], None
         experts = lists(frame[name], _place(frame, name), -2, -1)
         if weight is not None:
             weights = lists(frame[weight], _place(frame, weight), np.nan, -FLOAT16, FLOAT16, real=True)
@@ -204,30 +277,104 @@ def _experts(frame: pd.DataFrame, found: dict[str, str], source: Source) -> tupl
             if other.any() and 2 * other.sum() <= len(frame):
                 raise InputError(f"{_place(frame, weight)(int(other.argmax()))}: not as many weights as experts")
             weights = np.nan_to_num(weights)
+    elif weighted or (weight is not None and not fits(frame[weight])):
+        found["expert"] = (
+            f"the place of each of all experts in {f'{weighted[0]} to {weighted[-1]}' if weighted else weight}"
+        )
+        if weighted:
+            return _ranked(table(weighted, -FLOAT16, FLOAT16, real=True), source)
+        weights = lists(frame[weight], _place(frame, str(weight)), np.nan, -FLOAT16, FLOAT16, real=True)
+        if np.isnan(weights).any():
+            place = _place(frame, str(weight))(int(np.isnan(weights).any(axis=1).argmax()))
+            raise InputError(f"{place}: fewer weights than in other rows, and no experts that they are of")
+        return _ranked(weights, source)
     else:
         there = ", ".join(map(str, frame.columns))
         raise InputError(f"no experts in {source.path}: name them with --columns expert=NAME; there are: {there}")
     if unrouted := int((experts == -1).sum()):
         source.notes.append(f"{unrouted} expert ids are -1: nothing was routed there")
-    return np.maximum(experts, -1), weights if weights is not None and weights.shape == experts.shape else None
+    chosen = {"experts": np.maximum(experts, -1), "weights": weights, "hits": _hits(frame, found, used, source)}
+    for name, role in ("weights", weight), ("hits", next((found[one] for one in HIT_ROLES if one in found), None)):
+        if chosen[name] is not None and chosen[name].shape != experts.shape:
+            used.discard(str(role))
+            del chosen[name]
+    return {name: values for name, values in chosen.items() if values is not None}
 
 
-def _counts(columns: dict[str, NDArray[Any]], cells: "pd.Series[Any]", place: Place, source: Source) -> Counts:
-    """Return rows of layer, expert and count, 1 where there is none, as counts by request."""
+def _ranked(weights: NDArray[np.float64], source: Source) -> dict[str, NDArray[Any]]:
+    """Return all experts by their weights [n, E], the largest first; where most are 0, those that are not."""
+    E = weights.shape[1]
+    source.stated.setdefault("experts", E)
+    chosen = (weights != 0).sum(axis=1)
+    k = max(1, int(chosen.max()))
+    k = E if k == E or 2 * (chosen == k).sum() < len(chosen) else k  # as many as were chosen, or all and what is left
+    order = np.argsort(-weights, axis=1, kind="stable")[:, :k]
+    ranked = np.take_along_axis(weights, order, axis=1)
+    return {"experts": np.where((ranked != 0) | (k == E), order, -1), "weights": ranked}
+
+
+def _hits(frame: pd.DataFrame, found: dict[str, str], used: set[str], source: Source) -> NDArray[np.int64] | None:
+    """Return what the engine said of each expert, [n, k]: 1, it was in the cache; 0, it was not; -1, nothing."""
+    for role in HIT_ROLES:
+        names = source.columns.numbered(frame.columns, role) or [name for of, name in found.items() if of == role]
+        if not names:
+            continue
+        used.update(names)
+        parts = [lists(frame[name].map(_answers), _place(frame, name), -1, -1, 1) for name in names]
+        hits = np.concatenate(parts, axis=1)
+        return hits if role == "hit" else np.where(hits < 0, -1, 1 - hits)
+    return None
+
+
+def _answers(cell: Any) -> Any:
+    """Return answers as 1 and 0: of a list, of a text with several, or of one; what is none as it is."""
+    if isinstance(cell, str) and len(parts := CUT.split(cell.strip("[] "))) > 1:
+        return _answers(parts)
+    if isinstance(cell, list | np.ndarray):
+        return [_answers(one) for one in cell]
+    answer = answer_of(str(cell))
+    return cell if answer is None else int(answer)
+
+
+def _counts(
+    columns: dict[str, NDArray[Any]], cells: "pd.Series[Any]", place: Place, found: dict[str, str], source: Source
+) -> Counts:
+    """Return rows of layer, expert and count, 1 where there is none, as counts by request and phase."""
     E = source.agreed("experts")
     expert = numbers(cells, place, 0, MOST if E is None else E - 1)
     E = E or source.experts_of(expert)
-    count = columns.get("count", np.ones(len(expert), np.int64))
     request, names = pd.factorize(columns.get("request", np.full(len(expert), source.stem)))
-    counts = np.zeros((len(names), int(columns["layer"].max()) + 1, E), np.int64)
-    np.add.at(counts, (request, columns["layer"], expert), count)
+    layer, phase = columns["layer"], columns.get("phase")
+    name = found.get("count", found.get("share"))
+    if name is not None:  # a row without a number is a use, and several rows are several
+        rows = pd.DataFrame({role: values for role, values in columns.items() if role not in ("count", "share")})
+        again = rows.assign(expert=expert).duplicated().to_numpy()
+        if again.any():
+            at = int(again.argmax())
+            raise InputError(
+                f"{place(at)}: expert {expert[at]} of layer {layer[at]} is counted twice: say what tells the rows "
+                "apart, such as --columns request=NAME, or which of several counts is meant, with --columns count=NAME"
+            )
+    count = columns.get("count", np.ones(len(expert), np.int64))
+    if "count" not in columns and "share" in columns:
+        sums = pd.Series(columns["share"]).groupby([request, layer]).sum()
+        count = np.rint(columns["share"] * (SCALE / max(sums.max(), 1e-300))).astype(np.int64)
+        source.notes.append(
+            f"{name} holds shares: of {SCALE:,} choices in a layer, since nothing says how many there were"
+        )
+    counts = np.zeros((2, len(names), int(layer.max()) + 1, E), np.int64)
+    np.add.at(counts, (np.zeros(len(layer), np.int64) if phase is None else phase, request, layer, expert), count)
     requests = source.requests([Request(id=str(name)) for name in names])
-    return Counts(counts, requests, tuple(np.unique(columns["layer"]).tolist()))
+    of_phases = None if phase is None else counts
+    return Counts(counts.sum(axis=0), requests, tuple(np.unique(layer).tolist()), of_phases)
 
 
-def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: str, source: Source) -> Routing:
-    """Return rows as routing by request."""
+def _dump(
+    columns: dict[str, NDArray[Any]], chosen: dict[str, NDArray[Any]], name: str, asked: str | None, source: Source
+) -> Routing:
+    """Return rows as routing by request. asked: a column of phases whose numbers may mean one thing or the other."""
     layers: Any
+    experts = chosen["experts"]
     layers, layer = np.unique(columns["layer"], return_inverse=True)
     if "token_id" in columns and not columns.keys() & set(KEYS):
         counted = np.unique(columns["token_id"][layer == layer[0]])
@@ -235,12 +382,13 @@ def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: st
             columns["token"] = columns.pop("token_id")
     phase = columns.get("phase")
     request, names = pd.factorize(columns.get("request", np.zeros(len(experts), np.int64)))
-    keys = {key: columns[key] for key in KEYS if key in columns}
+    keys = _counting_up(columns, pd.DataFrame({"request": request, "phase": 0 if phase is None else phase}), source)
     frame = pd.DataFrame({"request": request, **({} if phase is None else {"phase": phase}), **keys})
     cells = frame.assign(layer=layer)
     slot: Any = np.arange(experts.shape[1])[None]
-    if experts.shape[1] == 1 and (keys or "slot" in columns):  # a row for each expert
-        slot, again = _slots(cells, columns.get("slot"))
+    if experts.shape[1] == 1 and (keys or {"slot", "token_id"} & columns.keys()):  # a row for each expert
+        by_id = not keys and "slot" not in columns
+        slot, again = _runs(cells, columns["token_id"]) if by_id else _slots(cells, columns.get("slot"))
         slot = slot[:, None]
     else:
         again = _before(cells)
@@ -250,17 +398,17 @@ def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: st
     first = np.unique(token, return_index=True)[1]  # the first row of each token, in the order of the file
     rows: Any = frame.iloc[first]
     order_by = [] if restarts else list(keys) or ["again"]
-    if phase is not None and not restarts and rows.duplicated(["request", *order_by]).any():
-        order_by = ["phase", *order_by]
     order = np.lexsort((*(rows[key] for key in reversed(order_by)), request[first]))
+    if asked is not None and phase is not None:
+        _in_turn(phase[first[order]], request[first[order]], asked)
+    if phase is not None and not restarts and rows.duplicated(["request", *order_by]).any():
+        order = np.lexsort((*(rows[key] for key in reversed(["phase", *order_by])), request[first]))
     first, place = first[order], np.argsort(order)
     at = place[token][:, None], layer[:, None], slot
-    ids = np.full((len(first), len(layers), int(slot.max()) + 1), -1, np.int64)
-    ids[at] = experts
-    held = None
-    if weights is not None:
-        held = np.zeros(ids.shape, np.float16)
-        held[at] = weights
+    shape = len(first), len(layers), int(slot.max()) + 1
+    placed: dict[str, Any] = {kind: np.full(shape, EMPTY[kind], values.dtype) for kind, values in chosen.items()}
+    for kind, values in chosen.items():
+        placed[kind][at] = values
     phases = phase[first] if phase is not None else _phases(frame.iloc[first])
     starts = np.diff(request[first]) != 0
     if phases is not None:
@@ -275,15 +423,53 @@ def _dump(columns: dict[str, NDArray[Any]], experts: Int, weights: Any, name: st
     index = keys.get("token", keys.get("step"))
     again_at: Any = np.flatnonzero(np.diff(index[first]) <= 0) + 1 if restarts and index is not None else []
     return Routing(
-        ids,
-        offsets,
-        source.requests([Request(id=label) for label in labels]),
+        **placed,
+        offsets=offsets,
+        requests=source.requests([Request(id=label) for label in labels]),
         phase=phases,
-        weights=held,
         token_id=columns["token_id"][first].astype(np.int32) if "token_id" in columns else None,
         layers=tuple(layers.tolist()),
         restarts=np.setdiff1d(again_at, offsets).astype(np.int64),
     )
+
+
+def _counting_up(columns: dict[str, NDArray[Any]], rows: pd.DataFrame, source: Source) -> dict[str, Int]:
+    """Return the columns that order tokens, by role: in each request and layer they count up, or leave few numbers out.
+
+    One that does neither holds ids of the vocabulary, or something else. Adds to `columns` what then are token ids.
+    """
+    keys: dict[str, Int] = {}
+    for key in (key for key in KEYS if key in columns):
+        rows = rows.assign(layer=columns["layer"], **keys)
+        group = rows.groupby(list(rows.columns), sort=False).ngroup().to_numpy()
+        order = np.argsort(group, kind="stable")
+        values = pd.Series(columns[key])
+        falls = (np.diff(columns[key][order]) < 0) & (np.diff(group[order]) == 0)
+        by_group = values.groupby(group)
+        sparse = (2 * by_group.nunique() < by_group.max() - by_group.min() + 1).to_numpy()
+        odd = falls & sparse[group[order][1:]]
+        if not odd.any() or key in source.columns.stated:
+            keys[key] = columns[key]
+            continue
+        shown = ", ".join(map(str, pd.unique(values)[:4]))
+        source.notes.append(
+            f"{key} does not count up ({shown}): it is no order, so that of the file is taken (--columns {key}=NAME "
+            f"names the column to order by){'; these are kept as ids of tokens' if key == 'token' else ''}"
+        )
+        if key == "token":
+            columns.setdefault("token_id", columns[key])
+    return keys
+
+
+def _in_turn(phase: Int, request: Int, column: str) -> None:
+    """Raise InputError where numbers, read as 0 for prefill and 1 for decode, begin a request with decoded tokens."""
+    prompted = np.unique(request[phase == PREFILL])
+    first = np.unique(request, return_index=True)[1]
+    if np.isin(request[first][phase[first] == DECODE], prompted).any():
+        raise InputError(
+            f"column {column!r} has 1 before 0, but a prompt comes before what is decoded: "
+            f"say --columns is_prefill={column} if 1 is a prompt, or --columns phase=NAME for another column"
+        )
 
 
 def _before(frame: pd.DataFrame) -> Int:
@@ -304,6 +490,15 @@ def _slots(cells: pd.DataFrame, slot: NDArray[Any] | None) -> tuple[Int, Int]:
         return _before(cells), np.zeros(len(cells), np.int64)  # a choice is what has one key
     run = np.repeat(np.arange(len(starts)), lengths)
     return np.arange(len(cells)) - starts[run], _before(cells.iloc[starts])[run]
+
+
+def _runs(cells: pd.DataFrame, token_id: NDArray[Any]) -> tuple[Int, Int]:
+    """Return what `_slots` does, of rows in which a token is a run of one id in a layer; equal tokens may follow."""
+    starts = np.flatnonzero((cells.assign(id=token_id).diff() != 0).any(axis=1))
+    lengths = np.diff(np.append(starts, len(cells)))
+    slot = (np.arange(len(cells)) - np.repeat(starts, lengths)) % np.gcd.reduce(lengths)
+    choices = np.flatnonzero(slot == 0)
+    return slot, np.repeat(_before(cells.iloc[choices]), np.diff(np.append(choices, len(cells))))
 
 
 def _phases(rows: pd.DataFrame) -> NDArray[np.uint8] | None:

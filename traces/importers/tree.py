@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from traces.errors import InputError, located
-from traces.importers.words import Columns, fact, layer_number
+from traces.importers.words import HIT_ROLES, Columns, fact, layer_number
 
 Row = dict[str, Any]
 FLAT = re.compile(r"(?:layers?|blk|block|l)[_.\-]?(\d+)(?:[_.\-](.+))?", re.IGNORECASE)
@@ -20,6 +20,13 @@ FLAT = re.compile(r"(?:layers?|blk|block|l)[_.\-]?(\d+)(?:[_.\-](.+))?", re.IGNO
 
 LISTED = re.compile(r"[\[( ]*-?\d+([,; ]+-?\d+)*[\]) ]*")
 """A list of whole numbers as text."""
+
+COUNTED = ("count", "share")
+"""Roles of what stands for each expert of a layer."""
+
+WHOLE = (int, np.integer)
+REAL = (*WHOLE, float, np.floating)
+"""Kinds of numbers in lists: ids, and weights."""
 
 AXES = {"layer": "layer", "token": "token", "step": "token", "request": "request", "expert": "slot"}
 """What the places in a list of records are, by the role of its key."""
@@ -63,8 +70,9 @@ class Kinds:
 
 def _routes(record: Mapping[Any, Any], columns: Columns) -> bool:
     """Return whether a flat record holds experts: a list, a number that is no fact, or numbered ones."""
-    name = columns.pick(name for name, one in record.items() if not _lone(one) or fact(name) is None).get("expert")
-    return name is not None or bool(columns.numbered(record, "expert"))
+    picked = columns.pick(name for name, one in record.items() if not _lone(one) or fact(name) is None)
+    listed = "expert" in picked or not _lone(record.get(picked.get("weight")))
+    return listed or any(columns.numbered(record, role) for role in ("expert", "weight"))
 
 
 def nested(record: Mapping[Any, Any]) -> bool:
@@ -84,11 +92,11 @@ def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
         value = _by_layer(value)
         numbers = [layer_number(name) for name in value]
         if value and None not in numbers:
-            yield from _numbered(dict(zip(numbers, value.values(), strict=True)), above, key, columns)
+            yield from _numbered(value, above, key, columns)
         elif value and all(re.fullmatch(r"\s*\d+\s*,\s*\d+\s*", str(name)) for name in value):
             for name, count in value.items():
                 layer, expert = map(int, name.split(","))
-                yield {**above, "layer": layer, "expert": expert, "count": count}
+                yield {**above, "layer": layer, "expert": expert, key if role in COUNTED else "count": count}
         else:
             yield from _record(value, above, columns)
     elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
@@ -101,36 +109,37 @@ def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
             own = axis is not None and not any(columns.role(name) == axis for name in each)
             within = {**above, str(axis): number} if own else above
             yield from kinds.rows(each, f"{key}[{number}]", _rows(each, within, key, columns))
-    elif role == "count" and isinstance(value, list | np.ndarray):
+    elif role in COUNTED and isinstance(value, list | np.ndarray):
         value = np.array(value, object)
         pairs: Any = [(above.get("layer"), value)]
         if value.ndim > 1:
             pairs = ((layer, row) for part in value.reshape(-1, *value.shape[-2:]) for layer, row in enumerate(part))
         for layer, row in pairs:
-            yield from ({**above, "layer": layer, "expert": e, "count": count} for e, count in enumerate(row.tolist()))
+            yield from ({**above, "layer": layer, "expert": e, key: count} for e, count in enumerate(row.tolist()))
     elif role in ("layer", "token") and depth(value) >= 2:
         order = ["layer", "token"] if role == "layer" else ["token", "layer"]
-        yield from _cells(value, None, above, "expert", order[: depth(value) - 1])
+        yield from _cells(value, {}, above, "expert", order[: depth(value) - 1])
 
 
 def _numbered(value: Mapping[Any, Any], above: Row, key: str, columns: Columns) -> Iterator[Row]:
     """Yield the rows of a mapping from numbers: of experts with counts, of tokens, else of layers."""
     role, layered = columns.role(key), _has_layer(above, columns)
     lone, kinds = list(map(_lone, value.values())), Kinds()
-    counts = (layered or role == "count") and 2 * sum(lone) > len(lone)
+    counts = (layered or role in COUNTED) and 2 * sum(lone) > len(lone)
     depths = [depth(one) for one in value.values() if _lone(one) or len(one)] or [0]
     listed, usual = not all(lone) or max(depths) > 0, max(depths, key=depths.count)
     axis = "expert" if counts else "token" if layered or role in ("token", "step") else "layer"
     for (name, one), alone in zip(value.items(), lone, strict=True):
-        within = {**above, axis: int(name)}
+        number = layer_number(name)  # a layer keeps its name, which may be of one of several stacks
+        within = {**above, axis: number if axis != "layer" or str(name).isdecimal() else name}
         if axis == "expert":
-            yield {**within, "count": one}
+            yield {**within, key if role in COUNTED else "count": one}
         elif listed and (depth(one) < 1 if alone else depth(one) > usual > 0):
             raise InputError(f"{axis} {name} is {one!r}, unlike those beside it")
-        elif depth(one) >= 0 and role != "count":
-            yield from _cells(one, None, within, "expert", _axes(one, within, columns))
+        elif depth(one) >= 0 and role not in COUNTED:
+            yield from _cells(one, {}, within, "expert", _axes(one, within, columns))
         else:
-            inner = "experts" if isinstance(one, list) and role != "count" else key
+            inner = "experts" if isinstance(one, list) and role not in COUNTED else key
             yield from kinds.rows(one, f"{axis} {name}", _rows(one, within, inner, columns))
 
 
@@ -138,28 +147,31 @@ def _record(value: Mapping[Any, Any], above: Row, columns: Columns) -> Iterator[
     lone = {name: one for name, one in value.items() if _lone(one)}
     facts = {f"#{fact(name)}": one for name, one in lone.items() if fact(name) and one is not None}
     picked = columns.pick(name for name in value if name not in lone or fact(name) is None)
-    expert, weight, count = (picked.get(role) for role in ("expert", "weight", "count"))
+    expert, counts = picked.get("expert"), [picked.get(role) for role in COUNTED]
+    beside = {picked[role]: value[picked[role]] for role in ("weight", *HIT_ROLES) if role in picked}
     along = {
         name: list(one)
         for name, one in value.items()
         if isinstance(one, list | np.ndarray) and 2 * sum(map(_lone, one)) > len(one)
-        if name not in (expert, weight, count)
+        if name not in (expert, *beside, *counts)
     }
     within = {**above, **facts, **{name: one for name, one in lone.items() if fact(name) is None}}
     within |= {name: one for name, one in along.items() if columns.role(name)}
-    if expert in lone or (expert is None and columns.numbered(lone, "expert")):
-        yield within
-    elif expert is not None and depth(value[expert]) >= 0:
-        held, axes = value[expert], _axes(value[expert], within, columns)
-        yield from _cells(held, (weight, value.get(weight)), within, str(expert), axes)
+    placed = _has_layer(within, columns)
+    if expert in lone or (expert is None and any(columns.numbered(lone, role) for role in ("expert", "weight"))):
+        yield from [within] * (placed or "layer" in columns.stated)
+    elif expert is not None and depth(value[expert]) >= 0 and all(_lone(value.get(name)) for name in counts):
+        yield from _cells(value[expert], beside, within, str(expert), _axes(value[expert], within, columns))
+    elif expert is None and depth(weights := beside.get(picked.get("weight")), REAL) > 1 - placed:
+        yield from _cells(weights, {}, within, str(picked["weight"]), _axes(weights, within, columns))
     for name, one in value.items():
-        if name not in lone and name not in along and name != weight and not (name == expert and depth(one) >= 0):
+        if name not in (*lone, *along, *beside) and not (name == expert and depth(one) >= 0):
             yield from _rows(one, within, str(name), columns)
 
 
 def _axes(value: Any, above: Row, columns: Columns) -> list[str]:
     """Return the axes of lists of experts before the k of a choice."""
-    axes = depth(value) - 1
+    axes = depth(value, REAL) - 1
     if _has_layer(above, columns):
         return ["request", "token"][-axes:] if axes > 0 else []
     layers, tokens = above.get("#layers"), above.get("#tokens")
@@ -178,35 +190,37 @@ def _has_layer(above: Row, columns: Columns) -> bool:
     return any(columns.role(name) == "layer" and _lone(one) for name, one in above.items() if name[0] != "#")
 
 
-def _cells(value: Any, weights: Any, above: Row, key: str, axes: list[str]) -> Iterator[Row]:
-    """Yield a row for each innermost list: of the k experts of a token in a layer."""
-    name, weight = weights or (None, None)
+def _cells(value: Any, beside: Mapping[Any, Any], above: Row, key: str, axes: list[str]) -> Iterator[Row]:
+    """Yield a row for each innermost list: of the k experts of a token in a layer, and what stands beside each."""
     if not axes or _lone(value) or (axes[0] == "layer" and not len(value)):
         token = above.get("token")
         own = {
             label: one[token] if isinstance(one, list) and token is not None and token < len(one) else one
             for label, one in above.items()
         }
-        yield {**own, key: value, **({} if weight is None else {str(name): weight})}
+        yield {**own, key: value, **{str(name): one for name, one in beside.items() if one is not None}}
         return
     for place, one in enumerate(value):
-        part = weight[place] if isinstance(weight, list | np.ndarray) and len(weight) == len(value) else None
-        yield from _cells(one, (name, part), {**above, axes[0]: place}, key, axes[1:])
+        parts = {
+            name: many[place] if isinstance(many, list | np.ndarray) and len(many) == len(value) else None
+            for name, many in beside.items()
+        }
+        yield from _cells(one, parts, {**above, axes[0]: place}, key, axes[1:])
 
 
-def depth(value: Any) -> int:
-    """Return how deep lists of whole numbers, or their texts, are nested, 0: one number; -1: it is something else."""
+def depth(value: Any, kinds: tuple[type, ...] = WHOLE) -> int:
+    """Return how deep lists of numbers of these kinds, or their texts, are nested, 0: one; -1: it is something else."""
     if isinstance(value, str):
         return 1 if LISTED.fullmatch(value) else -1
     if isinstance(value, np.ndarray):
-        return value.ndim if value.dtype.kind in "iu" else -1
+        return value.ndim if issubclass(value.dtype.type, kinds) else -1
     if isinstance(value, list):
         inner = 0
         for each in value:
-            if each not in ([], None) and (inner := depth(each)) >= 0:
+            if each not in ([], None) and (inner := depth(each, kinds)) >= 0:
                 break
         return inner + 1 if inner >= 0 else -1
-    return 0 if isinstance(value, int | np.integer) and not isinstance(value, bool) else -1
+    return 0 if isinstance(value, kinds) and not isinstance(value, bool) else -1
 
 
 def _by_layer(value: Mapping[Any, Any]) -> Mapping[Any, Any]:

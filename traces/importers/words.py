@@ -32,12 +32,26 @@ ROLES = {
     "activated_experts routing routes route assignments indices ids eid e exp topk",
     "weight": "topk_weights topk_probs topk_scores top_k_weights top_k_probs selected_probabilities "
     "selected_weights routing_weights router_weights expert_weights gate_weights gating_weights weights weight "
-    "probabilities probability probs prob scores score gates gate p w",
+    "probabilities probability probs prob router_probs gate_probs scores score gates gate p w router_logits "
+    "gate_logits logits logit",
     "count": "count counts activation_counts activation_count activations freq frequency frequencies hits uses "
     "usage heat heatmap hotness logical_count token_count count_all_topk tokens_per_expert n",
-    "phase": "phase is_prefill is_prompt is_decode stage",
+    "share": "share shares fraction fractions proportion proportions percent percentage pct",
+    "phase": "phase stage",
+    "is_prefill": "is_prefill is_prompt is_context is_extend in_prompt prefill",
+    "is_decode": "is_decode is_decoding is_generated is_generation is_output decode decoding generated",
+    "forward_mode": "forward_mode",
+    "hit": "hit is_hit was_hit cache_hit expert_hit residency resident is_resident was_resident cached is_cached "
+    "was_cached in_cache from_cache",
+    "miss": "miss is_miss was_miss cache_miss expert_miss",
 }
-"""The names of each role, the plainest first: where several are there, the first counts."""
+"""The names of each role, the plainest first: where several are there whose values fit the role, the first counts."""
+
+PHASE_ROLES = ("is_prefill", "is_decode", "forward_mode", "phase")
+"""Roles of which each is the phase: by its name, as answers to a question, or by SGLang's numbers."""
+
+HIT_ROLES = ("hit", "miss")
+"""Whether the engine had an expert in its cache when a token chose it, as an answer to one question or the other."""
 
 FACTS = {
     "experts": "num_experts n_experts n_expert experts_per_layer num_local_experts n_routed_experts expert_count",
@@ -49,10 +63,17 @@ FACTS = {
 """Numbers and names that stand beside the routing."""
 
 PHASES = {
-    PREFILL: "0 prefill prompt p extend context input prompt_eval pp source decoder_prompt true",
-    DECODE: "1 decode decoding generate generated generation d output gen tg decoder_generated autoregressive false",
+    PREFILL: "0 prefill prompt p extend context input prompt_eval pp source decoder_prompt",
+    DECODE: "1 decode decoding generate generated generation d output gen tg decoder_generated autoregressive",
 }
-"""What dumps call the phases; 0, 1, true and false are answers where the column is a question, as `is_prefill` is."""
+"""What dumps call the phases."""
+
+ANSWERS = {"1": True, "true": True, "t": True, "yes": True, "y": True, "hit": True}
+ANSWERS |= {"0": False, "false": False, "f": False, "no": False, "n": False, "miss": False}
+"""What cells of a column say that is a question, such as `is_prefill`."""
+
+STACKS = {"encoder", "decoder"}
+"""Stacks of layers that are numbered each from 0."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +177,7 @@ class Columns:
         groups: dict[str, list[tuple[int, str]]] = {}
         for name in map(str, names):
             match = re.fullmatch(r"(.*?)[_.\- \[]*(\d+)\]?", name)
-            if match and (self.role(match[1]) == role or plain(match[1]) in SHORT[role]):
+            if match and (self.role(match[1]) == role or plain(match[1]) in SHORT.get(role, ())):
                 groups.setdefault(match[1], []).append((int(match[2]), name))
         found = max(groups.values(), key=len, default=[])
         return [name for _, name in sorted(found)] if len(found) > 1 else []
@@ -173,14 +194,21 @@ def format_of(names: Iterable[object]) -> tuple[str, Format] | None:
     return next((one for one in FORMATS.items() if {plain(n) for n in one[1].has.split()} <= there), None)
 
 
-def phase_of(word: str, name: str = "phase") -> int | None:
-    """Return PREFILL or DECODE of a cell of the column `name`; None if it is neither."""
-    text, column = plain(word.removesuffix(".0")) if word[:1].isalnum() else "", plain(name)
-    if column == "forwardmode":  # SGLang's
+def answer_of(word: str) -> bool | None:
+    """Return the answer that a cell gives to its column's question; of a number whether it is above 0."""
+    text = word.strip().lower().removesuffix(".0")
+    return int(text) > 0 if text.isdecimal() else ANSWERS.get(text)
+
+
+def phase_of(word: str, role: str = "phase") -> int | None:
+    """Return PREFILL or DECODE of a cell of a column of one of PHASE_ROLES; None if it is neither."""
+    text = plain(word.removesuffix(".0")) if word[:1].isalnum() else ""
+    if role == "forward_mode":
         return {"1": PREFILL, "2": DECODE}.get(text)
-    if column in ("isprefill", "isprompt", "isdecode") and text in ("0", "1", "true", "false"):
-        return DECODE if (text in ("1", "true")) == (column == "isdecode") else PREFILL
-    return None if column == "phase" and text in ("true", "false") else _PHASE.get(text, (0, None))[1]
+    if role != "phase" and text in ANSWERS:
+        return DECODE if ANSWERS[text] == (role == "is_decode") else PREFILL
+    found = _PHASE.get(text)
+    return None if found is None else int(found[1])
 
 
 LAYER = re.compile(r"(?:^|[^a-z0-9])(?:layers?|blk|block|l)[_.\- ]?(\d+)(?![0-9])", re.IGNORECASE)
@@ -188,6 +216,14 @@ LAYER = re.compile(r"(?:^|[^a-z0-9])(?:layers?|blk|block|l)[_.\- ]?(\d+)(?![0-9]
 
 def layer_number(text: object) -> int | None:
     """Return the layer in a name, such as `model.layers.3.mlp`, `blk.3` or `moe_layer3`; a number as it is."""
-    number = str(text).removesuffix(".0")
-    found = LAYER.search(number)
-    return int(found[1]) if found else int(number) if number.isdecimal() else None
+    found = layer_name(text)
+    return None if found is None else found[1]
+
+
+def layer_name(text: object) -> tuple[str, int] | None:
+    """Return what stands before the layer in a name, and the layer; nothing before a number."""
+    found = LAYER.search(str(text))
+    if found:
+        return str(text)[: found.start()], int(found[1])
+    number = str(text).strip().removesuffix(".0")
+    return ("", int(number)) if number.isdecimal() else None
