@@ -8,6 +8,7 @@ from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
 from sim import defaults
+from sim.analysis import recorded_hits
 from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentences, to_play
 from sim.commands import options
 from sim.commands.printed import progress, table, written
@@ -33,7 +34,8 @@ def analyze(
 ) -> None:
     """Show whether misses are due to the policy or to the cache size, untimed.
 
-    Prints misses by cause, and the hit rates of LRU and Belady at all sizes. Writes misses.parquet, curves.parquet,
+    Prints misses by cause, and the hit rates of LRU and Belady at all sizes; of a dump in which an engine said what it
+    had cached, first the policy and cache size that count the same hits. Writes misses.parquet, curves.parquet,
     reuse.parquet, locality.parquet and curves.png.
 
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
@@ -46,17 +48,19 @@ def analyze(
     output.note(*stated_sizes.notes, *notes.sizes_note(loaded, grid, sizes))
     output.note(*notes.untimed_note(loaded, grid.policies))
     folder = output.folder(loaded.experiment.trace, "/analysis")
+    engine = recorded_hits.of_trace(stated_sizes)
     with claimed(folder, MAKER, NAMES):
         with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
             found = analyse(loaded, grid, advance)
         files = save(found, loaded, folder)
-    answer = sentences(found.splits)
+    answer = [*([engine.sentence()] if engine else []), *sentences(found.splits)]
     output.show(
         lambda: {
             "answer": " ".join(answer),
             "misses": found.splits,
             "reuse": found.distances(),
             "locality": [asdict(metrics) for metrics in found.locality],
+            "recorded_hits": engine and asdict(engine),
         },
         lambda: (*answer, _misses(found, loaded), _reuse(found), _locality(found), written(files, folder)),
     )

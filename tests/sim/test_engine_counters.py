@@ -12,8 +12,13 @@ import pandas as pd
 import pytest
 
 from sim import simulate, sweep
+from sim.analysis import recorded_hits
+from sim.experiment import Experiment
+from sim.loaded import load
 from tests.support.untimed_oracle import SHARED
-from traces import Trace
+from traces import Trace, write_trace
+from traces.importers import import_dump
+from traces.synthetic import synthetic
 
 FOREIGN = SHARED.parent / "foreign"
 
@@ -89,3 +94,34 @@ def test_stratamoe_counted_the_same_hits(policy: str, hits: int) -> None:
     trace = Trace.from_arrays([np.array(held["selections"])], held["expertsPerLayer"])
     run = simulate(trace, policy, 12, untimed=True)
     assert (run["hits"], run["lookups"]) == (hits, 1290)
+
+
+def found(trace: Trace, folder: Path) -> recorded_hits.Recorded:
+    write_trace(trace, folder)
+    found = recorded_hits.of_trace(load(Experiment.of({"trace": str(folder), "untimed": True})))
+    assert found is not None
+    return found
+
+
+def test_policy_and_size_are_found_that_counted_the_phones_hits(tmp_path: Path) -> None:
+    trace, _ = import_dump(published("bigmoeonedge", "qwen.route.csv.gz"))
+    best = found(trace, tmp_path / "t").matches[0]
+    assert best.policy == "lru"
+    assert best.cache_bytes == (pytest.approx(4000 << 20, rel=1e-3),) * 2
+    assert best.differ < 12
+
+
+@pytest.mark.parametrize(("policy", "slots"), [("fifo", 40), ("lru@layer", 36)])
+def test_policy_and_size_are_found_that_made_the_hits(policy: str, slots: int, tmp_path: Path) -> None:
+    """Only the number of hits of a step counts, so any of its choices may be marked."""
+    trace = synthetic(2, tokens=60, layers=3, experts=32, top_k=4, seed=1)
+    hits = simulate(trace, policy, slots, untimed=True).steps.hits.to_numpy()
+    cells = np.arange(trace.experts[0].size)[None] < hits[:, None]
+    best = found(replace(trace, hits=cells.reshape(trace.experts.shape).astype(np.int8)), tmp_path / "t").matches[0]
+    assert (best.policy, best.cache_experts, best.differ) == (policy, (slots, slots), 0)
+
+
+def test_hits_that_no_policy_makes_are_said_to_be_so(tmp_path: Path) -> None:
+    trace = synthetic(1, tokens=40, layers=2, experts=16, top_k=2, seed=1)
+    hits = np.random.default_rng(0).integers(0, 2, trace.experts.shape).astype(np.int8)
+    assert "no policy here reproduces them" in found(replace(trace, hits=hits), tmp_path / "t").sentence()

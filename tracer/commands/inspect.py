@@ -28,7 +28,8 @@ def info(
 
     Example: moe-trace info traces/recorded/demo
     """
-    warn_if_unfinished(open_folder(trace))
+    folder = open_folder(trace)
+    warn_if_unfinished(folder)
     held = Trace.read(trace)
     facts = summary(held)
     if as_json:
@@ -36,7 +37,7 @@ def info(
     else:
         _print_info(facts)
         if held.aggregate is None:
-            console.say(f"next: moe-sim sweep {trace}")
+            console.say(f"next: moe-sim {'analyze' if 'hits' in folder.optional else 'sweep'} {trace}")
 
 
 def check(
