@@ -97,7 +97,7 @@ def test_a_phase_is_an_answer_to_the_question_that_its_column_asks(
     ],
 )
 def test_weights_of_all_experts_are_a_top_k_of_the_stated_k(read: Any, frame: pd.DataFrame) -> None:
-    with pytest.raises(InputError, match="names all 8 experts in a choice.*--top-k"):
+    with pytest.raises(InputError, match=r"names all 8 experts in a choice.*--top-k"):
         read(frame)
     assert np.array_equal(read(frame, top_k=K)[0].experts, IDS)
 

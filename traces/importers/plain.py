@@ -110,10 +110,9 @@ def _dump(
     if weights is not None and (odd := np.argwhere(~(np.abs(weights) <= FLOAT16))).size:
         at = odd[0].tolist()
         raise InputError(f"{path}: weights{at} is {weights[tuple(at)]}, no number that float16 holds")
-    if (hits := values.get("hits")) is not None:
-        hits = integers(hits, str(path), "hits", 3, -1, 1)
-        if hits.shape != experts.shape:
-            raise InputError(f"{path}: hits is {hits.shape}, but experts {experts.shape}")
+    hits = integers(values["hits"], str(path), "hits", 3, -1, 1) if "hits" in values else None
+    if hits is not None and hits.shape != experts.shape:
+        raise InputError(f"{path}: hits is {hits.shape}, but experts {experts.shape}")
     return Routing(experts, offsets, requests, weights=weights, hits=hits, layers=layers, **columns)
 
 

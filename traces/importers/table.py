@@ -252,53 +252,59 @@ def _experts(frame: pd.DataFrame, found: dict[str, str], used: set[str], source:
 
     used: columns that are, which gets more. Raises InputError.
     """
-    names, weighted = (source.columns.numbered(frame.columns, role) for role in ("expert", "weight"))
+    names = {role: source.columns.numbered(frame.columns, role) for role in ("expert", *PER_EXPERT)}
+    for role in names.keys() & found.keys():
+        if not names[role] or found[role] in source.columns.stated.values():
+            names[role] = [found[role]]
+    of_experts, of_weights = names["expert"], names["weight"]
 
-    def table(names: Sequence[str], least: float, most: float, real: bool = False) -> NDArray[Any]:
-        used.update(names)
-        return np.stack([numbers(frame[name], _place(frame, name), least, most, real) for name in names], axis=1)
+    def read(role: str, fill: float, least: float, most: float, real: bool = False) -> NDArray[Any]:
+        used.update(names[role])
+        parts = []
+        for name in names[role]:
+            cells, place = frame[name].map(_answers) if role in HIT_ROLES else frame[name], _place(frame, name)
+            if len(names[role]) > 1:
+                parts.append(numbers(cells, place, least, most, real)[:, None])
+            else:
+                parts.append(lists(cells, place, fill, least, most, real))
+        return np.concatenate(parts, axis=1)
 
-    weight = found.get("weight")
-    if names and found.get("expert") not in source.columns.stated.values():
-        found["expert"] = f"{names[0]} to {names[-1]}"
-        shown = frame[names].apply(pd.to_numeric, errors="coerce").to_numpy(np.float64)  # to choose how to read them
-        one_hot = len(names) > 2 and 2 * ((shown == 0) | (shown == 1)).all(axis=1).sum() > len(frame)
-        if one_hot or 2 * (np.abs(np.modf(shown)[0]) > 0).any(axis=1).sum() > len(frame):
-            found["expert"] += ", a weight for each of all experts"
-            return _ranked(table(names, 0 if one_hot else -FLOAT16, 1 if one_hot else FLOAT16, real=True), source)
-        experts = table(names, -1, UINT32)
-        weights = table(weighted, -FLOAT16, FLOAT16, real=True) if weighted else None
-    elif "expert" in found:
-        name, weights = found["expert"], None
-        experts = lists(frame[name], _place(frame, name), -2, -1)
-        if weight is not None:
-            weights = lists(frame[weight], _place(frame, weight), np.nan, -FLOAT16, FLOAT16, real=True)
-            other = (experts != -2).sum(axis=1) != (~np.isnan(weights)).sum(axis=1)
-            if other.any() and 2 * other.sum() <= len(frame):
-                raise InputError(f"{_place(frame, weight)(int(other.argmax()))}: not as many weights as experts")
-            weights = np.nan_to_num(weights)
-    elif weighted or (weight is not None and not fits(frame[weight])):
-        found["expert"] = (
-            f"the place of each of all experts in {f'{weighted[0]} to {weighted[-1]}' if weighted else weight}"
-        )
-        if weighted:
-            return _ranked(table(weighted, -FLOAT16, FLOAT16, real=True), source)
-        weights = lists(frame[weight], _place(frame, str(weight)), np.nan, -FLOAT16, FLOAT16, real=True)
+    of_all, one_hot = "weight" if not of_experts else "", False
+    if len(of_experts) > 1:
+        found["expert"] = f"{of_experts[0]} to {of_experts[-1]}"
+        shown = frame[of_experts].apply(pd.to_numeric, errors="coerce").to_numpy(np.float64)  # to choose how to read
+        one_hot = len(of_experts) > 2 and 2 * ((shown == 0) | (shown == 1)).all(axis=1).sum() > len(frame)
+        fractions = 2 * (np.abs(np.modf(shown)[0]) > 0).any(axis=1).sum() > len(frame)
+        of_all = "expert" if one_hot or fractions else ""
+    if of_all and (len(names[of_all]) > 1 or (of_weights and not fits(frame[of_weights[0]]))):
+        found["expert"] = f"{' to '.join(dict.fromkeys(names[of_all][:: len(names[of_all]) - 1 or 1]))}, "
+        found["expert"] += "a weight for each of all experts"
+        weights = read(of_all, np.nan, 0 if one_hot else -FLOAT16, 1 if one_hot else FLOAT16, real=True)
         if np.isnan(weights).any():
-            place = _place(frame, str(weight))(int(np.isnan(weights).any(axis=1).argmax()))
+            place = _place(frame, of_weights[0])(int(np.isnan(weights).any(axis=1).argmax()))
             raise InputError(f"{place}: fewer weights than in other rows, and no experts that they are of")
         return _ranked(weights, source)
-    else:
+    if not of_experts:
         there = ", ".join(map(str, frame.columns))
         raise InputError(f"no experts in {source.path}: name them with --columns expert=NAME; there are: {there}")
-    if unrouted := int((experts == -1).sum()):
+    chosen = {"experts": read("expert", -2, -1, UINT32)}
+    if of_weights:
+        chosen["weights"] = read("weight", np.nan, -FLOAT16, FLOAT16, real=True)
+        other = (chosen["experts"] != -2).sum(axis=1) != (~np.isnan(chosen["weights"])).sum(axis=1)
+        if other.any() and 2 * other.sum() <= len(frame):
+            raise InputError(f"{_place(frame, of_weights[0])(int(other.argmax()))}: not as many weights as experts")
+        chosen["weights"] = np.nan_to_num(chosen["weights"])
+    for role in [role for role in HIT_ROLES if names[role]][:1]:
+        hits = read(role, -1, -1, 1)
+        chosen["hits"] = hits if role == "hit" else np.where(hits < 0, -1, 1 - hits)
+    if unrouted := int((chosen["experts"] == -1).sum()):
         source.notes.append(f"{unrouted} expert ids are -1: nothing was routed there")
-    chosen = {"experts": np.maximum(experts, -1), "weights": weights, "hits": _hits(frame, found, used, source)}
-    for name, role in ("weights", weight), ("hits", next((found[one] for one in HIT_ROLES if one in found), None)):
-        if chosen[name] is not None and chosen[name].shape != experts.shape:
-            used.discard(str(role))
-            del chosen[name]
-    return {name: values for name, values in chosen.items() if values is not None}
+    chosen["experts"] = np.maximum(chosen["experts"], -1)
+    for kind, roles in ("weights", ["weight"]), ("hits", HIT_ROLES):
+        if kind in chosen and chosen[kind].shape != chosen["experts"].shape:
+            used.difference_update(*(names[role] for role in roles))
+            del chosen[kind]
+    return chosen
 
 
 def _ranked(weights: NDArray[np.float64], source: Source) -> dict[str, NDArray[Any]]:
@@ -311,19 +317,6 @@ def _ranked(weights: NDArray[np.float64], source: Source) -> dict[str, NDArray[A
     order = np.argsort(-weights, axis=1, kind="stable")[:, :k]
     ranked = np.take_along_axis(weights, order, axis=1)
     return {"experts": np.where((ranked != 0) | (k == E), order, -1), "weights": ranked}
-
-
-def _hits(frame: pd.DataFrame, found: dict[str, str], used: set[str], source: Source) -> NDArray[np.int64] | None:
-    """Return what the engine said of each expert, [n, k]: 1, it was in the cache; 0, it was not; -1, nothing."""
-    for role in HIT_ROLES:
-        names = source.columns.numbered(frame.columns, role) or [name for of, name in found.items() if of == role]
-        if not names:
-            continue
-        used.update(names)
-        parts = [lists(frame[name].map(_answers), _place(frame, name), -1, -1, 1) for name in names]
-        hits = np.concatenate(parts, axis=1)
-        return hits if role == "hit" else np.where(hits < 0, -1, 1 - hits)
-    return None
 
 
 def _answers(cell: Any) -> Any:
@@ -387,8 +380,7 @@ def _dump(
     cells = frame.assign(layer=layer)
     slot: Any = np.arange(experts.shape[1])[None]
     if experts.shape[1] == 1 and (keys or {"slot", "token_id"} & columns.keys()):  # a row for each expert
-        by_id = not keys and "slot" not in columns
-        slot, again = _runs(cells, columns["token_id"]) if by_id else _slots(cells, columns.get("slot"))
+        slot, again = _slots(cells, columns.get("slot"), None if keys else columns.get("token_id"))
         slot = slot[:, None]
     else:
         again = _before(cells)
@@ -477,28 +469,24 @@ def _before(frame: pd.DataFrame) -> Int:
     return frame.groupby(list(frame.columns), sort=False).cumcount().to_numpy()
 
 
-def _slots(cells: pd.DataFrame, slot: NDArray[Any] | None) -> tuple[Int, Int]:
-    """Return of rows with one expert each its place among the token's k, and how often the place was there before."""
+def _slots(cells: pd.DataFrame, slot: NDArray[Any] | None, token_id: NDArray[Any] | None) -> tuple[Int, Int]:
+    """Return of rows with one expert each its place among the token's k, and how often the place was there before.
+
+    token_id: what tells tokens apart where no key does; equal ones may follow each other.
+    """
     if slot is not None:
         slots, number = np.unique(slot, return_inverse=True)
         if slots[-1] - slots[0] >= len(slots):
             raise InputError(f"slots are not consecutive: {', '.join(map(str, slots[-9:]))}")
         return number, _before(cells.assign(slot=number))
-    starts = np.flatnonzero((cells.diff() != 0).any(axis=1))  # of runs of one cell
-    lengths = np.diff(np.append(starts, len(cells)))
-    if cells.groupby(list(cells.columns), sort=False).size().nunique() == 1 or len(np.unique(lengths)) > 1:
+    starts = np.flatnonzero((cells.assign(id=0 if token_id is None else token_id).diff() != 0).any(axis=1))
+    lengths = np.diff(np.append(starts, len(cells)))  # of runs of one cell
+    regular = cells.groupby(list(cells.columns), sort=False).size().nunique() == 1 or len(np.unique(lengths)) > 1
+    if token_id is None and regular:
         return _before(cells), np.zeros(len(cells), np.int64)  # a choice is what has one key
-    run = np.repeat(np.arange(len(starts)), lengths)
-    return np.arange(len(cells)) - starts[run], _before(cells.iloc[starts])[run]
-
-
-def _runs(cells: pd.DataFrame, token_id: NDArray[Any]) -> tuple[Int, Int]:
-    """Return what `_slots` does, of rows in which a token is a run of one id in a layer; equal tokens may follow."""
-    starts = np.flatnonzero((cells.assign(id=token_id).diff() != 0).any(axis=1))
-    lengths = np.diff(np.append(starts, len(cells)))
-    slot = (np.arange(len(cells)) - np.repeat(starts, lengths)) % np.gcd.reduce(lengths)
-    choices = np.flatnonzero(slot == 0)
-    return slot, np.repeat(_before(cells.iloc[choices]), np.diff(np.append(choices, len(cells))))
+    place = (np.arange(len(cells)) - np.repeat(starts, lengths)) % np.gcd.reduce(lengths)
+    choices = np.flatnonzero(place == 0)
+    return place, np.repeat(_before(cells.iloc[choices]), np.diff(np.append(choices, len(cells))))
 
 
 def _phases(rows: pd.DataFrame) -> NDArray[np.uint8] | None:
