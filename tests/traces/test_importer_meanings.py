@@ -119,6 +119,21 @@ def test_a_count_is_counted_once_and_by_its_phase(read: Any) -> None:
     assert [trace.eams(phase)[0].tolist() for phase in (0, 1)] == [COUNTS.tolist(), (2 * COUNTS).tolist()]
 
 
+def test_counts_of_all_experts_may_stand_in_a_row(read: Any) -> None:
+    listed = pd.DataFrame({"layer": range(LAYERS), "counts": COUNTS.tolist()})
+    numbered = pd.DataFrame({"layer": range(LAYERS), **{f"count_{e}": COUNTS[:, e] for e in range(EXPERTS)}})
+    for frame in (listed, numbered):
+        assert np.array_equal(read(frame, top_k=K)[0].eams(1)[0], COUNTS)
+
+
+def test_ids_that_count_through_all_layers_become_those_of_each(read: Any) -> None:
+    frame = pd.concat([rows().assign(token=rows()["token"] + n * TOKENS) for n in range(2)])
+    frame["expert"] += EXPERTS * frame["layer"]
+    with pytest.raises(InputError, match=r"count through all layers, up to 15; say how many .* with --experts"):
+        read(frame, experts=None)
+    assert np.array_equal(read(frame)[0].experts, np.concatenate([IDS, IDS]))
+
+
 def test_layers_of_two_stacks_are_not_one(read: Any) -> None:
     frame = rows().rename(columns={"layer": "number"})
     stacks = np.array(["encoder", "decoder"])[frame.pop("number")]

@@ -86,8 +86,8 @@ def _sound(dump: Routing, source: Source, E: int | None) -> Routing:
     if E is not None and routed.size >= 64 and routed.min() == 1 and routed.max() == E:
         source.notes.append(f"expert ids run from 1 to {E}: they are taken as 0 to {E - 1}")
         experts = np.where(experts > 0, experts.astype(np.int64) - 1, -1)
-    dump = _chosen(replace(dump, experts=experts, E=E), source)
-    experts = dump.experts
+    dump = _chosen(_by_layer(replace(dump, experts=experts, E=E), source), source)
+    experts, E = dump.experts, dump.E
     stated, profile = source.agreed("top_k") or 0, source.profile
     used = int((experts != -1).any(axis=(0, 1)).nonzero()[0].max(initial=0)) + 1
     used = min(experts.shape[2], max(used, stated))  # slots behind are padding
@@ -107,6 +107,24 @@ def _sound(dump: Routing, source: Source, E: int | None) -> Routing:
     return replace(sound, requests=[replace(one, output_tokens=None) for one in parts])
 
 
+def _by_layer(dump: Routing, source: Source) -> Routing:
+    """Return ids that count through all layers as ids within theirs. Raises InputError if nothing says how many."""
+    routed, profile = dump.routed, source.profile
+    least = np.where(routed, dump.experts, np.iinfo(np.int64).max).min(axis=(0, 2))
+    most = dump.experts.max(axis=(0, 2), initial=-1).astype(np.int64)
+    if len(most) < 2 or routed.sum() < 64 or (most < 0).any() or (most[:-1] >= least[1:]).any():
+        return dump
+    E = dump.E or (None if profile is None else profile.experts)
+    first = np.arange(len(most)) * (E or 0)
+    if E is None or (least < first).any() or (most >= first + E).any():
+        raise InputError(
+            f"{source.path}: no id of a layer is one of the next: they count through all layers, up to {most[-1]}; "
+            "say how many experts a layer has with --experts"
+        )
+    source.notes.append(f"expert ids count through all layers: {E} of each")
+    return replace(dump, experts=np.where(routed, dump.experts - first[:, None], -1), E=E)
+
+
 def _chosen(dump: Routing, source: Source) -> Routing:
     """Return the k experts of the largest weights where most choices name all experts. Raises InputError without k."""
     routed = dump.routed.sum(axis=2)
@@ -120,7 +138,11 @@ def _chosen(dump: Routing, source: Source) -> Routing:
     if k is None or k > E or dump.weights is None:
         raise InputError(
             f"{source.path} names all {E} experts in a choice, so not which were chosen: "
-            + ("it has no weights that say so" if dump.weights is None else "say how many of the largest with --top-k")
+            + (
+                "it has no weights that say so (numbers of uses are read from columns count_0, count_1, ...)"
+                if dump.weights is None
+                else "say how many of the largest with --top-k"
+            )
         )
     source.notes.append(f"all {E} experts have weights: the {k} largest are taken as chosen")
     order = np.argsort(-dump.weights, axis=2, kind="stable")[:, :, :k]

@@ -198,6 +198,7 @@ def _placed(name: str, frame: pd.DataFrame, source: Source) -> pd.DataFrame:
     """Return the rows of a file with their layer, where its name states it, and with named axes."""
     if "axis0" in frame.columns:
         frame = frame.rename(columns=_named_axes(frame, source))
+    frame = _by_expert(frame, source)
     found, named = _found(frame, source), layer_number(name)
     own = found.get("layer")
     if named is not None and (own is None or (named and set(frame[own].astype(str)) == {"0"})):
@@ -211,6 +212,26 @@ def _placed(name: str, frame: pd.DataFrame, source: Source) -> pd.DataFrame:
         if not (tokens["#record"].is_unique and tokens["token"].is_unique):  # else it numbers the records
             frame = frame.rename(columns={"#record": "request"})
     return frame
+
+
+def _by_expert(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
+    """Return a row for each expert, where rows hold counts of all: in a list, or in numbered columns."""
+    columns = source.columns
+    picked, names = columns.pick(frame.columns), columns.numbered(frame.columns, "expert")
+    for role in ("count", "share") if "expert" not in picked and not names else ():
+        names = columns.numbered(frame.columns, role) or ([picked[role]] if role in picked else [])
+        values = [[cell for name in names for cell in _parts(row[name])] for row in frame[names].to_dict("records")]
+        if values and min(map(len, values)) > 1:
+            experts = [list(range(len(row))) for row in values]
+            return frame.drop(columns=names).assign(**{role: values, "expert": experts}).explode([role, "expert"])
+    return frame
+
+
+def _parts(cell: Any) -> list[Any]:
+    """Return the cells of a list, or of a text of one."""
+    if isinstance(cell, str):
+        return CUT.split(cell.strip("[] "))
+    return list(cell) if isinstance(cell, list | np.ndarray) else [cell]
 
 
 def _named_axes(frame: pd.DataFrame, source: Source) -> dict[str, str]:
@@ -321,10 +342,8 @@ def _ranked(weights: NDArray[np.float64], source: Source) -> dict[str, NDArray[A
 
 def _answers(cell: Any) -> Any:
     """Return answers as 1 and 0: of a list, of a text with several, or of one; what is none as it is."""
-    if isinstance(cell, str) and len(parts := CUT.split(cell.strip("[] "))) > 1:
-        return _answers(parts)
-    if isinstance(cell, list | np.ndarray):
-        return [_answers(one) for one in cell]
+    if isinstance(cell, list | np.ndarray) or len(_parts(cell)) > 1:
+        return [_answers(one) for one in _parts(cell)]
     answer = answer_of(str(cell))
     return cell if answer is None else int(answer)
 

@@ -104,8 +104,8 @@ def _rows(value: Any, above: Row, key: str, columns: Columns) -> Iterator[Row]:
         for number, each in enumerate(value):
             if not isinstance(each, Mapping):
                 raise InputError(f"{key}[{number}] is {each!r} beside objects")
-            if axis == "slot" and "id" in each:
-                each = {**each, "expert": each["id"]}
+            if axis == "slot" and "id" in each and not any(columns.role(name) == "expert" for name in each):
+                each = {("expert" if name == "id" else name): one for name, one in each.items()}
             own = axis is not None and not any(columns.role(name) == axis for name in each)
             within = {**above, str(axis): number} if own else above
             yield from kinds.rows(each, f"{key}[{number}]", _rows(each, within, key, columns))
