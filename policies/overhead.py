@@ -4,7 +4,7 @@ And what memory it holds.
 A first pass has the guard on, so that a faulty policy ends with file and line; the passes that count do without, since
 the guard is no work of the policy. Each step counts with the shortest time that a pass took for it, as what disturbs
 a measurement only makes it longer, less that of a policy that hears of nothing. A policy that names its victims has a
-cache of a quarter of the experts beside it, whose lookups and loads call it; the cache's own work does not count.
+cache of a quarter of the experts beside it, whose lookups and loads call it; what the cache takes does not count.
 """
 
 import gc

@@ -53,7 +53,7 @@ def read(request: Any, tmp_path: Path) -> Any:
             frame.to_parquet(file)
         else:
             file.write_text("\n".join(json.dumps(row) for row in frame.to_dict("records")))
-        given = {"experts": EXPERTS, "phase": "decode"} | options
+        given: dict[str, Any] = {"experts": EXPERTS, "phase": "decode"} | options
         trace, notes = import_dump(file, options=Options(**given))
         return trace, " ".join(notes)
 

@@ -41,7 +41,7 @@ def parsed(cells: "pd.Series[Any]", place: Place, parse: Callable[[str], T | Non
 def numbers(
     cells: "pd.Series[Any]", place: Place, least: float = 0, most: float = UINT32, real: bool = False, hint: str = ""
 ) -> NDArray[Any]:
-    """Return cells as int64, or float64 if `real`. Raises InputError, with `hint`, for the first that is none."""
+    """Return cells as int64, or float64 if `real`. Raises InputError, with `hint`, for the first invalid one."""
 
     def number(text: str) -> float | None:
         match = (REAL if real else WHOLE).fullmatch(text)

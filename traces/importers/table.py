@@ -222,8 +222,8 @@ def _by_expert(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
         names = columns.numbered(frame.columns, role) or ([picked[role]] if role in picked else [])
         values = [[cell for name in names for cell in _parts(row[name])] for row in frame[names].to_dict("records")]
         if values and min(map(len, values)) > 1:
-            experts = [list(range(len(row))) for row in values]
-            return frame.drop(columns=names).assign(**{role: values, "expert": experts}).explode([role, "expert"])
+            listed: dict[str, Any] = {role: values, "expert": [list(range(len(row))) for row in values]}
+            return frame.drop(columns=names).assign(**listed).explode([role, "expert"])
     return frame
 
 
@@ -341,7 +341,7 @@ def _ranked(weights: NDArray[np.float64], source: Source) -> dict[str, NDArray[A
 
 
 def _answers(cell: Any) -> Any:
-    """Return answers as 1 and 0: of a list, of a text with several, or of one; what is none as it is."""
+    """Return answers as 1 and 0: of a list, of a text with several, or of one; any other cell as it is."""
     if isinstance(cell, list | np.ndarray) or len(_parts(cell)) > 1:
         return [_answers(one) for one in _parts(cell)]
     answer = answer_of(str(cell))
