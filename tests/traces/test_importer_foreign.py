@@ -136,3 +136,12 @@ def test_counts(tmp_path: Path) -> None:
     trace, source = read("flash-moe-profile/qwen3-coder-next-4bit.json", tmp_path, top_k=10)
     assert trace.eams(DECODE)[0].sum(axis=1)[:3].tolist() == [5465, 4491, 5397]
     assert any("the prompts in which an expert was used" in note for note in source.notes)
+
+
+def test_k_beside_counts_is_how_many_experts_a_token_has(tmp_path: Path) -> None:
+    layers = [{"layer": i, "heat": [3, 1, 0, 4], "coactivation": [[0] * 4] * 4} for i in range(2)]
+    for content in ({"k": 2, "heat": [[3, 1, 0, 4]] * 2}, {"k": 2, "layers": layers}):
+        (tmp_path / "co.json").write_text(json.dumps(content))
+        trace, _ = read(str(tmp_path / "co.json"), tmp_path)
+        assert trace.top_k == 2
+        assert trace.eams(DECODE)[0].tolist() == [[3, 1, 0, 4]] * 2

@@ -83,6 +83,9 @@ def routing_of(frames: Frames, source: Source) -> Routing | Counts:
         bool({"count", "share"} & columns.keys()) or not {*KEYS, "slot", "request", "phase"} & columns.keys()
     )
     used = set(found.values())
+    if counted and len(set(columns.get("slot", ()))) == 1:  # counts have no slots: `k` says how many experts are chosen
+        del found["slot"]
+        source.stated.setdefault("top_k", int(columns["slot"][0]))
     chosen = {} if counted else _experts(frame, found, used, source)
     said = ", ".join(role if role == column else f"{role} is {column}" for role, column in found.items())
     source.found.append(f"counts: {said}" if counted else said)
