@@ -28,7 +28,7 @@ from sim.loaded import CountedRun, Loaded, TimedRun, timed
 from sim.loaded import load as read_files
 from sim.loop.log import RunLog
 from sim.quantities import CacheSize, cache_text
-from sim.results import plot, steps
+from sim.results import compare, plot, steps
 from sim.results.compare import Difference, differences, pairs_within, swept_run, swept_runs
 from sim.results.metrics import Row, cell_text
 from sim.sweeps import grid, notes, verdict
@@ -93,7 +93,7 @@ class RunResult:
         return self.row["ttft_mean_ms"]  # type: ignore[no-any-return]
 
     def compare(self, baseline: "RunResult", seed: int = 0) -> "Comparison":
-        """Return the differences from a baseline, paired over the requests that both ran.
+        """Return the differences from a baseline, with intervals over the requests that both ran.
 
         seed: of the bootstrap. Raises InputError if the two did not run the same requests.
         """
@@ -162,7 +162,8 @@ class SweepResult:
         column: hit_rate, tpot_mean_ms or ttft_mean_ms. Default: the mean TPOT, or the hit rate of untimed runs.
         """
         chosen = column or ("hit_rate" if self.rows[0]["tpot_mean_ms"] is None else "tpot_mean_ms")
-        return plot.figure(self.rows, self.bound, self.token_share, chosen)
+        spans = compare.spans(swept_runs(self.rows, self.requests), chosen)
+        return plot.figure(self.rows, self.bound, self.token_share, chosen, spans=spans)
 
 
 class Comparison(Sequence[Difference]):
@@ -188,14 +189,14 @@ class Comparison(Sequence[Difference]):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """Return a row for each difference: cache, measure, run, baseline, mean, low, high, unit and requests."""
+        """Return a row for each difference: cache, measure, run, baseline, more, low, high, unit and requests."""
         return pd.DataFrame(
             {
                 "cache_experts": difference.cache_experts,
                 "measure": difference.measure.name,
                 "run": difference.cell,
                 "baseline": difference.baseline,
-                "mean": difference.mean,
+                "more": difference.more,
                 "low": difference.low,
                 "high": difference.high,
                 "unit": difference.measure.unit,

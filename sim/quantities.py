@@ -156,3 +156,10 @@ def show_ms(value: float) -> str:
 def show_share(value: float | None) -> str:
     """Return a percentage with one digit behind the point: `17.3%`; `-` for None."""
     return "-" if value is None else f"{value:.1%}"
+
+
+def show_gap(share: float | None) -> str:
+    """Return a share of the gap from LRU to Belady: `76%`, or on which side of it a policy is."""
+    if share is None:
+        return "-"
+    return "<0" if share < 0 else ">100%" if share > 1 else f"{share:.0%}"

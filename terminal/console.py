@@ -5,6 +5,7 @@ Names and paths are printed as they are: the consoles take no markup and no emoj
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -69,18 +70,43 @@ def warn(text: str) -> None:
     err.print(Text.assemble(("warning:", "yellow"), f" {text}"), soft_wrap=True)
 
 
+EVERY_S = 60.0
+"""Between two lines of progress."""
+
 Advance = Callable[..., None]
 """Advances a bar by a number, and changes the text behind it if another one follows."""
 
 
 @contextmanager
 def progress(total: int, quiet: bool, what: str, done: int = 0, *columns: ProgressColumn) -> Iterator[Advance]:
-    """Draw a bar on standard error, with `what` is counted and further columns behind it, and remove it at the end."""
+    """Draw a bar on standard error, with `what` is counted and further columns behind it, and remove it at the end.
+
+    Outside a terminal, print a line a minute instead.
+    """
+    if is_unwatched(quiet):
+        yield (lambda by, what=None: None) if quiet else _lines(total, what, done)
+        return
     text = TextColumn("{task.description}", markup=False)
     shown = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn(), *columns)
-    with Progress(*shown, console=err, disable=is_unwatched(quiet), transient=True) as bar:
+    with Progress(*shown, console=err, transient=True) as bar:
         task = bar.add_task(what, total=total, completed=done)
         yield lambda by, what=None: bar.update(task, advance=by, description=what)
+
+
+def _lines(total: int, what: str, done: int) -> Advance:
+    """Return what prints, EVERY_S at most, how much is done and how long the rest takes at this pace."""
+    began = last = time.monotonic()
+    here = 0
+
+    def advance(by: int, following: str | None = None) -> None:
+        nonlocal here, last
+        here += by
+        now = time.monotonic()
+        if now - last >= EVERY_S and here:
+            last, left = now, (total - done - here) * (now - began) / here
+            note(f"{done + here:,} of {total:,} {what}, about {max(1, round(left / 60))} min left")
+
+    return advance
 
 
 def is_unwatched(quiet: bool) -> bool:

@@ -13,7 +13,7 @@ from sim.loaded import TimedRun, load
 from sim.loop.requests import Requests
 from sim.results import compare
 from sim.results.metrics import Row
-from sim.sweeps import grid, notes
+from sim.sweeps import grid
 from sim.sweeps.config import specs
 from sim.sweeps.grid import Table
 from sim.sweeps.store import Store
@@ -85,7 +85,7 @@ class Board:
             store = Store(Path(scratch))
             grid.sweep(self.tables, store, Local(workers), advance)
             for case, table in zip(self.cases, self.tables, strict=True):
-                found = notes.runs(outcome := grid.outcome(table, store), store)
+                found = grid.runs(outcome := grid.outcome(table, store), store)
                 for place, policy in enumerate(self.policies):
                     at = slice(place, None, len(self.policies))  # rows come by size, then by policy
                     values = tuple(_figure(row, case) for row in outcome.rows[at])
@@ -127,5 +127,5 @@ def _gain(lru: compare.SweptRun, mine: compare.SweptRun, case: Case) -> Gain:
     found = compare.gain(lru, mine, COLUMNS[case.measure == HITS])
     if found is None:
         return UNKNOWN, UNKNOWN, UNKNOWN
-    low, middle, high = (round(each, 4) for each in (found.low, found.mean, found.high))
+    low, middle, high = (round(each, 4) for each in (found.low, found.more, found.high))
     return middle, low, high

@@ -1,7 +1,8 @@
 """The commands `moe-sim analyze` and `moe-sim compare`: what a trace allows, and whether a difference is one."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -13,7 +14,9 @@ from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentences
 from sim.commands import options
 from sim.commands.printed import progress, table, written
 from sim.loaded import Loaded, load
+from sim.results import plot
 from sim.results.compare import Difference, SweptRun, choose, differences, pairs_across, pairs_within, read, split_name
+from sim.results.files import write_figure
 from sim.results.metrics import engine_words, size_text
 from sim.sweeps import notes, verdict
 from sim.sweeps.config import specs
@@ -21,6 +24,9 @@ from sim.sweeps.grid import grid_of
 from terminal import console
 from traces.errors import InputError
 from traces.output import claimed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def analyze(
@@ -74,6 +80,9 @@ def compare(
     seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
     resamples: Annotated[int, typer.Option(min=1, max=10_000_000, help="Bootstrap samples.")] = 10_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, not as sentences.")] = False,
+    form: options.Form = None,
+    figure: options.Figure = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Compare results request by request, with 95% bootstrap intervals.
 
@@ -81,8 +90,14 @@ def compare(
 
     [b]moe-sim compare results/x:lru@25% results/y:eamc@25%[/b]
     """
+    options.check_figure(figure, overwrite)
     pairs = _pairs(a, b, policies, cache_size)
     found = [(one, other, differences(one, other, seed, resamples)) for one, other in pairs]
+    if figure:
+        write_figure(_figure([difference for _, _, all_ in found for difference in all_]), figure)
+    if form:
+        options.show(_differences(found), form)
+        return
     if as_json:
         rows = [_row(one, other, difference) for one, other, all_ in found for difference in all_]
         console.say_json(rows)
@@ -95,6 +110,28 @@ def compare(
         size = f"{one.cache_experts} slots: " if several and one.cache_experts == other.cache_experts else ""
         for difference in all_:
             console.say(f"{size}{difference.sentence()}")
+    console.say("")
+    console.say("Differences are those of the sweep's table, of all requests together; intervals resample requests.")
+
+
+def _differences(found: Sequence[tuple[SweptRun, SweptRun, Sequence[Difference]]]) -> Table:
+    shown = table("cell", "baseline", "experts", "measure", "unit", "more", "low", "high", "requests", left=2)
+    for _, _, all_ in found:
+        for each in all_:
+            figures = (f"{value:.6g}" for value in (each.more, each.low, each.high))
+            about = each.measure.meaning, each.measure.unit
+            shown.add_row(each.cell, each.baseline, str(each.cache_experts), *about, *figures, str(each.requests))
+    return shown
+
+
+def _figure(found: Sequence[Difference]) -> "Figure":
+    """Return the differences in time per token or, where there is none, the next measure."""
+    measure = min((each.measure for each in found), key=lambda each: verdict.JUDGED.index(each.name))
+    shown = [each for each in found if each.measure == measure]
+    title = f"less {', '.join(dict.fromkeys(each.baseline for each in shown))}"
+    ends = [end for each in shown for end in (each.low, each.high, 0.0)]
+    policies = list(dict.fromkeys(each.cell for each in shown))
+    return plot.ranking(title, shown, policies, f"{measure.meaning} ({measure.unit})", (min(ends), max(ends)))
 
 
 def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> list[tuple[SweptRun, SweptRun]]:
@@ -118,7 +155,7 @@ def _row(baseline: SweptRun, cell: SweptRun, difference: Difference) -> dict[str
         "unit": difference.measure.unit,
         **{f"baseline_{name}": value for name, value in _cell(baseline).items()},
         **{f"cell_{name}": value for name, value in _cell(cell).items()},
-        **{name: getattr(difference, name) for name in ("mean", "low", "high", "requests")},
+        **{name: getattr(difference, name) for name in ("more", "low", "high", "requests")},
         "sentence": difference.sentence(),
     }
 

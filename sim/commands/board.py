@@ -24,7 +24,7 @@ from traces.output import check_file, replacing
 
 LEGEND = (
     "score: percent of the gap from LRU to Belady closed in hits, the mean of all",
-    "traces; worst: the least; below by trace",
+    "traces; worst: the least, below 0: fewer hits than LRU; below by trace",
 )
 OF_TIME = (
     *(f"{machine.wall}: the same in time, on {machine.title}" for machine in MACHINES),

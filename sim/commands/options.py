@@ -20,15 +20,19 @@ from sim.experiment import OPTIONS, SIZES, Experiment, Option, options_of
 from sim.loaded import Loaded
 from terminal import console
 from terminal.options import Fields, typed
+from terminal.tables import FORMATS, formatted
 from traces import demo_trace
-from traces.errors import InputError, with_flags
+from traces.errors import InputError, unknown, with_flags
 from traces.location import name_of
+from traces.output import check_file
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 MOST_WORKERS = 1024
+
+FIGURES = (".pdf", ".svg", ".png")
 
 _POLICY_HELP = "as in lru, lru+eamc (eviction policy + prefetcher) or FILE.py:CLASS."
 _CACHE_SIZES_HELP = "Cache sizes: shares (25%), experts (64), slots a layer (12/layer) or bytes (8GiB)."
@@ -50,6 +54,13 @@ TrustFolder = Annotated[
 ]
 NoSlots = Annotated[bool, typer.Option("--no-slots", help="Write a timeline without a track for each slot.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Figure = Annotated[
+    Path | None, typer.Option(help="File for the main figure, with intervals (.pdf, .svg or .png). Default: none.")
+]
+Form = Annotated[
+    str | None,
+    typer.Option("--format", help=f"Print tables as {', '.join(FORMATS)}, texts on standard error. Default: to read."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 
 Stated = dict[str, Any]
@@ -116,6 +127,7 @@ class OutputOptions:
     """What is printed."""
 
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
+    form: Form = None
     quiet: Quiet = False
 
     def note(self, *texts: str) -> None:
@@ -129,7 +141,7 @@ class OutputOptions:
             console.say_json(value())
         elif not self.quiet:
             for part in parts():
-                console.say(part)
+                show(part, self.form)
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,27 @@ class ResumableOptions(ResultOptions):
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:
             raise InputError("--resume keeps what is finished and --overwrite drops it: leave one out")
+
+
+def check_figure(file: Path | None, overwrite: bool) -> None:
+    """Raise InputError for a file of another kind, and for one that is there."""
+    if file is None:
+        return
+    if file.suffix.lower() not in FIGURES:
+        raise InputError(f"--figure {file}: use a name that ends in {', '.join(FIGURES)}")
+    check_file(file, overwrite)
+
+
+def show(part: "str | Table", form: str | None) -> None:
+    """Print a text or a table; with a format the table in it, and texts on standard error."""
+    if form is None:
+        console.say(part)
+    elif form not in FORMATS:
+        raise unknown("format", form, FORMATS)
+    elif isinstance(part, str):
+        console.note(part)
+    else:
+        print(formatted(part, form))
 
 
 def warn(text: str) -> None:

@@ -124,12 +124,14 @@ def _block(row: Row) -> str:
     stalls = {cause: row[f"stall_{cause}_ms"] for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")}
     stalls |= {cause: ms for cause in ("disk", "host") if (ms := row[f"stall_{cause}_ms"])}
     moved = {kind: show_bytes(row[f"bytes_{kind}"]) for kind in ("demand", "prefetch", "wasted")}
+    both = row["phase"] == "both"
     lookups = ", ".join(f"{kind} {_share(row[column], row['lookups'])}" for kind, column in _LOOKUPS.items())
     lines = {
         "lookups": f"{lookups} of {row['lookups']:,}",
+        **({"decode": f"{_share(row['decode_hit_rate'], 1)} of the lookups of decoded tokens hit"} if both else {}),
         "TTFT ms": _latencies(row, "ttft"),
         "TPOT ms": _latencies(row, "tpot"),
-        "tokens/s": "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.1f} while any request runs",
+        "tokens/s": f"{speed:,.1f} decoded, prompts' time included" if (speed := row["tokens_per_s"]) else "-",
         "compute": f"busy {_share(row['compute_busy_ms'], elapsed)} of the time",
         "stalls": ", ".join(f"{cause.replace('_', ' ')} {_share(ms, elapsed)}" for cause, ms in stalls.items()),
         "link": f"busy {_share(row['link_busy_ms'], elapsed)}, {_share(row['overlap'], 1)} of that behind compute",

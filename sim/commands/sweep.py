@@ -17,13 +17,15 @@ from sim.commands.printed import progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.engines import compiling
 from sim.loaded import Loaded, TimedRun, load
-from sim.quantities import parse_whole, show_ms, show_share
+from sim.quantities import parse_whole, show_gap, show_ms, show_share
 from sim.results.compare import SweptRun
+from sim.results.files import write_figure
 from sim.results.metrics import Row, engine_words
+from sim.results.plot import DRAWN
 from sim.sweeps import notes, verdict
 from sim.sweeps.config import NAME as TOML
 from sim.sweeps.config import Sweep, read
-from sim.sweeps.grid import Outcome, Table, grid_of, missing, names, outcome, save
+from sim.sweeps.grid import Outcome, Table, drawn, grid_of, missing, names, outcome, runs, save
 from sim.sweeps.grid import sweep as run_missing
 from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store, drop, held
 from sim.sweeps.workers import Cluster, Local, Workers
@@ -63,6 +65,7 @@ def sweep(
     scheduler: Annotated[
         str | None, typer.Option(help="Dask cluster that runs the cells (tcp://HOST:8786). Default: none.")
     ] = None,
+    figure: options.Figure = None,
     yes: Annotated[bool, typer.Option("--yes", help=f"Do not ask before running more than {MANY:,} cells.")] = False,
     output: options.ResumableOptions,
 ) -> None:
@@ -79,6 +82,7 @@ def sweep(
     [b]moe-sim sweep my-trace --policies 'eamc:capacity=100|300,random' --seeds 1,2,3[/b]
     """
     processes = options.processes(workers)
+    options.check_figure(figure, output.overwrite)
     if stated.get("untimed") and hardware:
         raise InputError("--untimed counts without a clock: it cannot have --hardware")
     axes = typed(
@@ -106,7 +110,7 @@ def sweep(
             if table.folder.exists():
                 claim(table.folder, MAKER, WRITTEN)
         store = _open(tables, folder, output)
-        _run(made, tables, store, players, output)
+        _run(made, tables, store, players, output, figure)
 
 
 def _free(parent: Path, name: str, output: options.ResumableOptions) -> Path:
@@ -219,7 +223,14 @@ def _open(tables: list[Table], folder: Path, output: options.ResumableOptions) -
     return found
 
 
-def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, output: options.OutputOptions) -> None:
+def _run(
+    made: Sweep,
+    tables: list[Table],
+    store: Store,
+    workers: Workers,
+    output: options.OutputOptions,
+    figure: Path | None,
+) -> None:
     for warning in dict.fromkeys(warning for table in tables for warning in notes.warnings(table.loaded, table.grid)):
         options.warn(warning)
     folder = store.folder
@@ -235,14 +246,17 @@ def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, outpu
     with keeping("moe-sim", store, folder), progress(due, output.quiet) as advance:
         run_missing(tables, store, workers, advance)
     outcomes = [outcome(table, store) for table in tables]
-    runs = [notes.runs(found, store) for found in outcomes]
+    swept = [runs(found, store) for found in outcomes]
+    if figure:
+        by = outcomes[0].judged_by if outcomes[0].judged_by in DRAWN else "hit_rate"
+        write_figure(drawn(outcomes[0], swept[0], by), figure)
     files = save(outcomes, store, folder)
     names = [str(file.relative_to(folder)) for file in files]
     folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
     output.show(
         lambda: [row for found in outcomes for row in found.rows],
         lambda: (
-            *_shown(outcomes, runs),
+            *_shown(outcomes, swept),
             f"wrote {', '.join([*names, TOML, *folders])} to {folder}",
             f"next: moe-sim report {folder}",
         ),
@@ -271,15 +285,16 @@ def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
     """A row per cell, those of one size together, which stands there as stated."""
     times = _times(outcome.rows)
     sized = ["MiB"] if outcome.rows[0]["cache_bytes"] else []
-    shown = printed.table(
-        "cache", "a layer", *sized, "policy", "hits", "gap", *times, "idle" if times else "misses", ""
-    )
+    both = any(row["phase"] == "both" for row in outcome.rows)  # prompts and decoded tokens
+    hits = ["hits", *(["decode hits"] if both else []), "hits gap"]
+    shown = printed.table("cache", "a layer", *sized, "policy", *hits, *times, "idle" if times else "misses", "")
     shown.columns[2 + len(sized)].justify = "left"
     stated = {slots: text for text, slots in outcome.table.grid.sizes.items()}
     typed = [stated[slots] for _, slots in outcome.table.grid.requested()]
     for size, row, following in zip(typed, outcome.rows, [*typed[1:], None], strict=True):
         mark = marks.get((row["cache_experts"], row["policy"]), "oracle" if row["oracle"] else "")
-        cells = [size, *engine_words(row), row["policy"], show_share(row["hit_rate"]), _whole_share(row["gap_hits"])]
+        rates = [row["hit_rate"], *([row["decode_hit_rate"]] if both else [])]
+        cells = [size, *engine_words(row), row["policy"], *map(show_share, rates), show_gap(row["gap_hits"])]
         cells += [text(row) for text in times.values()]
         cells.append(_idle(row) if times else f"{row['misses']:,}")
         style = {notes.BEST: "bold green", notes.EQUAL: "green", notes.NO_ROOM: "dim"}.get(mark)
@@ -295,19 +310,15 @@ def _times(rows: list[Row]) -> dict[str, Callable[[Row], str]]:
     shown: dict[str, Callable[[Row], str]] = {}
     if decoded:
         shown["TPOT ms"] = lambda row: show_ms(row["tpot_mean_ms"])
-        shown["gap "] = lambda row: _whole_share(row["gap_latency"])
+        shown["time gap"] = lambda row: show_gap(row["gap_latency"])
         shown["p99"] = lambda row: show_ms(row["tpot_p99_ms"])
     if prefilled:
         shown["TTFT ms"] = lambda row: show_ms(row["ttft_mean_ms"])
     if prefilled and not decoded:
-        shown["gap "] = lambda row: _whole_share(row["gap_latency"])
+        shown["time gap"] = lambda row: show_gap(row["gap_latency"])
     return shown
-
-
-def _whole_share(value: float | None) -> str:
-    return "-" if value is None else f"{value + 0:.0%}"
 
 
 def _idle(row: Row) -> str:
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
-    return _whole_share(row["gpu_idle_ms"] / elapsed if elapsed else None)
+    return f"{row['gpu_idle_ms'] / elapsed:.0%}" if elapsed else "-"

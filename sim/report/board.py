@@ -66,16 +66,17 @@ def _mean_of(found: Result, policy: str, kind: str) -> float:
 def _figure(found: Result) -> Section:
     best = [text for text, entry in found.ranking if not entry.oracle and text != LRU][:DRAWN]
     sizes = [float(size.rstrip("%")) for size in SIZES]
-    panels = {
-        start: {
+    caption = "Hit rates of LRU and of the best policies. Dashed: Belady, the ceiling."
+    figures = []
+    for start in found.requests:
+        drawn = {
             policy: (sizes, [100 * rate for rate in found.policies[policy].figures[HITS][start]])
             for policy in (BELADY, *best, LRU)
         }
-        for start in found.requests
-    }
-    figure = plot.line_panels(panels, "cache (% of the experts)", "hit rate (%)")
-    caption = "Hit rates of LRU and of the best policies. Dashed: Belady, the ceiling."
-    return Section("How far the ceiling is", (figure_item(figure, caption),))
+        figure = plot.lines(drawn, "cache (% of the experts)", "hit rate (%)", title=start)
+        figure.axes[0].set_ylim(0, 100)
+        figures.append(figure_item(figure, start))
+    return Section("How far the ceiling is", (Item("text", caption), *figures))
 
 
 def _certainty(found: Result) -> Iterator[Section]:

@@ -33,6 +33,7 @@ RUN_FILE = "run.json"
 REPLAYED = pa.schema(
     [
         (DEVICE, TEXT),
+        ("device_name", TEXT),
         *[(f"predicted_tpot_{name}_ms", MS) for name in ("mean", "low", "high")],
         ("predicted_hit_rate", SHARE),
     ]

@@ -1,4 +1,4 @@
-"""Replays on the page: what was predicted beside what was measured."""
+"""Replays on the page: what was predicted beside what was measured. A logical clock measures nothing."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,19 +8,28 @@ from sim.report.inputs import Results
 from sim.results import plot
 from sim.results.metrics import cell_text
 
+VIRTUAL = "virtual"
+"""The device on a logical clock, which takes what the simulator says."""
+
 
 def section(replays: Sequence[Results]) -> Section:
     title, pairs, rows = "Predicted against measured", {}, []
-    for replay in replays:
-        for name, pair, row in _predicted(replay, f" ({replay.folder})" if len(replays) > 1 else ""):
+    measured = [replay for replay in replays if any(row["device"] != VIRTUAL for row in replay.rows)]
+    for replay in measured:
+        for name, pair, row in _predicted(replay, f" ({replay.folder})" if len(measured) > 1 else ""):
             pairs[name] = pair
             rows.append(row)
     if not pairs:
-        missing = "No replay was given. moe-replay --from FOLDER measures a sweep's winner; name its folder too."
+        missing = (
+            "Nothing was measured. moe-replay --from FOLDER --device disk measures a sweep's winner; name its folder."
+        )
         return Section(title, (Item("text", missing),))
     figure = plot.predicted_and_measured(pairs, "mean time per output token (ms)")
-    head = ("run", "predicted TPOT, ms", "measured", "error", "predicted hit rate", "measured")
-    caption = "Bars are the prediction as the machine's pace varied, where that was measured."
+    head = ("run", "machine", "predicted TPOT, ms", "measured TPOT, ms", "error", "predicted hits", "measured hits")
+    caption = (
+        "Measured on the machine that the table names, and simulated for that one. Bars are the prediction as the "
+        "machine's pace varied, where that was measured."
+    )
     return Section(title, (figure_item(figure, caption), Item("table", head=head, rows=tuple(rows))))
 
 
@@ -37,6 +46,7 @@ def _predicted(replay: Results, of: str) -> Iterator[tuple[str, tuple[float, flo
         hits = row.get("predicted_hit_rate")
         shown = (
             (name, None),
+            (row["device_name"] or "not stated", None),
             (f"{predicted:,.3f}", predicted),
             (f"{measured:,.3f}", measured),
             (f"{error:+.1%}", error),

@@ -54,6 +54,7 @@ def _summary(sweeps: Sequence[Results]) -> list[str]:
     texts = []
     for each in sweeps:
         said = verdict.sentences(each.rows, each.cells) if each.rows else []
+        said += [f"{sweep.where(each)}: these times are not measured."] if each.rows else []
         texts += [f"{each.folder.name}: {text}" if len(sweeps) > 1 and not i else text for i, text in enumerate(said)]
     return texts or ["There is no result to recommend anything by."]
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from policies.core.grammar import policy_title
-from sim.loaded import Loaded
+from sim.loaded import Loaded, TimedRun
 from sim.loop.log import STALLS
-from sim.quantities import show_ms, show_share
+from sim.quantities import show_gap, show_ms, show_share
 from sim.report import bounds
 from sim.report.elements import Item, Section, Shown, figure_item
 from sim.report.inputs import Results
@@ -27,7 +27,7 @@ def sections(sweep: Results, several: bool) -> Iterator[Section]:
     sections = {
         "How much memory": _against_size(sweep),
         "Which policy": _ranking(sweep),
-        "Where the time goes": _time(rows),
+        "Where the time goes": _time(sweep),
     }
     for title, items in sections.items():
         yield Section(f"{title}{of}", tuple(items))
@@ -37,19 +37,30 @@ def table(sweep: Results, several: bool) -> Iterator[Section]:
     """Yield what was run, and a row for each cell: the end of the page."""
     if sweep.rows:
         title = f"All cells ({sweep.folder.name})" if several else "All cells"
-        yield Section(title, (Item("text", _run(sweep)), _table(sweep.rows)))
+        yield Section(title, (Item("text", _run(sweep)), _table(sweep.rows), Item("text", " ".join(COLUMNS_MEAN))))
 
 
 def _run(sweep: Results) -> str:
     first = sweep.rows[0]
     users = f", {users}" if (users := users_text(first)) else ""
-    where = f" on {first['hardware']}" if first["hardware"] else ", counted without a clock"
     code = dict.fromkeys(row["commit"][:12] for row in sweep.rows)
     return (
-        f"{first['model']}{where}: {first['requests']:,} requests and {first['tokens']:,} tokens of "
+        f"{where(sweep)}. {first['model']}: {first['requests']:,} requests and {first['tokens']:,} tokens of "
         f"{first['trace']}{users}; {'cold' if first['cold'] else 'warm'} between requests, "
         f"{first['warmup_requests']} requests to warm up. Made by {', '.join(code)}."
     )
+
+
+def where(sweep: Results) -> str:
+    """Return what the times of a sweep are: simulated on which machine, by which figures of it."""
+    name = sweep.rows[0]["hardware"]
+    if name is None:
+        return "Counted without a clock"
+    loaded = sweep.loaded
+    if not isinstance(loaded, TimedRun):
+        return f"Simulated on {name}"
+    known = "measured rates" if loaded.hardware.calibration or loaded.hardware.measured else "data sheet"
+    return f"Simulated on {loaded.hardware.title} ({known})"
 
 
 def _against_size(sweep: Results) -> Iterator[Item]:
@@ -71,7 +82,8 @@ def _against_size(sweep: Results) -> Iterator[Item]:
         known = [row for row in bound if row.get(column) is not None]  # a bound has the hit rate alone
         floor = lowest if column == "tpot_mean_ms" else []
         if drawn:
-            yield figure_item(plot.figure(drawn, known, demand, column, floor), _CAPTIONS[column])
+            drawing = plot.figure(drawn, known, demand, column, floor, compare.spans(sweep.cells, column))
+            yield figure_item(drawing, f"{_CAPTIONS[column]} {where(sweep)}; bars are intervals of 95%.")
     if lowest and (best := winner.best_of_sizes(rows, "tpot_mean_ms")):
         fastest = min(best, key=lambda row: row["tpot_mean_ms"])
         least = next(row for row in lowest if row["cache_experts"] == fastest["cache_experts"])
@@ -119,10 +131,14 @@ def _ranking(sweep: Results) -> Iterator[Item]:
         return
     measure = next(iter(groups.values()))[0].measure
     policies = list(dict.fromkeys(row["policy"] for row in sweep.rows))
-    figure = plot.ranking(groups, policies, f"{measure.meaning} ({measure.unit}), less the best policy's")
+    unit = f"{measure.meaning} ({measure.unit}), less the best policy's"
+    ends = [end for differences in groups.values() for each in differences for end in (each.low, each.high, 0.0)]
     few = f", and so may all of fewer than {compare.FEWEST} requests"
-    caption = f"Differences paired over requests. A 95% interval that reaches the dashed line may be chance{few}."
-    yield figure_item(figure, caption)
+    yield Item(
+        "text", f"{where(sweep)}. A 95% interval (of paired requests) that reaches the dashed line may be chance{few}."
+    )
+    for title, differences in groups.items():
+        yield figure_item(plot.ranking(title, differences, policies, unit, (min(ends), max(ends))), title)
 
 
 def _difference(sweep: Results, baseline: SweptRun, cell: SweptRun, by: str) -> Difference | None:
@@ -132,10 +148,11 @@ def _difference(sweep: Results, baseline: SweptRun, cell: SweptRun, by: str) -> 
     except InputError as error:
         sweep.note(f"no intervals in {sweep.folder}: {error}")
         return None
-    return next((each for each in every if each.measure.name == compare.OF_A_REQUEST[by]), None)
+    return next((each for each in every if each.measure == compare.measure_of(by)), None)
 
 
-def _time(rows: Sequence[Row]) -> Iterator[Item]:
+def _time(sweep: Results) -> Iterator[Item]:
+    rows = sweep.rows
     timed = [row for row in rows if row["compute_busy_ms"] is not None and row["tokens"]]
     shown = sorted(timed, key=lambda row: row["cache_experts"])[-BARS:]
     if not shown:
@@ -145,26 +162,15 @@ def _time(rows: Sequence[Row]) -> Iterator[Item]:
         cell_text(row): {
             "compute": row["compute_busy_ms"] / row["tokens"],
             **{
-                _STALLS[cause]: row[f"stall_{cause}_ms"] / row["tokens"]
+                cause: row[f"stall_{cause}_ms"] / row["tokens"]
                 for cause in STALLS
                 if any(each[f"stall_{cause}_ms"] for each in shown)
             },
         }
         for row in shown
     }
-    caption = "Of all steps, prefills included, over all tokens: computing, and what it waited for."
+    caption = f"Of all steps, over all tokens, prompts included: computing, and what it waited for. {where(sweep)}."
     yield figure_item(plot.stacked(stalls, "ms of a token", "compute and stalls"), caption)
-
-
-_STALLS = {
-    "demand": "wait for a miss",
-    "late": "wait for a late prefetch",
-    "behind_prefetch": "wait behind another prefetch",
-    "predictor": "policy overhead",
-    "host": "wait for the CPU",
-    "disk": "wait for the disk",
-    "slot": "wait for a slot",
-}
 
 
 def _table(rows: Sequence[Row]) -> Item:
@@ -194,7 +200,7 @@ def _per_token(name: str) -> Callable[[Row], Shown]:
 
 
 def _share_of(name: str) -> Callable[[Row], Shown]:
-    return lambda row: ("-", -1e9) if row[name] is None else (f"{row[name] + 0:.0%}", row[name])
+    return lambda row: (show_gap(row[name]), -1e9 if row[name] is None else row[name])
 
 
 def _idle(row: Row) -> Shown:
@@ -209,17 +215,27 @@ COLUMNS: dict[str, Callable[[Row], Shown]] = {
     "a layer": lambda row: (f"{row['cache_experts'] / row['layers']:.3g}", row["cache_fraction"]),
     "MiB": lambda row: (_three(row["cache_bytes"] / 2**20), row["cache_bytes"]) if row["cache_bytes"] else ("-", -1.0),
     "hits": lambda row: (show_share(row["hit_rate"]), -1.0 if row["hit_rate"] is None else row["hit_rate"]),
-    "gap": _share_of("gap_hits"),
+    "decode hits": lambda row: (
+        ("-", -1.0) if row["phase"] != "both" else (show_share(row["decode_hit_rate"]), row["decode_hit_rate"])
+    ),
+    "gap in hits": _share_of("gap_hits"),
     "misses": lambda row: _count(row["misses"]),
     "TPOT, ms": _time_of("tpot_mean_ms"),
     "gap in time": _share_of("gap_latency"),
-    "p99": _time_of("tpot_p99_ms"),
+    "TPOT p99": _time_of("tpot_p99_ms"),
     "TTFT, ms": _time_of("ttft_mean_ms"),
-    "tokens/s": lambda row: (
+    "decoded tokens/s": lambda row: (
         ("-", -1.0) if row["tokens_per_s"] is None else (_three(row["tokens_per_s"]), row["tokens_per_s"])
     ),
-    "fetched MB/token": _per_token("bytes_demand"),
-    "prefetched MB/token": _per_token("bytes_prefetch"),
+    "fetched, MB a token": _per_token("bytes_demand"),
+    "prefetched, MB a token": _per_token("bytes_prefetch"),
     "GPU idle": _idle,
 }
 """The table of cells: what each column shows of a row."""
+
+COLUMNS_MEAN = (
+    "Hits and times are of all requests together.",
+    "Gap: share closed of the way from LRU to Belady, in lookups that need no transfer, not even a prefetch, and in",
+    "time; <0: worse than LRU, >100%: better than Belady, which prefetches nothing.",
+    "Decoded tokens/s: over all time, also that of prompts. MB a token: over all tokens, also those of prompts.",
+)

@@ -1,8 +1,9 @@
-"""Is one cell of a sweep better than another? Paired differences over requests, with bootstrap intervals.
+"""Is one cell of a sweep better than another? Differences of totals, with bootstrap intervals over paired requests.
 
-The interval is the percentile bootstrap's (Efron 1979): the middle 95% of the means of requests drawn with replacement.
-Requests count as independent; a cache that stays warm makes them a little less so. Of few requests it is too narrow:
-under a normal law it holds the mean in 85% of cases with five requests, in 90% with ten and in 93% with twenty.
+A figure of a cell is that of its row in results.parquet: of all lookups, of all decoded tokens, of all prompts. Its
+interval is the percentile bootstrap's (Efron 1979): the middle 95% of the differences of totals of requests drawn with
+replacement. Requests count as independent; a cache that stays warm makes them a little less so. Of few requests it is
+too narrow: under a normal law it holds a mean in 85% of cases with five requests, in 90% with ten, in 93% with twenty.
 """
 
 import math
@@ -36,9 +37,10 @@ Float = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of requests.parquet to compare, and its words."""
+    """A column of requests.parquet to compare, what it is the mean over, and its words."""
 
     name: str
+    over: str  # column of what a request has of it; empty: one
     meaning: str
     scale: float  # from the column to the unit
     unit: str
@@ -47,9 +49,11 @@ class Measure:
 
 
 MEASURES = (
-    Measure("hit_rate", "hit rate", 100, "points", "higher in hit rate", "lower in hit rate"),
-    Measure("tpot_mean_ms", "time per token", 1, "ms", "slower per token", "faster per token"),
-    Measure("ttft_ms", "time to the first token", 1, "ms", "slower to the first token", "faster to the first token"),
+    Measure("hit_rate", "lookups", "hit rate", 100, "points", "higher in hit rate", "lower in hit rate"),
+    Measure("tpot_mean_ms", "decoded", "time per token", 1, "ms", "slower per token", "faster per token"),
+    Measure(
+        *("ttft_ms", "", "time to the first token", 1, "ms"), "slower to the first token", "faster to the first token"
+    ),
 )
 
 OF_A_REQUEST = {"tpot_mean_ms": "tpot_mean_ms", "ttft_mean_ms": "ttft_ms", "misses": "hit_rate"}
@@ -71,7 +75,7 @@ class SweptRun:
     trace: str
     phase: str
     warmup_requests: int
-    requests: pd.DataFrame  # request, lookups, hit_rate, tpot_mean_ms, ttft_ms
+    requests: pd.DataFrame  # request, lookups, decoded, hit_rate, tpot_mean_ms, ttft_ms
 
     @property
     def where(self) -> str:
@@ -87,12 +91,12 @@ class SweptRun:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a cell has more than the baseline in one measure: the mean over requests, in the measure's unit."""
+    """What a cell has more than the baseline in one measure, as their rows have it, in the measure's unit."""
 
     measure: Measure
     cell: str
     baseline: str
-    mean: float
+    more: float
     low: float
     high: float
     requests: int
@@ -105,11 +109,11 @@ class Difference:
         over = f"over {self.requests} requests"
         cell = policy_title(self.cell, self.cell_oracle)
         baseline = policy_title(self.baseline, self.baseline_oracle)
-        if self.mean == self.low == self.high == 0:
+        if self.more == self.low == self.high == 0:
             return f"{cell} and {baseline} do not differ in {self.measure.meaning} {over}"
-        sign = -1 if self.mean < 0 else 1
+        sign = -1 if self.more < 0 else 1
         low, high = sorted((sign * self.low, sign * self.high))
-        size, low_text, high_text = _figures(abs(self.mean), low, high)
+        size, low_text, high_text = _figures(abs(self.more), low, high)
         direction = self.measure.less if sign < 0 else self.measure.more
         chance = ", which may be chance" if low <= 0 <= high else FEW if self.requests < FEWEST else ""
         return (
@@ -225,14 +229,11 @@ def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: in
     names = _names(baseline, cell)
     rows = []
     for measure in MEASURES:
-        more, less = (table[measure.name].to_numpy(np.float64) for table in (cell.requests, baseline.requests))
-        difference = measure.scale * (more - less)
-        difference = difference[~np.isnan(difference)]
-        if len(difference) > 1:
-            low, high = interval(difference, seed, resamples)
-            mean = float(difference.mean())
-            about = (len(difference), cell.cache_experts, cell.oracle, baseline.oracle)
-            rows.append(Difference(measure, names[1], names[0], mean, low, high, *about))
+        totals = paired(baseline, cell, measure)
+        if totals.shape[1] > 1:  # one has no interval
+            low, high = interval(totals, seed, resamples)
+            about = (totals.shape[1], cell.cache_experts, cell.oracle, baseline.oracle)
+            rows.append(Difference(measure, names[1], names[0], float(_more(totals.sum(axis=1))), low, high, *about))
     if not rows:
         raise InputError(f"{names[0]} and {names[1]} have fewer than two requests with a measure in common")
     return rows
@@ -247,41 +248,77 @@ def gain(baseline: SweptRun, cell: SweptRun, judged_by: str) -> Difference | Non
         found = differences(baseline, cell, resamples=RESAMPLES_OF_A_TABLE)
     except InputError:
         return None
-    one = next((each for each in found if each.measure.name == OF_A_REQUEST[judged_by]), None)
+    one = next((each for each in found if each.measure == measure_of(judged_by)), None)
     if one is None:
         return None
-    requests = baseline.requests[one.measure.name].to_numpy(np.float64)
-    scale = 1.0 if judged_by == "misses" else -100 / float(np.nanmean(requests))
+    _, _, total, count = paired(baseline, cell, one.measure).sum(axis=1)
+    scale = 1.0 if judged_by == "misses" else -100 * count / total
     low, high = sorted((scale * one.low, scale * one.high))
-    return replace(one, mean=scale * one.mean, low=low, high=high)
+    return replace(one, more=scale * one.more, low=low, high=high)
 
 
-def indistinct(best: SweptRun, others: Sequence[SweptRun], judged_by: str) -> list[SweptRun]:
-    """Return those of `others` that are not worse than `best` beyond the noise, by a column of results.
+def measure_of(judged_by: str) -> Measure:
+    """Return the measure that pairs the requests of runs judged by a column of results."""
+    return next(each for each in MEASURES if each.name == OF_A_REQUEST[judged_by])
+
+
+def indistinct(best: SweptRun, others: Sequence[SweptRun], measure: Measure) -> list[SweptRun]:
+    """Return those of `others` that are not worse than `best` beyond the noise.
 
     That is: the interval of the paired difference over requests reaches 0, or there are fewer than FEWEST.
     """
-    measure = OF_A_REQUEST[judged_by]
-    sign = -1 if measure == "hit_rate" else 1
-    mine = best.requests[measure].to_numpy(np.float64)
     equal = []
     for other in others:
-        worse = sign * (other.requests[measure].to_numpy(np.float64) - mine)
-        worse = worse[~np.isnan(worse)]
-        if len(worse) < FEWEST or interval(worse, resamples=RESAMPLES_OF_A_TABLE)[0] <= 0:
+        totals = paired(best, other, measure)
+        low, high = interval(totals, resamples=RESAMPLES_OF_A_TABLE) if totals.shape[1] >= FEWEST else (0.0, 0.0)
+        if low <= 0 <= high or (_more(totals.sum(axis=1)) < 0) != (measure.name == "hit_rate"):
             equal.append(other)
     return equal
 
 
-def interval(values: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of the mean of `values` [n], n at least 1; equal for equal seeds."""
+def paired(baseline: SweptRun, cell: SweptRun, measure: Measure) -> Float:
+    """Return total and count of the cell, then of the baseline: [4, requests], of requests where both have any."""
+    rows = []
+    for requests in (cell.requests, baseline.requests):
+        count = requests[measure.over] if measure.over else requests[measure.name].notna()
+        rows += [measure.scale * requests[measure.name] * count, count]
+    totals = np.array(rows, np.float64)
+    return totals[:, ~np.isnan(totals).any(axis=0) & (totals[1::2] > 0).all(axis=0)]
+
+
+def total(run: SweptRun, measure: Measure) -> float:
+    """Return a run's figure over all requests that have one."""
+    of_it, count, *_ = paired(run, run, measure).sum(axis=1)
+    return float(of_it / count)
+
+
+def spans(runs: Sequence[SweptRun], column: str) -> dict[tuple[str, int], tuple[float, float]]:
+    """Return by policy and size the interval of a column of results, of runs with FEWEST requests or more."""
+    measure = replace(next(each for each in MEASURES if each.name == OF_A_REQUEST.get(column, column)), scale=1)
+    found = {}
+    for run in runs:
+        totals = paired(run, run, measure)
+        if totals.shape[1] >= FEWEST:
+            totals[2] = 0  # beside nothing
+            found[run.policy, run.cache_experts] = interval(totals, resamples=RESAMPLES_OF_A_TABLE)
+    return found
+
+
+def _more(totals: Float) -> Float:
+    """Return the cell's ratio less the baseline's, of totals [4, ...]."""
+    difference: Float = totals[0] / totals[1] - totals[2] / totals[3]
+    return difference
+
+
+def interval(totals: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of `_more` of totals [4, n], n at least 1; equal for equal seeds."""
     rng = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    at_once = max(1, DRAWN_AT_ONCE // len(values))
+    count, found = totals.shape[1], np.empty(resamples)
+    at_once = max(1, DRAWN_AT_ONCE // count)
     for start in range(0, resamples, at_once):
-        part = means[start : start + at_once]
-        part[:] = values[rng.integers(len(values), size=(len(part), len(values)))].mean(axis=1)
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        part = found[start : start + at_once]
+        part[:] = _more(totals[:, rng.integers(count, size=(len(part), count))].sum(axis=2))
+    low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 
@@ -311,8 +348,8 @@ def _names(baseline: SweptRun, cell: SweptRun) -> tuple[str, str]:
     return name(baseline), name(cell)
 
 
-def _figures(mean: float, low: float, high: float) -> tuple[str, str, str]:
+def _figures(more: float, low: float, high: float) -> tuple[str, str, str]:
     """Return all three with the decimals that show two digits of the interval's width."""
-    width = max(high - low, abs(mean) / 100)
+    width = max(high - low, abs(more) / 100)
     decimals = min(6, max(1, 1 - math.floor(math.log10(width)))) if width > 0 else 1
-    return f"{mean:.{decimals}f}", f"{low:.{decimals}f}", f"{high:.{decimals}f}"
+    return f"{more:.{decimals}f}", f"{low:.{decimals}f}", f"{high:.{decimals}f}"

@@ -64,7 +64,7 @@ def read(path: Path, schema: pa.Schema, also: pa.Schema = NO_COLUMNS) -> pa.Tabl
 
 
 def write_figure(figure: "Figure", path: Path) -> None:
-    """A figure as a PNG, whole or not at all; names in it that hold a $ are no formulas."""
+    """Write a figure whole or not at all, as its name says (.png, .pdf, .svg); texts with a $ are no formulas."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -74,7 +74,7 @@ def write_figure(figure: "Figure", path: Path) -> None:
         figure.set_layout_engine("none")  # else it is found again, twice
     with replacing(path) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it
-        figure.savefig(file, format="png", dpi=150)
+        figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
 
 
 def write_figures(figures: Mapping[str, "Drawn"], folder: Path) -> list[Path]:

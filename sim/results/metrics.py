@@ -55,16 +55,18 @@ RESULTS = pa.schema(
         ("hit_rate", SHARE),
         ("decode_hit_rate", SHARE),  # of decode steps alone
         ("belady_hit_rate", SHARE),  # of Belady at this size; this and the next two in sweeps alone
-        *[(f"gap_{name}", SHARE) for name in ("hits", "latency")],  # share closed of the gap from LRU to Belady
+        *[(f"gap_{name}", SHARE) for name in ("hits", "latency")],  # share closed of the gap from LRU to Belady: in
+        # lookups that need no transfer, not even a prefetch, and in time
         *[(name, COUNT) for name in ("bytes_demand", "bytes_prefetch", "bytes_wasted")],
         *_required(("reads_demand", "reads_prefetch"), COUNT),  # of the disk, in experts
+        *_required(("prefetch_used",), COUNT),  # prefetched experts, when they are first looked up
         *[(name, SHARE) for name in ("prefetch_precision", "prefetch_coverage")],
         *[(name, MS) for name in ("ttft_mean_ms", *(f"tpot_{figure}_ms" for figure in LATENCIES))],
         *[(f"queue_{figure}_ms", MS) for figure in _QUEUE],  # from a request's arrival to its admission
         *[(f"stall_{cause}_ms", MS) for cause in STALLS],
         *[(name, MS) for name in ("gpu_idle_ms", "link_busy_ms", "compute_busy_ms", "host_busy_ms", "disk_busy_ms")],
         ("overlap", SHARE),
-        ("tokens_per_s", pa.float64()),
+        ("tokens_per_s", pa.float64()),  # decoded, a second of all steps, prefills included; null: none is decoded
         ("fits", pa.bool_()),  # whether GPU memory holds the cache beside all else; null: untimed
         ("resident_ms", MS),  # of a sweep: TPOT (TTFT) with all experts in GPU memory; null where they do not fit
         ("host_memory", TEXT),  # as stated; null: it holds all experts
@@ -89,8 +91,9 @@ REQUESTS = pa.schema(
     [
         *_CELL,
         *_required(("request", "dataset", "task"), TEXT),
-        *_required(("tokens",), COUNT),
-        *[(name, COUNT) for name in ("lookups", *_LOOKED_UP)],  # null where requests shared a step
+        *_required(("tokens", "decoded"), COUNT),  # all, and those that were decoded
+        *[(name, COUNT) for name in ("lookups", *_LOOKED_UP)],  # null where requests shared a step, as the next two
+        *[(f"decode_{name}", COUNT) for name in ("lookups", "hits")],  # of decode steps alone
         ("queue_ms", MS),
         ("ttft_ms", MS),
         ("tpot_mean_ms", MS),
@@ -155,9 +158,12 @@ class Summary:
         self._expert_bytes = 0
         self._sums = dict.fromkeys((*_COUNTED, *(f"stall_{cause}" for cause in STALLS)), 0)
         self._decoded = dict.fromkeys(_LOOKED_UP, 0)
-        self._elapsed_ns = 0
+        self._elapsed_ns = self._output = 0
         self._token_ns: list[Float] = []  # of decoded tokens
-        self._of_request = {name: np.zeros(len(requests), np.int64) for name in (*_OF_REQUEST, *_LOOKED_UP)}
+        self._of_request = {
+            name: np.zeros(len(requests), np.int64)
+            for name in (*_OF_REQUEST, *_LOOKED_UP, *(f"decode_{name}" for name in _LOOKED_UP))
+        }
         self._begun = np.empty(0, np.int64)  # requests
         self._shared = False  # whether a step had several requests
         self._unused = 0  # prefetched experts that steps which do not count left in the cache
@@ -194,13 +200,16 @@ class Summary:
         here = ~prefill & counted[step] & (kept > 0)
         self._token_ns.append(np.repeat(latency[here] / kept[here], kept[here]))
         decoded = kept * ~prefill
+        self._output += int(decoded[counted[step]].sum())
         values = (kept, waited, prefill, (latency + waits) * prefill, ~prefill, decoded, latency * ~prefill)
         for name, value in zip(_OF_REQUEST, values, strict=True):
             np.add.at(self._of_request[name], request, value)
         self._shared |= len(rows.step) != len(log.step_ns)
         if not self._shared:
             for name in _LOOKED_UP:
-                np.add.at(self._of_request[name], request, getattr(log, name)[step])
+                looked_up = getattr(log, name)[step]
+                np.add.at(self._of_request[name], request, looked_up)
+                np.add.at(self._of_request[f"decode_{name}"], request, looked_up * (log.phase[step] == DECODE))
         return begun
 
     def _seen(self, requests: Int) -> Int:
@@ -228,6 +237,7 @@ class Summary:
             "hit_rate": _ratio(sums["hits"], lookups),
             "decode_hit_rate": _ratio(self._decoded["hits"], sum(self._decoded.values())),
             **{f"bytes_{kind}": sums[f"{kind}_bytes"] if size else None for kind in ("demand", "prefetch", "wasted")},
+            "prefetch_used": sums["prefetch_used"],
             "prefetch_precision": _ratio(sums["prefetch_used"], fetched),
             "expert_bytes": size or None,
             "commit": commit(),
@@ -241,16 +251,19 @@ class Summary:
         here = np.flatnonzero(self._steps)
         sums = {name: counts[here] for name, counts in self._of_request.items()}
         timed, shared = self._cell.hardware is not None, self._shared
-        looked_up: dict[str, Any] = {name: None if shared else sums[name] for name in _LOOKED_UP}
-        lookups = None if shared else sum(sums[name] for name in _LOOKED_UP)
+        lookups = {phase: sum(sums[f"{phase}{name}"] for name in _LOOKED_UP) for phase in ("", "decode_")}
+        looked_up = {
+            **{name: sums[name] for name in (*_LOOKED_UP, "decode_hits")},
+            **{f"{phase}lookups": counts for phase, counts in lookups.items()},
+        }
         columns: dict[str, Any] = {
             **{name: [value] * len(here) for name, value in _identity(self._cell).items()},
             "request": self._labels["id"].iloc[here].astype(str),
             "dataset": self._labels["dataset"].iloc[here].astype(str),
             "task": self._labels["task"].iloc[here].astype(str),
             "tokens": sums["tokens"],
-            "lookups": lookups,
-            **looked_up,
+            "decoded": sums["decoded"],
+            **({} if shared else looked_up),
             "queue_ms": sums["waited"] / 1e6 if timed else None,
             "ttft_ms": self._mean_ms(sums["prefill_ns"], np.minimum(sums["prefills"], 1)),
             "tpot_mean_ms": self._mean_ms(sums["decode_ns"], sums["decoded"]),
@@ -279,7 +292,7 @@ class Summary:
             **{f"{each}_busy_ms": self._sums[f"{each}_busy_ns"] / 1e6 for each in ("link", "compute", "host", "disk")},
             **self._queues(),
             "overlap": 1 - exposed / busy if busy else None,
-            "tokens_per_s": _ratio(self._sums["tokens"] * 1e9, self._elapsed_ns),
+            "tokens_per_s": _ratio(self._output * 1e9, self._elapsed_ns) or None,
         }
 
     def _queues(self) -> Row:

@@ -1,15 +1,17 @@
 """The figures of results, in one style: those of a sweep, of README, notebooks and report.
 
-Colours are distinct without colour vision (Okabe and Ito), and each goes with a marker or a hatch of its own; a policy
-has the same ones in all figures. Axes have units, small multiples share their scales, and a bound is drawn wherever
-there is one.
+Colours are distinct without colour vision (Okabe and Ito), and each goes with a marker of its own; a policy has the
+same ones in all figures, and nothing else has them: parts of a time and measurements have others. Axes have units,
+small multiples share their scales, and a bound is drawn wherever there is one. A phone can show narrow figures.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,8 +34,30 @@ Float = NDArray[np.float64]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "**")
 BOUND_COLOUR = "#777777"
+
+PARTS = {
+    "compute": ("#B8B8B8", ""),
+    "demand": ("#5E3C99", "///"),
+    "late": ("#9C7BC9", "..."),
+    "behind_prefetch": ("#CDB9E6", "xxx"),
+    "predictor": ("#7F2F3B", "\\\\\\"),
+    "host": ("#5F6B2D", "++"),
+    "disk": ("#2F5D62", "oo"),
+    "slot": ("#A8B5B2", "**"),
+}
+"""Colour and hatch of what a time is made of: computing, and the causes of stalls."""
+
+MEASURED: dict[str, Any] = {"color": "#444444", "marker": "D", "markersize": 5, "linestyle": "none"}
+PREDICTED: dict[str, Any] = {**MEASURED, "marker": "o", "markerfacecolor": "white"}
+
+Span = tuple[float, float]
+Spans = Mapping[tuple[str, int], Span]
+"""Intervals by policy and cache size in experts."""
+
+NO_SPANS: Spans = MappingProxyType({})
+WIDTH = 5.2
+"""Of a figure, in inches."""
 BOUND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "--", "linewidth": 1.3, "label": "belady (oracle)"}
 FLOOR: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "-.", "linewidth": 1.3, "label": "physical floor"}
 DEMAND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": ":", "linewidth": 1, "label": "working set of one token"}
@@ -60,31 +84,35 @@ BINS = 200
 """Groups of steps that a figure of a long run shows."""
 
 
-def draw(rows: Sequence[Row], bound: Sequence[Row], demand: float, columns: Iterable[str], folder: Path) -> list[Path]:
-    """Write a PNG for each of `columns` that is one of `DRAWN`; the files.
-
-    `bound`: Belady's rows; `demand`: one token's experts as a share of all, below which recency is of no use.
-    """
-    drawn = {DRAWN[column][0]: partial(figure, rows, bound, demand, column) for column in columns if column in DRAWN}
-    return write_figures(drawn, folder)
-
-
 def figure(
-    rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str, floor: Sequence[Row] = ()
+    rows: Sequence[Row],
+    bound: Sequence[Row],
+    demand: float,
+    column: str,
+    floor: Sequence[Row] = (),
+    spans: Spans = NO_SPANS,
 ) -> "Figure":
-    """Return one column of the results against cache size. floor: rows below which no policy gets in that column."""
+    """Return one column of the results against cache size, with intervals where there are any.
+
+    floor: rows below which no policy gets in that column.
+    """
     if column not in DRAWN:
         raise unknown("column", column, DRAWN)
     first = rows[0]
-    machine = f" on {first['hardware']}" if first["hardware"] else ""
-    title = f"{first['model']}{machine}, {first['trace']}, {first['requests']} requests"
-    drawing, axes = single((7, 4.2), title, "cache size (% of all experts)")
+    machine = f" on {first['hardware']}, simulated" if first["hardware"] else ""
+    title = f"{first['model']}{machine}\n{first['requests']} requests of {first['trace']}"
+    drawing, axes = single((WIDTH, 3.8), title, "cache size (% of all experts)")
     axes.set_ylabel(DRAWN[column][1])
     policies = {row["policy"]: row["oracle"] for row in rows if row["policy"] != BELADY}
     styles = looks(policies)
     for policy, oracle in policies.items():
         points = _points([row for row in rows if row["policy"] == policy], column)
-        axes.plot(*points, **styles[policy], label=wrapped(policy_title(policy, oracle)), linestyle="none")
+        axes.plot(*points, **styles[policy], label=wrapped(policy_title(policy, oracle), 18), linestyle="none")
+        for row in rows:
+            if row["policy"] == policy and (ends := spans.get((policy, row["cache_experts"]))):
+                low, high = (abs(end - row[column]) for end in ends)
+                style = {"color": styles[policy]["color"], "linewidth": 1, "capsize": 4, "label": "_"}
+                axes.errorbar(100 * row["cache_fraction"], row[column], [[low], [high]], **style)
     if bound:
         axes.plot(*_points(bound, column), **{**BOUND, "linestyle": "none"}, marker="_", markersize=10)
     if floor:
@@ -150,7 +178,7 @@ def steps(table: "pd.DataFrame", title: str) -> "Figure":
 
     table: from `sim.results.steps.frame`. Many steps are shown as the means of `BINS` groups.
     """
-    drawing, axes = single((9, 4.2), title, "step")
+    drawing, axes = single((WIDTH, 3.8), title, "step")
     group = np.arange(len(table)) * min(BINS, len(table)) // max(1, len(table))
     means = table.select_dtypes("number").groupby(group).mean()
     at = pd.Series(table.index).groupby(group).mean()
@@ -159,13 +187,28 @@ def steps(table: "pd.DataFrame", title: str) -> "Figure":
         axes.plot(at, means["hits"] / means[["hits", "late", "misses"]].sum(axis=1), color=COLOURS[0])
         axes.set_ylim(0, 1)
         return drawing
-    stalls = [f"stall_{cause}_ms" for cause in STALLS if means[f"stall_{cause}_ms"].any()]
-    columns = {"compute_busy_ms": "compute", **{name: name[:-3].replace("_", " ") for name in stalls}}
-    axes.stackplot(at, *(means[name] for name in columns), labels=list(columns.values()), colors=COLOURS)
+    columns = {"compute": "compute_busy_ms"}
+    columns |= {cause: name for cause in STALLS if means[name := f"stall_{cause}_ms"].any()}
+    labels, colours = [part_title(part) for part in columns], [PARTS[part][0] for part in columns]
+    axes.stackplot(at, *(means[name] for name in columns.values()), labels=labels, colors=colours)
     axes.set_ylabel("time of a step (ms)")
     axes.set_ylim(bottom=0)
-    drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
+    drawing.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return drawing
+
+
+def part_title(part: str) -> str:
+    """Return what a part of a time is called in figures."""
+    return {
+        "compute": "compute",
+        "demand": "wait for a miss",
+        "late": "wait for a late prefetch",
+        "behind_prefetch": "wait behind another prefetch",
+        "predictor": "policy overhead",
+        "host": "wait for the CPU",
+        "disk": "wait for the disk",
+        "slot": "wait for a slot",
+    }[part]
 
 
 def draw_users(tables: "dict[str, list[Row]]", folder: Path) -> list[Path]:
@@ -267,7 +310,7 @@ def panels(titles: Sequence[str], xlabel: str, height: float = 3.4) -> "tuple[Fi
 
     columns = min(3, max(1, len(titles)))
     lines = -(-len(titles) // columns)
-    drawing = Drawing(figsize=(3.4 * columns + 1.2, height * lines), layout="constrained")
+    drawing = Drawing(figsize=(max(WIDTH, 3.4 * columns + 1.2), height * lines), layout="constrained")
     grid = drawing.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel().tolist()
     for axes, title in zip(grid, titles, strict=False):
         frame(axes, title, xlabel)
@@ -295,19 +338,18 @@ def distributions(requests: "dict[str, dict[str, Float]]", unit: str) -> "Figure
 
 
 def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Figure":
-    """Return horizontal bars, each a stack of named parts with a hatch of its own."""
-    drawing, axes = single((8, 1.2 + 0.26 * len(bars)), title, xlabel, "x")
-    names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
+    """Return horizontal bars, each a stack of some of `PARTS`."""
+    drawing, axes = single((WIDTH, 1.8 + 0.26 * len(bars)), title, xlabel, "x")
     left = np.zeros(len(bars))
-    for i, name in enumerate(names):
-        widths = np.array([parts.get(name, 0.0) for parts in bars.values()])
-        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)]}
-        axes.barh(list(bars), widths, left=left, label=name, linewidth=0.5, edgecolor="white", **style)
+    for part in (part for part in PARTS if any(part in parts for parts in bars.values())):
+        widths = np.array([parts.get(part, 0.0) for parts in bars.values()])
+        style: dict[str, Any] = dict(zip(("color", "hatch"), PARTS[part], strict=True))
+        axes.barh(list(bars), widths, left=left, label=part_title(part), linewidth=0.5, edgecolor="white", **style)
         left += widths
     axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=7)
+    axes.tick_params(axis="y", labelsize=8)
     axes.set_xlim(left=0)
-    drawing.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    drawing.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return drawing
 
 
@@ -334,31 +376,33 @@ def similarity_map(cosines: Float, title: str) -> "Figure":
     return drawing
 
 
-def ranking(groups: "dict[str, list[Difference]]", policies: Sequence[str], unit: str) -> "Figure":
-    """Return the differences to the best policy with their intervals, by panel. policies: all, for their colours."""
-    drawing, grid = panels(list(groups), unit, 2.6)
-    names = list(dict.fromkeys(each.cell for differences in groups.values() for each in differences))
-    styles = looks([*policies, *names])
-    for axes, differences in zip(grid, groups.values(), strict=True):
-        axes.axvline(0, **{**BOUND, "label": "the best policy"})
-        for each in differences:
-            i = names.index(each.cell)
-            ends = [[each.mean - each.low], [each.high - each.mean]]
-            axes.errorbar([each.mean], [i], xerr=ends, capsize=3, linestyle="none", **styles[each.cell])
-        axes.set_yticks(range(len(names)), [wrapped(name) for name in names], fontsize=7)
-        axes.set_ylim(len(names) - 0.5, -0.5)
+def ranking(
+    title: str, differences: "Sequence[Difference]", policies: Sequence[str], unit: str, scale: Span
+) -> "Figure":
+    """Return the differences to the best policy with their intervals. policies: all, for their colours."""
+    drawing, axes = single((WIDTH, 1.5 + 0.35 * len(differences)), title, unit, "x")
+    styles = looks([*policies, *(each.cell for each in differences)])
+    axes.axvline(0, **{**BOUND, "label": "the best policy"})
+    for i, each in enumerate(differences):
+        ends = [[each.more - each.low], [each.high - each.more]]
+        axes.errorbar([each.more], [i], xerr=ends, capsize=3, linestyle="none", **styles[each.cell])
+    several = len({each.cache_experts for each in differences}) > 1
+    names = [wrapped(each.cell, 20) + (f"\n{each.cache_experts:,} experts" if several else "") for each in differences]
+    axes.set_yticks(range(len(differences)), names, fontsize=8)
+    axes.set_ylim(len(differences) - 0.5, -0.5)
+    room = 0.05 * (scale[1] - scale[0])
+    axes.set_xlim(scale[0] - room, scale[1] + room)
     return drawing
 
 
 def predicted_and_measured(pairs: "dict[str, tuple[float, float, float, float]]", unit: str) -> "Figure":
     """Return predicted, at least, at most and measured, by name."""
-    drawing, axes = single((7, 1.4 + 0.35 * len(pairs)), "predicted against measured", unit, "x")
+    drawing, axes = single((WIDTH, 1.5 + 0.4 * len(pairs)), "predicted against measured", unit, "x")
     for i, (predicted, low, high, measured) in enumerate(pairs.values()):
         ends = [[max(0.0, predicted - low)], [max(0.0, high - predicted)]]
-        style = {**look(0), "label": "predicted" if not i else None}
-        axes.errorbar([predicted], [i - 0.1], xerr=ends, capsize=3, linestyle="none", **style)
-        axes.plot([measured], [i + 0.1], **look(1), linestyle="none", label="measured" if not i else None)
-    axes.set_yticks(range(len(pairs)), list(pairs), fontsize=8)
+        axes.errorbar([predicted], [i - 0.1], xerr=ends, capsize=3, label="_" if i else "predicted", **PREDICTED)
+        axes.plot([measured], [i + 0.1], label="_" if i else "measured", **MEASURED)
+    axes.set_yticks(range(len(pairs)), [textwrap.fill(name, 24) for name in pairs], fontsize=8)
     axes.set_ylim(len(pairs) - 0.5, -0.5)
     axes.set_xlim(left=0)
     drawing.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
@@ -426,9 +470,9 @@ def line_panels(held: "dict[str, dict[str, tuple[Any, Any]]]", xlabel: str, ylab
 
 def changes(bars: "dict[str, float]", xlabel: str) -> "Figure":
     """Return changes to the left and to the right of 0, the largest first."""
-    drawing, axes = single((7, 1.2 + 0.26 * len(bars)), "", xlabel, "x")
+    drawing, axes = single((WIDTH, 1.2 + 0.26 * len(bars)), "", xlabel, "x")
     ordered = sorted(bars, key=lambda name: -abs(bars[name]))
-    axes.barh(ordered, [bars[name] for name in ordered], color=COLOURS[0])
+    axes.barh(ordered, [bars[name] for name in ordered], color=MEASURED["color"])
     axes.axvline(0, color=BOUND_COLOUR, linewidth=1)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)

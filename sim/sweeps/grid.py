@@ -13,10 +13,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow as pa
@@ -27,7 +27,7 @@ from policies.core.guard import PolicyError, own_classes
 from policies.core.spec import Part, PolicySpec
 from sim.loaded import Loaded, TimedRun
 from sim.loop.log import Ended, RunLog, joined
-from sim.results import files, metrics, plot
+from sim.results import compare, files, metrics, plot
 from sim.results.files import REQUESTS_FILE, RESULTS_FILE
 from sim.results.metrics import RESULTS, Row
 from sim.results.provenance import sources
@@ -38,6 +38,9 @@ from sim.sweeps.workers import Advance, Local, Task, Workers
 from traces.errors import InputError
 from traces.output import claim
 from traces.reader import open_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LRU, BELADY = PolicySpec.of("lru"), PolicySpec.of("belady")
 
@@ -194,16 +197,14 @@ def measures(row: Row, lru: Row, belady: Row, by: str) -> Row:
     """Return the columns that measure a row by LRU and Belady at its size; by: the column that judges policies."""
     return {
         "belady_hit_rate": belady["hit_rate"],
-        "gap_hits": _closed(row, lru, belady, "hits"),
-        "gap_latency": _closed(row, lru, belady, by) if by != "misses" else None,
+        "gap_hits": _closed(*(each["misses"] + each["prefetch_used"] for each in (row, lru, belady))),
+        "gap_latency": _closed(row[by], lru[by], belady[by]) if by != "misses" else None,
     }
 
 
-def _closed(row: Row, lru: Row, belady: Row, column: str) -> float | None:
-    """Return the share of the gap from LRU to Belady that a row closes; None where Belady is not better."""
-    gap = belady[column] - lru[column]
-    better = gap > 0 if column == "hits" else gap < 0
-    return (row[column] - lru[column]) / gap + 0.0 if better else None  # no -0.0
+def _closed(mine: float, lru: float, belady: float) -> float | None:
+    """Return the share of the gap from LRU to Belady that is closed in what is better less; None without a gap."""
+    return (lru - mine) / (lru - belady) if belady < lru else None
 
 
 def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
@@ -248,9 +249,23 @@ def _save(found: Outcome, store: Store) -> list[Path]:
     files.write_rows(found.rows, RESULTS, tables[0])
     store.write_requests(found.table.keys, tables[1])
     winner.write(folder / winner.NAME, loaded.experiment, found.judged_by, found.winners)
-    demand = loaded.token_experts / loaded.all_experts
-    plots = plot.draw(found.rows, found.bound, demand, ("hit_rate", found.judged_by), folder)
+    swept = runs(found, store)
+    columns = (column for column in ("hit_rate", found.judged_by) if column in plot.DRAWN)
+    plots = files.write_figures({plot.DRAWN[each][0]: partial(drawn, found, swept, each) for each in columns}, folder)
     return [*tables, folder / winner.NAME, *plots]
+
+
+def runs(found: Outcome, store: Store) -> list[compare.SweptRun]:
+    """Return the cells that have a row, with their requests, as long as the store holds these."""
+    cells = zip(found.rows, found.table.keys, strict=True)
+    return [compare.swept_run(row, store.requests(key).to_pandas()) for row, key in cells]
+
+
+def drawn(found: Outcome, swept: Sequence[compare.SweptRun], column: str) -> "Figure":
+    """Return a column of results against cache size, with the intervals of its cells. Needs matplotlib."""
+    loaded = found.table.loaded
+    demand = loaded.token_experts / loaded.all_experts
+    return plot.figure(found.rows, found.bound, demand, column, spans=compare.spans(swept, column))
 
 
 def run_cells(loaded: Loaded, policy: PolicySpec, slots: Sequence[int], advance: Advance) -> list[tuple[Row, pa.Table]]:

@@ -9,7 +9,11 @@ from sim.profiles.policy_overhead import cost_us
 from sim.quantities import show_bytes
 from sim.results import compare
 from sim.sweeps.grid import Grid, Outcome
-from sim.sweeps.store import Store
+
+GAPS = (
+    "hits gap: share closed of the way from LRU to Belady in lookups that need no transfer, not even a prefetch",
+    "time gap: the same in time; <0: worse than LRU, >100%: better than Belady, which prefetches nothing",
+)
 
 BEST, EQUAL, UNKNOWN, NO_ROOM = "best", "equal", "?", "no room"
 
@@ -105,14 +109,6 @@ def untimed_note(loaded: Loaded, policies: Iterable[PolicySpec]) -> Iterator[str
         )
 
 
-def runs(outcome: Outcome, store: Store) -> list[compare.SweptRun]:
-    """Return the cells that have a row, with their requests, as long as the store holds these."""
-    return [
-        compare.swept_run(row, store.requests(key).to_pandas())
-        for row, key in zip(outcome.rows, outcome.table.keys, strict=True)
-    ]
-
-
 def marks(outcome: Outcome, runs: Sequence[compare.SweptRun]) -> dict[tuple[int, str], str]:
     """Return what stands beside a size and policy: BEST, EQUAL for each of several within the noise, or NO_ROOM.
 
@@ -126,7 +122,7 @@ def marks(outcome: Outcome, runs: Sequence[compare.SweptRun]) -> dict[tuple[int,
         here = [each for each in runs if each.cache_experts == winner.cache_experts]
         best = next(each for each in here if each.policy == winner.policy)
         others = [each for each in here if each is not best and able.get((each.cache_experts, each.policy))]
-        equal = compare.indistinct(best, others, outcome.judged_by)
+        equal = compare.indistinct(best, others, compare.measure_of(outcome.judged_by))
         too_few = best.requests[compare.OF_A_REQUEST[outcome.judged_by]].count() < compare.FEWEST
         mark = BEST if not equal else UNKNOWN if too_few else EQUAL
         for each in (best, *equal) if others else ():
@@ -136,7 +132,7 @@ def marks(outcome: Outcome, runs: Sequence[compare.SweptRun]) -> dict[tuple[int,
 
 def legend(marks: Mapping[tuple[int, str], str], runs: Sequence[compare.SweptRun], judged_by: str) -> Iterator[str]:
     """Yield what the columns and marks of a sweep's table mean, as far as they occur."""
-    yield "gap: share closed of the way from LRU to Belady, in hits and in time"
+    yield from GAPS
     if EQUAL in marks.values():
         yield f"{EQUAL}: the best mean, or within its noise ({compare.CONFIDENCE:.0%}, paired over requests)"
     if UNKNOWN in marks.values():

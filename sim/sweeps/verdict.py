@@ -4,13 +4,13 @@ All of it follows from the rows of results.parquet and, for intervals, those of 
 sweep, `of_run` of one run, `of_pairs` of comparisons.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from policies.core.grammar import policy_title
 from sim.quantities import show_memory, show_ms, show_share
 from sim.results import compare
-from sim.results.compare import Difference, SweptRun
+from sim.results.compare import Difference, Measure, SweptRun
 from sim.results.metrics import Row
 from sim.sweeps import winner
 
@@ -37,9 +37,11 @@ def sentences(rows: Sequence[Row], runs: Sequence[SweptRun]) -> list[str]:
         card = rows[0]["hardware"]
         return [f"None of these caches fits {card} beside dense weights and KV cache: nothing to choose."]
     chosen = best[_knee(best, by) or -1]
-    misses = _misses(best, "the best policy")
+    if len({row["policy"] for row in rows if not row["oracle"]}) == 1:
+        name = chosen["policy"]
+        return [*whole, _gain(chosen, runs, by, f" under {name}"), *_memory(best, by), *_misses(best, name)]
     gain = f"{_gain(chosen, runs, by)}{_too_dear(rows, chosen, by)}"
-    return [*whole, _fastest(best, by, bool(whole)), gain, *_memory(best, by), *misses]
+    return [*whole, _fastest(best, by, bool(whole)), gain, *_memory(best, by), *_misses(best, "the best policy")]
 
 
 def of_run(row: Row, runs: Sequence[SweptRun]) -> list[str]:
@@ -51,27 +53,43 @@ def of_run(row: Row, runs: Sequence[SweptRun]) -> list[str]:
 
 
 def of_pairs(pairs: Sequence[tuple[SweptRun, SweptRun, Sequence[Difference]]]) -> list[str]:
-    """Return which of each two to choose at which sizes, by time where it was measured: (baseline, cell, differences).
+    """Return which to choose at which sizes, of runs that were compared with one baseline one sentence for each size.
 
-    An oracle is nothing to choose.
+    pairs: (baseline, cell, differences). It is judged by time where it was measured. An oracle is nothing to choose.
     """
-    sizes: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str, str, Measure], dict[str, SweptRun]] = {}
     for baseline, cell, found in pairs:
         if baseline.oracle or cell.oracle:
             continue
-        one = min(found, key=lambda each: JUDGED.index(each.measure.name))
-        gain = one.mean if one.measure.name == "hit_rate" else -one.mean
-        both, what = f"{one.cell} and {one.baseline}", one.measure.meaning
-        if one.requests < compare.FEWEST:
-            text = f"Too few requests to choose between {both} ({one.requests}; {compare.FEWEST} are needed)"
-        elif one.low <= 0 <= one.high:
-            text = f"{both} differ in {what} by no more than chance"
-        else:
-            better, worse = (one.cell, one.baseline) if gain > 0 else (one.baseline, one.cell)
-            text = f"Choose {better}, which beats {worse} in {what},"
+        measure = min((each.measure for each in found), key=lambda each: JUDGED.index(each.name))
         same = baseline.cache_experts == cell.cache_experts
-        sizes.setdefault(text, []).extend([f"{100 * cell.cache_experts / cell.all_experts:.3g}%"] if same else [])
+        size = f"{100 * cell.cache_experts / cell.all_experts:.3g}%" if same else ""
+        runs = groups.setdefault((baseline.where, baseline.policy, size, measure), {})
+        runs |= {found[0].baseline: baseline, found[0].cell: cell}
+    sizes: dict[str, list[str]] = {}
+    for (_, _, size, measure), runs in groups.items():
+        sizes.setdefault(_choice(runs, measure), []).extend([size] if size else [])
     return [f"{text} at {_listed(at)}." if at else f"{text.rstrip(',')}." for text, at in sizes.items()]
+
+
+def _choice(runs: Mapping[str, SweptRun], measure: Measure) -> str:
+    """Return which of these runs to choose by a measure, by their names, or why none."""
+    names = list(runs)
+    totals = {name: compare.total(run, measure) for name, run in runs.items()}
+    best = min(names, key=lambda name: totals[name] * (-1 if measure.name == "hit_rate" else 1))
+    counts = [compare.paired(runs[best], run, measure).shape[1] for run in runs.values()]
+    if min(counts) < compare.FEWEST:
+        few = f"({min(counts)}; {compare.FEWEST} are needed)"
+        return f"Too few requests to choose between {_listed(names)} {few}"
+    others = [name for name in names if name != best]
+    equal = [name for name in others if compare.indistinct(runs[best], [runs[name]], measure)]
+    if equal == others:
+        return f"{_listed(names)} differ in {measure.meaning} by no more than chance"
+    beaten = _listed([name for name in others if name not in equal])
+    if not equal:
+        return f"Choose {best}, which beats {beaten} in {measure.meaning},"
+    chance = f"differ in {measure.meaning} by no more than chance"
+    return f"Choose {' or '.join([best, *equal])}, which {chance} and beat {beaten},"
 
 
 def _whole(row: Row, by: str) -> Iterator[str]:
@@ -110,7 +128,16 @@ def _gain(row: Row, runs: Sequence[SweptRun], by: str, under: str = "") -> str:
     mine, lru = here.get(row["policy"]), here.get("lru")
     gain = f", {_against(lru, mine, by)}" if mine and lru else ""
     gap = row["gap_latency" if by in WHAT else "gap_hits"]
-    return f"{text}{gain}{'' if gap is None or gap <= 0 else f'; that closes {gap:.0%} of the gap from LRU to Belady'}."
+    return f"{text}{gain}{_of_gap(gap)}."
+
+
+def _of_gap(share: float | None) -> str:
+    """Return how much of the gap from LRU to Belady is closed, where it is."""
+    if share is None or share <= 0:
+        return ""
+    if share > 1:
+        return "; that is less than under Belady, which prefetches nothing"
+    return f"; that closes {share:.0%} of the gap from LRU to Belady"
 
 
 def _too_dear(rows: Sequence[Row], chosen: Row, by: str) -> str:
@@ -131,10 +158,10 @@ def _against(lru: SweptRun, mine: SweptRun, by: str) -> str:
         return f"but these are too few requests to compare it with LRU ({count}; {compare.FEWEST} are needed)"
     if gain.low <= 0 <= gain.high:
         return f"which differs from LRU by no more than chance ({gain.requests} requests)"
-    more = "less" if by in WHAT and gain.mean > 0 else "fewer" if gain.mean > 0 else "more"
+    more = "less" if by in WHAT and gain.more > 0 else "fewer" if gain.more > 0 else "more"
     unit = "%" if by in WHAT else " points"
-    low, mean, high = sorted(abs(each) for each in (gain.low, gain.mean, gain.high))
-    return f"{mean:.0f}{unit} {more} than under LRU in the mean of requests (95%: {low:.0f} to {high:.0f})"
+    low, mean, high = sorted(abs(each) for each in (gain.low, gain.more, gain.high))
+    return f"{mean:.0f}{unit} {more} than under LRU (95%: {low:.0f} to {high:.0f})"
 
 
 def _memory(best: Sequence[Row], by: str) -> Iterator[str]:
@@ -173,18 +200,24 @@ def _knee(best: Sequence[Row], by: str) -> int | None:
 
 def _misses(best: Sequence[Row], under: str) -> Iterator[str]:
     """Yield whose the misses are: what Belady misses too is due to the size, and the rest to the policy."""
-    both = [row for row in best if row["belady_hit_rate"] is not None and row["hit_rate"] is not None]
-    known = [row for row in both if row["belady_hit_rate"] >= row["hit_rate"]]  # prefetches may hit more
+    known = [(row, _moved(row)) for row in best if row["belady_hit_rate"] is not None and row["lookups"]]
+    known = [(row, moved) for row, moved in known if moved >= 1 - row["belady_hit_rate"]]
     shown = known if len(known) <= 4 else [known[0], known[len(known) // 2], known[-1]]
     if not shown:
         return
-    missed = _listed([f"{100 * (1 - row['hit_rate']):.0f}" for row in shown])
-    own = _listed([f"{100 * (row['belady_hit_rate'] - row['hit_rate']):.0f}" for row in shown])
-    sizes = _listed([_share(row) for row in shown])
+    what = "miss or hit what was just prefetched" if any(row["prefetch_used"] for row, _ in shown) else "miss"
+    missed = _listed([f"{100 * moved:.0f}" for _, moved in shown])
+    own = _listed([f"{100 * (moved - 1 + row['belady_hit_rate']):.0f}" for row, moved in shown])
+    sizes = _listed([_share(row) for row, _ in shown])
     yield (
-        f"Of 100 lookups {missed} miss at {sizes} under {under}: {own} of them because of the policy, as "
+        f"Of 100 lookups {missed} {what} at {sizes} under {under}: {own} of them because of the policy, as "
         "Belady, which knows the future, hits them; the others because of the size."
     )
+
+
+def _moved(row: Row) -> float:
+    """Return the share of lookups whose expert was not kept: misses, and first uses of what was prefetched."""
+    return float(row["misses"] + row["prefetch_used"]) / float(row["lookups"])
 
 
 def _share(row: Row) -> str:

@@ -55,9 +55,14 @@ def home(tmp_path_factory):
 
 def played(**columns) -> SweptRun:
     n = len(next(iter(columns.values())))
-    table = {"request": [str(i) for i in range(n)], "lookups": 8, "hit_rate": np.nan, "ttft_ms": np.nan}
+    table = {"request": [str(i) for i in range(n)], "lookups": 8, "decoded": 1, "hit_rate": np.nan, "ttft_ms": np.nan}
     requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
     return SweptRun(Path("x"), "lru", False, 4, None, 16, 2, None, "t", "decode", 0, requests)
+
+
+def alone(values):
+    """Totals of requests with these values, of one token each, beside a baseline of 0."""
+    return np.array([values, np.ones(len(values)), np.zeros(len(values)), np.ones(len(values))])
 
 
 def mean_interval_of_normal(values):
@@ -68,23 +73,25 @@ def mean_interval_of_normal(values):
 
 def test_the_interval_of_many_values_is_that_of_the_central_limit_theorem():
     values = np.random.default_rng(1).gamma(4.0, 2.0, 3_000)
-    assert interval(values, seed=2) == pytest.approx(mean_interval_of_normal(values), abs=0.02)
+    assert interval(alone(values), seed=2) == pytest.approx(mean_interval_of_normal(values), abs=0.02)
 
 
 def test_the_interval_of_two_values_is_known_exactly():
     """Means are 0, 1/2 and 1 with chances 1/4, 1/2, 1/4, so that the middle 95% are all of them."""
-    assert interval(np.array([0.0, 1.0])) == (0.0, 1.0)
+    assert interval(alone([0.0, 1.0])) == (0.0, 1.0)
 
 
 def test_intervals_hold_the_true_mean_about_as_often_as_they_claim():
     """400 samples of 40 from a skewed law of mean 3: the share held, whose own deviation is one point, is near 95%."""
     rng = np.random.default_rng(7)
-    held = sum(low <= 3 <= high for low, high in (interval(rng.exponential(3, 40), i, 1_000) for i in range(400)))
+    held = sum(
+        low <= 3 <= high for low, high in (interval(alone(rng.exponential(3, 40)), i, 1_000) for i in range(400))
+    )
     assert 0.88 <= held / 400 <= 0.98
 
 
 def test_the_same_seed_gives_the_same_interval_however_many_are_drawn_at_once(monkeypatch):
-    values = np.random.default_rng(3).normal(size=50)
+    values = alone(np.random.default_rng(3).normal(size=50))
     whole = interval(values, 5, 500)
     assert interval(values, 5, 500) == whole
     assert interval(values, 6, 500) != whole
@@ -97,16 +104,23 @@ def test_differences_are_paired_by_request_so_what_requests_have_of_their_own_ca
     slower = own + 2 + np.tile([-0.1, 0.1], 25)
     found = differences(played(tpot_mean_ms=own), played(tpot_mean_ms=slower))
     assert [difference.measure for difference in found] == [TPOT]
-    assert found[0].mean == pytest.approx(2)
+    assert found[0].more == pytest.approx(2)
     assert (found[0].low, found[0].high) == pytest.approx((2 - 0.0277, 2 + 0.0277), abs=0.004)  # 1.96 * 0.1 / 50**0.5
+
+
+def test_requests_count_by_their_tokens_as_in_the_row_of_a_cell():
+    """Of 9 tokens 1 ms longer and 1 token 11 ms longer, a token takes 2 ms longer; the mean of requests is 6."""
+    less = played(tpot_mean_ms=[5.0, 5.0], decoded=[9, 1])
+    (found,) = differences(less, played(tpot_mean_ms=[6.0, 16.0], decoded=[9, 1]))
+    assert (found.more, found.low, found.high) == (2, 1, 11)
 
 
 def test_a_request_that_lacks_a_measure_is_left_out_of_it():
     less = played(tpot_mean_ms=[1.0, np.nan, 3.0, 5.0], hit_rate=[0.5] * 4)
     more = played(tpot_mean_ms=[2.0, 9.0, 4.0, 6.0], hit_rate=[0.75] * 4)
     by_measure = {difference.measure: difference for difference in differences(less, more)}
-    assert (by_measure[TPOT].mean, by_measure[TPOT].requests) == (1.0, 3)
-    assert (by_measure[HIT_RATE].mean, by_measure[HIT_RATE].requests) == (25.0, 4)
+    assert (by_measure[TPOT].more, by_measure[TPOT].requests) == (1.0, 3)
+    assert (by_measure[HIT_RATE].more, by_measure[HIT_RATE].requests) == (25.0, 4)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +145,7 @@ def test_fewer_than_six_requests_cannot_tell_a_difference_from_chance(requests, 
     """Even if all are worse: five have one sign by chance in 2 of 32 cases, six in 2 of 64."""
     best = played(tpot_mean_ms=np.ones(requests))
     worse = played(tpot_mean_ms=np.full(requests, 2.0))
-    assert indistinct(best, [worse], "tpot_mean_ms") == ([] if told else [worse])
+    assert indistinct(best, [worse], TPOT) == ([] if told else [worse])
     (found,) = differences(best, worse)
     assert found.sentence().endswith(
         f"over {requests} requests" + ("" if told else ", which may be chance: there are fewer than 6 requests")
@@ -154,18 +168,16 @@ def test_folders_are_compared_cell_by_cell(home):
     assert [(one.policy, one.cache_experts) for one, _ in pairs] == [(c.policy, c.cache_experts) for c in cells[0]]
     for one, other in pairs:
         found = {difference.measure: difference for difference in differences(one, other)}
-        assert found[TPOT].mean < 0  # a machine that is faster in everything
+        assert found[TPOT].more < 0  # a machine that is faster in everything
 
 
 def test_compare_within_a_sweep_takes_the_first_policy_as_the_baseline(home):
     rows = json.loads(moe_sim("compare", "x", "--policies", "lru,lfu", "--cache-size", "50%", "--json", cwd=home))
     assert [row["measure"] for row in rows] == ["hit_rate", "tpot_mean_ms", "ttft_ms"]
-    table = pd.read_parquet(home / "x" / "requests.parquet").query("cache_experts == 24").set_index("request")
-    lru, lfu = (table[table["policy"] == policy] for policy in ("lru", "lfu"))
-    for row, column in zip(rows[1:], ("tpot_mean_ms", "ttft_ms"), strict=True):
-        assert row["mean"] == pytest.approx((lfu[column] - lru[column]).mean())
-    assert rows[0]["mean"] == pytest.approx(100 * (lfu["hits"] / lfu["lookups"] - lru["hits"] / lru["lookups"]).mean())
     assert {row["baseline_policy"] for row in rows} == {"lru"}
+    swept = pd.read_parquet(home / "x" / "results.parquet").query("cache_experts == 24").set_index("policy")
+    for row, column, scale in zip(rows, ("hit_rate", "tpot_mean_ms", "ttft_mean_ms"), (100, 1, 1), strict=True):
+        assert row["more"] == pytest.approx(scale * (swept[column]["lfu"] - swept[column]["lru"])), "the table's"
 
 
 def test_untimed_cells_are_compared_in_what_they_have(home):

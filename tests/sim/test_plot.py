@@ -1,8 +1,11 @@
+from functools import partial
+
 import numpy as np
 import pytest
 
 from sim.results.drawing import svg_of
-from sim.results.plot import draw, figure
+from sim.results.files import write_figures
+from sim.results.plot import figure
 
 
 def rows(policy, **columns):
@@ -27,21 +30,17 @@ def rows(policy, **columns):
     ]
 
 
-def test_each_column_is_a_png_of_its_own(tmp_path):
-    files = draw(rows("lru"), rows("belady"), 0.1, ("hit_rate", "tpot_mean_ms"), tmp_path)
-    assert [file.name for file in files] == ["hit_rate.png", "tpot.png"]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+def test_a_figure_is_written_as_its_name_says(tmp_path):
+    drawn = partial(figure, rows("lru"), rows("belady"), 0.1, "hit_rate", spans={("lru", 25): (0.1, 0.2)})
+    files = write_figures(dict.fromkeys(("a.png", "b.pdf"), drawn), tmp_path)
+    assert [file.read_bytes()[:4] for file in files] == [b"\x89PNG", b"%PDF"]
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_counts_are_not_drawn(tmp_path):
-    assert [file.name for file in draw(rows("lru"), [], 0.1, ("hit_rate", "misses"), tmp_path)] == ["hit_rate.png"]
 
 
 def test_each_policy_is_dots_over_ascending_sizes_and_belady_the_bound():
     drawn = figure([*rows("lru"), *rows("lru+oracle1"), *rows("belady")], rows("belady"), 0.1, "tpot_mean_ms")
     lines = {line.get_label(): line for line in drawn.axes[0].get_lines()}
-    assert list(lines) == ["lru", "lru+oracle1 (oracle)", "belady (oracle)", "_"]
+    assert list(lines) == ["lru", "lru\n+oracle1 (oracle)", "belady (oracle)", "_"]
     assert np.asarray(lines["lru"].get_xdata()).tolist() == pytest.approx([10, 25, 50])
     assert np.asarray(lines["lru"].get_ydata()).tolist() == [90, 75, 50]
 

@@ -38,7 +38,7 @@ def swept(tmp_path_factory) -> Path:
 
 def _sweep(folder: Path, *options: object):
     asked = ("--policies", "lru,eamc-blend")
-    common = ("--model-profile", "demo-stand-in", "--workers", 1, "--quiet")
+    common = ("--model-profile", "demo-stand-in", "--hardware", "a5000", "--workers", 1, "--quiet")
     return moe_sim("sweep", *asked, "--cache-sizes", SIZES, *common, "--out", "sweep", *options, cwd=folder)
 
 
@@ -74,7 +74,7 @@ def test_the_page_has_every_section_and_needs_no_network(whole):
         "How to make it again",
         "All cells",
     ]
-    assert whole.count("<svg") == 4
+    assert whole.count("<svg") == 5
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", whole.replace("xlink:href", "href"))
     assert len(whole) < 8 * 2**20
 
@@ -83,7 +83,9 @@ def test_the_page_begins_with_the_verdict_that_the_sweep_printed(swept, whole):
     results = inputs.read([swept])[0]
     summary = html.unescape(whole.split('<div class="summary">')[1].split("</div>")[0])
     said = verdict.sentences(results.rows, results.cells)
-    assert re.findall("<p>(.*?)</p>", summary) == said
+    where = "Simulated on NVIDIA RTX A5000 (data sheet)"
+    assert re.findall("<p>(.*?)</p>", summary) == [*said, f"{where}: these times are not measured."]
+    assert whole.count(where) == 1 + 2 * 3 + 1 + 1, "in the box, in captions (twice each), above intervals and table"
     assert said[0].startswith("All 320 experts (960 MiB) fit the a5000: no cache is needed")
     assert "too few requests to compare it with LRU (4; 6 are needed)" in said[2]
 
@@ -211,7 +213,7 @@ def test_a_damaged_and_a_missing_table_are_sentences_of_the_page(copy):
 def test_a_missing_replay_is_said_and_only_missing_folders_are_refused(swept, tmp_path):
     text, problems = _page(swept, tmp_path / "replay")
     assert problems
-    assert "No replay was given" in text
+    assert "Nothing was measured" in text
     refused = moe_sim("report", "nowhere", cwd=tmp_path)
     assert refused.returncode == 2
     assert "no such folder: nowhere" in refused.stderr
@@ -220,11 +222,15 @@ def test_a_missing_replay_is_said_and_only_missing_folders_are_refused(swept, tm
 
 def test_a_measured_run_stands_beside_its_prediction(copy, tmp_path):
     replay = Path(shutil.copytree(copy, tmp_path / "replay"))
-    told = {"device": "disk", "predicted_tpot_mean_ms": 2.0, "predicted_hit_rate": 0.5}
+    told = {"device": "disk", "device_name": "Some CPU", "predicted_tpot_mean_ms": 2.0, "predicted_hit_rate": 0.5}
     _edit(replay / "results.parquet", lambda table: table.head(1).assign(**told, tpot_mean_ms=2.5))
-    text, problems = _page(copy, replay)
+    clocked = Path(shutil.copytree(copy, tmp_path / "clocked"))
+    _edit(clocked / "results.parquet", lambda table: table.head(1).assign(**told | {"device": "virtual"}))
+    assert "Nothing was measured" in _page(copy, clocked)[0]
+    text, problems = _page(copy, replay, clocked)
     section = text.split("Predicted against measured</h2>")[1]
     assert "-20.0%" in section
+    assert section.count("Some CPU</td>") == 1, "what ran on a logical clock is no measurement"
     assert "<svg" in section
     assert not problems
 
