@@ -18,11 +18,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## the whole loop on what ships with the project: record, sweep, replay, compare, report
 	$(BIN)/moe-trace record --out demo/trace --batch-size 8 --overwrite
-	$(BIN)/moe-sim sweep demo/trace --model-profile demo-stand-in --cache-sizes 10%,25%,50% --out demo/sweep --overwrite
-	$(BIN)/moe-replay --from demo/sweep --device virtual --out demo/replay-virtual
+	$(BIN)/moe-sim sweep demo/trace --model-profile demo-stand-in --hardware demo --cache-sizes 10%,25%,50% --out demo/sweep --overwrite
 	$(BIN)/moe-replay store demo/experts --model-profile demo-stand-in --overwrite
 	$(BIN)/moe-replay --from demo/sweep --device disk --store demo/experts --requests 4 --out demo/replay-disk --overwrite
-	$(BIN)/moe-sim report demo/sweep demo/replay-virtual demo/replay-disk --out demo/report.html --overwrite
+	$(BIN)/moe-sim report demo/sweep demo/replay-disk --out demo/report.html --overwrite
 	@echo
 	@echo "Open demo/report.html in a browser: what was found, with figures."
 	@echo "The commands are in $(BIN): run '. $(BIN)/activate' to type moe-trace, moe-sim and moe-replay as they are."

@@ -52,7 +52,10 @@ def sweep(
     prefetch: Annotated[str | None, typer.Option(help="Prefetchers, each with every --evict.")] = None,
     cache_sizes: options.SomeCacheSizes = None,
     hardware: Annotated[
-        str | None, typer.Option(help=f"Hardware profiles or TOML files. Default: {defaults.HARDWARE}.")
+        str | None,
+        typer.Option(
+            help=f"Hardware profiles or TOML files. Default: {defaults.HARDWARE}, for the shipped trace demo."
+        ),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds: policies that draw are run once with each.")] = None,
     *,
@@ -96,7 +99,8 @@ def sweep(
     )
     values = {**axes, **stated}
     values = {**(read(config, values, trust_folder) if config else {}), **values}
-    made = Sweep.of(values, str(config or ""))
+    shipped = {} if "traces" in values else defaults.OF_SHIPPED_TRACE
+    made = Sweep.of({**shipped, **values}, str(config or ""))
     _ask(made.cells, yes)
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
     folder = output.out or _free(Path("results"), name, output)
@@ -127,10 +131,12 @@ def _free(parent: Path, name: str, output: options.ResumableOptions) -> Path:
 
 
 def _taken(made: Sweep, values: Mapping[str, Any]) -> list[str]:
-    lists = {"policies": defaults.POLICIES, "cache_sizes": defaults.CACHE_SIZES, "hardware": defaults.HARDWARE}
+    lists = {"policies": defaults.POLICIES, "cache_sizes": defaults.CACHE_SIZES}
     taken = {f"the shipped trace {made.traces[0]}": "traces" not in values}
+    if "traces" not in values:
+        taken[f"model profile {made.shared.model_profile}"] = "model_profile" not in values
     taken |= {f"{name.replace('_', ' ')} {text}": name not in values for name, text in lists.items()}
-    taken[f"hardware {defaults.HARDWARE}"] &= not made.shared.untimed
+    taken[f"hardware {made.hardware[0]}"] = "hardware" not in values and not made.shared.untimed
     return options.taken(taken)
 
 
