@@ -26,7 +26,7 @@ def test_every_shipped_machine_is_plausible(name):
     assert machine.name == name
 
 
-@pytest.mark.parametrize("name", MACHINES.names())
+@pytest.mark.parametrize("name", [name for name in MACHINES.names() if name != "demo"])  # which is no GPU to buy
 def test_every_shipped_machine_is_known_by_name_and_title_to_all_commands(name):
     title = hardware(name).title
     assert gpu_of(name) == gpu_of(title)
