@@ -292,8 +292,8 @@ def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
     times = _times(outcome.rows)
     sized = ["MiB"] if outcome.rows[0]["cache_bytes"] else []
     both = any(row["phase"] == "both" for row in outcome.rows)  # prompts and decoded tokens
-    hits = ["hits", *(["decode hits"] if both else []), "hits gap"]
-    shown = printed.table("cache", "a layer", *sized, "policy", *hits, *times, "idle" if times else "misses", "")
+    hits = ["hits", *(["decode\nhits"] if both else []), "hits\ngap"]
+    shown = printed.table("cache", "a\nlayer", *sized, "policy", *hits, *times, "idle" if times else "misses", "")
     shown.columns[2 + len(sized)].justify = "left"
     stated = {slots: text for text, slots in outcome.table.grid.sizes.items()}
     typed = [stated[slots] for _, slots in outcome.table.grid.requested()]
@@ -315,13 +315,13 @@ def _times(rows: list[Row]) -> dict[str, Callable[[Row], str]]:
     decoded, prefilled = (all(row[name] is not None for row in rows) for name in ("tpot_mean_ms", "ttft_mean_ms"))
     shown: dict[str, Callable[[Row], str]] = {}
     if decoded:
-        shown["TPOT ms"] = lambda row: show_ms(row["tpot_mean_ms"])
-        shown["time gap"] = lambda row: show_gap(row["gap_latency"])
+        shown["TPOT\nms"] = lambda row: show_ms(row["tpot_mean_ms"])
+        shown["time\ngap"] = lambda row: show_gap(row["gap_latency"])
         shown["p99"] = lambda row: show_ms(row["tpot_p99_ms"])
     if prefilled:
-        shown["TTFT ms"] = lambda row: show_ms(row["ttft_mean_ms"])
+        shown["TTFT\nms"] = lambda row: show_ms(row["ttft_mean_ms"])
     if prefilled and not decoded:
-        shown["time gap"] = lambda row: show_gap(row["gap_latency"])
+        shown["time\ngap"] = lambda row: show_gap(row["gap_latency"])
     return shown
 
 

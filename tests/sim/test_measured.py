@@ -4,14 +4,13 @@ import tomllib
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import parse
-from sim import profiles
+from sim.catalogue.parts import FOLDER
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
@@ -20,7 +19,7 @@ from sim.sweeps import Grid, warnings
 from traces import InputError, demo_trace
 from traces.typed import typed
 
-A5000 = Path(profiles.__file__).parent / "hardware" / "a5000.toml"
+A5000 = FOLDER / "machines" / "a5000.toml"
 
 DEMO = """
 [calibration]
