@@ -211,14 +211,19 @@ def around(document: Path) -> tuple[str, str]:
     return before, after
 
 
+IN_A_DOCUMENT = ("By source", "By what is known", "The phone run, token by token", "Not simulated")
+"""Of the tables; the others, and those of rows, are the command's."""
+
+
 def markdown(test: Backtest) -> str:
     parts = [headline(test) + "."]
-    for heading, rows in [*tables(test), *((f"Rows: {name}", rows) for name, rows in every_row(test))]:
-        parts.append(f"### {heading}\n\n" + _markdown_table(rows))
+    for heading, rows in tables(test):
+        if heading in IN_A_DOCUMENT:
+            parts.append(f"### {heading}\n\n" + markdown_table(rows))
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(rows: list[Cells]) -> str:
+def markdown_table(rows: list[Cells]) -> str:
     def line(cells: Cells) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -479,7 +479,7 @@ def test_the_document_shows_a_file_that_is_valid(tmp_path):
 def test_the_document_shows_what_came_of_the_blind_test():
     test = score.backtest(file.read(DATA / "unseen.toml"))
     text = DOCUMENT.read_text()
-    assert printed.markdown(test).split("### Rows: unseen\n\n")[1].strip() in text
+    assert printed.markdown_table(printed.every_row(test)[0][1]) in text
     assert f"The median error is {score.summary(test)['median_abs_error']:.0%}" in text
     inside = sum(bool(result.inside) for result in test.results)
     assert f"interval in {inside} of {len(test.results)} rows" in text
