@@ -94,16 +94,20 @@ def progress(total: int, quiet: bool, what: str, done: int = 0, *columns: Progre
 
 
 def _lines(total: int, what: str, done: int) -> Advance:
-    """Return what prints, EVERY_S at most, how much is done and how long the rest takes at this pace."""
-    began = last = time.monotonic()
-    here = 0
+    """Return what prints a line, at most every EVERY_S: how much is done, and how long the rest takes.
+
+    The pace is that since its first call: what comes before prepares the work.
+    """
+    began = last = 0.0
+    first = here = 0
 
     def advance(by: int, following: str | None = None) -> None:
-        nonlocal here, last
-        here += by
-        now = time.monotonic()
-        if now - last >= EVERY_S and here:
-            last, left = now, (total - done - here) * (now - began) / here
+        nonlocal began, last, first, here
+        here, now = here + by, time.monotonic()
+        if not first:
+            began, last, first = now, now, here
+        elif now - last >= EVERY_S and here > first:
+            last, left = now, (total - done - here) * (now - began) / (here - first)
             note(f"{done + here:,} of {total:,} {what}, about {max(1, round(left / 60))} min left")
 
     return advance
