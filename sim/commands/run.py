@@ -133,7 +133,7 @@ def _block(row: Row) -> str:
         "TPOT ms": _latencies(row, "tpot"),
         "tokens/s": f"{speed:,.1f} decoded, prompts' time included" if (speed := row["tokens_per_s"]) else "-",
         "compute": f"busy {_share(row['compute_busy_ms'], elapsed)} of the time",
-        "stalls": ", ".join(f"{cause.replace('_', ' ')} {_share(ms, elapsed)}" for cause, ms in stalls.items()),
+        "stalls": ", ".join(f"{_CAUSES.get(cause, cause)} {_share(ms, elapsed)}" for cause, ms in stalls.items()),
         "link": f"busy {_share(row['link_busy_ms'], elapsed)}, {_share(row['overlap'], 1)} of that behind compute",
         "moved": f"demand {moved['demand']}, prefetch {moved['prefetch']}, wasted {moved['wasted']}",
         **_more(row, elapsed),
@@ -157,6 +157,8 @@ def _more(row: Row, elapsed: float) -> dict[str, str]:
     return lines
 
 
+_CAUSES = {"behind_prefetch": "behind prefetch", "predictor": "policy overhead"}
+
 _LOOKUPS = {"hit": "hits", "late": "late", "miss": "misses"}
 
 
@@ -170,7 +172,7 @@ def _share(part: float | None, whole: float | None) -> str:
 
 
 def _policy(row: Row) -> dict[str, str]:
-    lines = {"predictor": f"{row['predictor_us']:g} us an event"}
+    lines = {"overhead": f"{row['predictor_us']:g} us an event"}
     for half, given in json.loads(row["options"]).items():
         if isinstance(given, dict):
             options = (f"{name}={value}" for name, value in given.items() if name != "name")
