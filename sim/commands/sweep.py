@@ -278,6 +278,8 @@ def _shown(outcomes: Sequence[Outcome], runs: Sequence[Sequence[SweptRun]]) -> I
         yield _cells(found, marks)
         yield from notes.legend(marks, of_it, found.judged_by)
         yield ""
+    if one_for_all := verdict.joint([found.rows for found in outcomes]):
+        yield from (*one_for_all, "")
 
 
 def _title(outcome: Outcome) -> str:

@@ -6,6 +6,7 @@ sweep, `of_run` of one run, `of_pairs` of comparisons.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from statistics import geometric_mean
 
 from policies.core.grammar import policy_title
 from sim.quantities import show_memory, show_ms, show_share
@@ -42,6 +43,32 @@ def sentences(rows: Sequence[Row], runs: Sequence[SweptRun]) -> list[str]:
         return [*whole, _gain(chosen, runs, by, f" under {name}"), *_memory(best, by), *_misses(best, name)]
     gain = f"{_gain(chosen, runs, by)}{_too_dear(rows, chosen, by)}"
     return [*whole, _fastest(best, by, bool(whole)), gain, *_memory(best, by), *_misses(best, "the best policy")]
+
+
+def joint(tables: Sequence[Sequence[Row]]) -> list[str]:
+    """Return which one policy serves several tables best: by its time, or misses, over the best of each size.
+
+    Nothing where there are not two tables, or not two policies that all of them have.
+    """
+    ratios: dict[str, list[float]] = {}
+    for rows in tables:
+        by = winner.metric(rows)
+        for best in winner.best_of_sizes(rows, by):
+            least = _value(best, by)
+            for row in rows:
+                if row["cache_experts"] == best["cache_experts"] and not row["oracle"] and least > 0:
+                    ratios.setdefault(row["policy"], []).append(_value(row, by) / least)
+    sizes = max(map(len, ratios.values()), default=0)
+    means = {policy: (geometric_mean(each), max(each)) for policy, each in ratios.items() if len(each) == sizes}
+    if len(tables) < 2 or len(means) < 2:
+        return []
+    first, *others = sorted(means, key=lambda policy: means[policy])
+    what = "time" if winner.metric(tables[0]) in WHAT else "misses"
+    texts = [f"{policy} {means[policy][0]:.2f} (at most {means[policy][1]:.2f})" for policy in others]
+    return [
+        f"One policy for all {len(tables)} tables: {first}, with {means[first][0]:.2f} times the {what} of the best "
+        f"one at each of {sizes} sizes, in the geometric mean (at most {means[first][1]:.2f}); {', '.join(texts)}."
+    ]
 
 
 def of_run(row: Row, runs: Sequence[SweptRun]) -> list[str]:

@@ -154,3 +154,14 @@ def test_one_policy_alone_is_not_compared_with_itself():
     first, *rest = said([each for each in SWEPT if each["policy"] == "lru"])
     assert first.endswith("a token takes 50.0 ms under lru, the baseline of other policies.")
     assert [text.split()[0] for text in rest] == ["Up", "Of"]
+
+
+def test_one_policy_for_several_tables_is_the_nearest_to_the_best_of_each_size():
+    """`mine` takes 0.5 and 2 times the time of lru: 1 and 2 over the best, and lru 2 and 1."""
+    first = [row("lru", 25, 50.0, 0.7), row("mine", 25, 25.0, 0.8), row("even", 25, 25.0, 0.7)]
+    second = [row("lru", 25, 50.0, 0.7), row("mine", 25, 100.0, 0.8), row("even", 25, 60.0, 0.7)]
+    assert verdict.joint([first, second]) == [
+        "One policy for all 2 tables: even, with 1.10 times the time of the best one at each of 2 sizes, in the "
+        "geometric mean (at most 1.20); lru 1.41 (at most 2.00), mine 1.41 (at most 2.00)."
+    ]
+    assert verdict.joint([first]) == []
