@@ -439,8 +439,8 @@ def _speculation(held: dict[str, Table]) -> str:
             "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
             *shown,
             "",
-            "`moe-sim speculate TRACE --policies lru --cache-sizes 25%,50%,100%` prints the same of any trace, and of other "
-            "drafts.",
+            "`moe-sim speculate TRACE --policies lru --cache-sizes 25%,50%,100%` prints the same of any trace, and of "
+            "other drafts.",
         ]
     )
 
