@@ -17,7 +17,6 @@ ALL = (
     "host",
     "live",
     "speculation",
-    "drafted_ids",
 )
 
 for name in [name for name in sys.argv[1:] if not name.startswith("-")] or ALL:

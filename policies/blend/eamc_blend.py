@@ -129,7 +129,6 @@ class BlendPrefetcher(_StartsFromAProfile, Prefetcher):
     """Ours: experts of the layers that come next, that are likely enough."""
 
     one_scale_with = "eamc-blend"
-    at_start = True
 
     compiled = Compiled(begin, observe, propose, begin_request)
 

@@ -1,209 +1,252 @@
-"""Weights that learn from the run: each starts from WEIGHTS and is fitted while the run lasts.
+"""Chances of use that learn from the run: logistic regressions on the evidence, which start from WEIGHTS.
 
-The weights that ship were fitted on all models together. What a run's own model and requests make of the evidence
-differs: ids of tokens may be missing, shuffled or say much more than elsewhere. So about once a step each model asks
-about one layer, keeps the evidence as its prediction had it, and learns which experts that layer used. It then takes a
-step of Newton's method on the log likelihood, where the fitted weights count as observations of weight PRIOR: the
-logistic regression of Bayes with a normal prior, one batch at a time (Spiegelhalter and Lauritzen 1990). A question is
-settled when the same model asks the next one, and dropped if its pass never came.
-
-How long an expert waits that the next pass does not use is known late: of one layer a step the evidence is kept, and
-the first pass that uses each expert, for HORIZON steps. Then a step of recursive least squares follows, in which the
-fitted weights count as observations in the same way.
+A model for each span of passes says how likely its layer uses an expert again in this span, if it has not done so
+before; and one, of a layer that comes next in the pass at hand, how likely this pass uses it (PASS). The weights that
+ship were fitted on several models together. What a run's own model and requests make of the evidence differs. So one
+event in THIN is recorded, with its evidence, and each model learns from it once its span is over. Every few
+steps each takes one of Newton's method on the log likelihood, where WEIGHTS count as observations of weight PRIOR: the
+logistic regression of Bayes with a normal prior, one batch at a time (Spiegelhalter and Lauritzen 1990).
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from policies.blend.evidence import BLIND
+from policies.blend.evidence import CONSTANT, HERE, KINDS
+from policies.blend.neighbours import Neighbours
+from policies.blend.series import near_chance
 from policies.core.compiled import apart, compiled
-from policies.core.policy import Float, Int, Shape
+from policies.core.policy import Float, Int, Shape, Single
 
-CHANCE, CHANCE_BLIND, LAYER, LAYER_BLIND, STEP, TIME = range(6)
-"""Models."""
+ENDS = (0, 1, 2, 4, 8, 16, 32, 64)
+"""A span ends with so many passes, and begins after the one before it."""
 
-CONSTANT = 11
+PASS = len(ENDS) - 1
+MODELS = PASS + 1
 
-HORIZON = 64
-"""Passes: a next use further away counts as this."""
+THIN = 8
+HORIZON = ENDS[-1] + 1
 
 WEIGHTS = np.array(
     [
-        [0.14, -1.519, 0.109, 1.286, 0.448, -0.181, 0.57, 0.526, 0.0, 0.0, 0.0, 0.4],
-        [-0.033, -1.437, 0.227, 1.844, 0.686, -0.155, 0.0, 0.0, 0.0, 0.0, 0.0, 0.131],
-        [-0.492, -1.653, -0.006, 0.403, 0.148, -0.313, 0.206, 0.093, 1.997, 0.732, 0.39, 0.295],
-        [-0.889, -1.451, 0.17, 0.794, 0.237, -0.247, 0.0, 0.0, 2.697, 0.0, 0.0, -0.197],
-        [0.227, -1.688, 0.001, 1.046, 0.394, -0.27, 0.228, 0.092, 0.0, 1.048, 0.489, 0.548],
-        [-0.184, 0.099, -0.193, -0.073, -0.082, 0.093, 0.0, 0.0, 0.0, 0.0, 0.0, 2.084],
+        [0.09, -0.76, 0.07, 0.14, 0.6, -0.12, 0.9, 0.54, 0.04, 0.0, -0.02, 0.0, 0.27],
+        [0.16, -0.36, 0.01, 0.21, 0.17, -0.1, -1.22, 0.01, 0.45, 0.08, -0.02, 0.0, 0.13],
+        [0.16, -0.08, 0.08, 0.06, 0.06, -0.06, 0.98, -0.04, 0.01, 0.45, 0.05, 0.0, 0.76],
+        [0.46, -0.24, -0.02, 0.13, 0.02, -0.14, 0.86, -0.03, -0.02, 0.02, 0.42, 0.0, 1.57],
+        [0.1, 0.12, 0.36, 0.2, 0.05, 0.0, 0.95, -0.03, 0.02, -0.03, 0.06, 0.0, 2.13],
+        [0.07, 0.21, 0.24, -0.2, 0.1, -0.12, 0.24, 0.02, -0.02, 0.03, 0.05, 0.0, 2.72],
+        [0.02, 0.06, -0.1, 0.23, -0.23, -0.25, -0.02, 0.09, 0.02, -0.08, 0.11, 0.0, 2.88],
+        [0.12, -0.8, -0.02, 0.08, 0.37, -0.22, -0.05, -0.01, 0.02, 0.02, -0.01, 0.79, 0.34],
     ]
 )
-"""[models, places], as `python -m benchmarks.fit_blend` prints them.
+"""[models, kinds], as `python -m benchmarks.fit_blend` prints them: log odds over those of an expert drawn evenly."""
 
-Places are the kinds of `policies.blend.evidence`, in their order, and a constant. Models, a row each: the log odds of
-use in the next pass over those of an expert drawn evenly, with ids of tokens and without (CHANCE); of use in the layer
-that is next in this pass (LAYER); of use in another layer of this pass, from ids (STEP); and the logarithm of the
-passes until the next use of one that the next pass does not use (TIME).
-"""
+PRIOR = np.full(KINDS, 30.0)
+"""Curvature of the log likelihood that WEIGHTS stand for, by kind; a row of evidence adds a tenth or so."""
 
-PLACES = CONSTANT + 1
+GRADIENT, CURVATURE = 0, 1
+"""Rows of `Learning.fits`, from which each begins."""
 
-PRIOR = np.full(PLACES, 100.0)
-"""Curvature of the log likelihood that the fitted weights stand for, by place; a row of evidence adds a tenth or so."""
+LAYER, NUMBER = range(2)
+"""Of what is asked: the layer, or NONE, and the number of the pass."""
 
-MODELS = len(WEIGHTS)
+PLACE, SERIAL = range(2)
+"""Rows of `Learning.leaders`."""
 
-WEIGHT = 0
-CURVATURE = slice(1, PLACES + 1)
-"""Rows of `Learning.fits`: a model's weights, and the lower triangle of its curvature."""
+APART = 4
+"""Decoded steps between two of a model's."""
 
-USED, EVEN, ROWS = PLACES, PLACES + 1, PLACES + 2
-"""Rows of `Learning.questions` after the evidence: whether the expert was used, as far as is known; in the first place
-the log odds of use of one drawn evenly."""
+SAMPLED = 8
+"""Of the experts of an event one in so many adds to the curvature, for all of them."""
 
-OF_LAYER, OF_STEP, OF_BATCH_SLOT, SHOWN, MARKS = range(5)
-"""Places in `Learning.asked`: which layer is asked about, in which step and of which request; whether it has shown."""
+BIAS, CURVED = range(2)
+"""Rows of `Learning.biases`."""
+
+BIAS_PRIOR = 50.0
 
 NONE = -1
+USED, UNUSED, EARLIER = np.float32(1.0), np.float32(0.0), np.float32(-1.0)
+
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 class Learning(NamedTuple):
-    """What the models have learned, and what they have asked."""
+    """What the models have learned, and what they have recorded."""
 
-    fits: Float  # [MODELS + 1, PLACES + 1, PLACES]; the last is scratch
-    questions: Float  # [MODELS, ROWS, E] of each model the latest
-    asked: Int  # [MODELS, MARKS]
-    kept: Float  # [HORIZON, BLIND, E] evidence at the end of a pass, by its step
-    waits: (
-        Int  # [HORIZON, E + 2] passes of its layer until the first that used the expert, 0 before; then the layer, or
-    )
-    # NONE, and its passes since
+    weights: Single  # [MODELS, KINDS]
+    fits: Float  # [MODELS + 1, 1 + KINDS, KINDS] gradient and curvature; the last is scratch
+    biases: Single  # [2, MODELS, L] what a layer adds to the log odds; the curvature of the log likelihood of that
+    records: Single  # [HORIZON, ceil(L / THIN), KINDS, E] evidence by decoded step
+    recorded: Int  # [HORIZON, ceil(L / THIN)] the step, from 1
+    leaders: Int  # [2, HORIZON] by decoded step the place of its first request's pass, and the number of that
+    question: Single  # [KINDS, E] evidence that PASS is asked to judge
+    asked: Int  # [2]
+    labels: Single  # [E] scratch
+    scratch: Single  # [3, E]
 
 
 def nothing_learned(shape: Shape) -> Learning:
-    E, fits = shape.experts, np.zeros((MODELS + 1, PLACES + 1, PLACES))
-    fits[:MODELS, WEIGHT], fits[:MODELS, CURVATURE] = WEIGHTS, np.diag(PRIOR)
-    waits = np.zeros((HORIZON, E + 2), np.int64)
-    waits[:, E] = NONE
+    L, E, fits = shape.layers, shape.experts, np.zeros((MODELS + 1, 1 + KINDS, KINDS))
+    fits[:MODELS, CURVATURE:] = np.diag(PRIOR)
+    rows = -(-L // THIN)
     return Learning(
+        weights=WEIGHTS.astype(np.float32),
         fits=fits,
-        questions=np.zeros((MODELS, ROWS, E)),
-        asked=np.full((MODELS, MARKS), NONE),
-        kept=np.zeros((HORIZON, BLIND, E)),
-        waits=waits,
+        biases=np.stack([np.zeros((MODELS, L), np.float32), np.full((MODELS, L), BIAS_PRIOR, np.float32)]),
+        records=np.zeros((HORIZON, rows, KINDS, E), np.float32),
+        recorded=np.zeros((HORIZON, rows), np.int64),
+        leaders=np.zeros((2, HORIZON), np.int64),
+        question=np.zeros((KINDS, E), np.float32),
+        asked=np.full(2, NONE),
+        labels=np.zeros(E, np.float32),
+        scratch=np.zeros((3, E), np.float32),
     )
 
 
-@apart
 @compiled
-def ask(own: Learning, model: int, layer: int, step: int, batch_slot: int, even: float) -> None:
-    """Settle the last question of the model and ask the next, whose evidence is still to be filled in."""
-    asked, question = own.asked[model], own.questions[model]
-    if asked[SHOWN] == 1:
-        _settle(own.fits, model, question)
-    asked[OF_LAYER], asked[OF_STEP], asked[OF_BATCH_SLOT], asked[SHOWN] = layer, step, batch_slot, 0
-    for e in range(question.shape[1]):
-        question[USED, e] = 0.0
-        question[CONSTANT, e] = 1.0
-    question[EVEN, 0] = even
-
-
-@compiled
-def show(own: Learning, layer: int, step: int, batch_slot: int, experts: Int) -> None:
-    """The layer has used these experts in that step: note it where it was asked about."""
-    E = own.questions.shape[2]
-    for model in range(MODELS):
-        asked = own.asked[model]
-        if asked[OF_LAYER] == layer and asked[OF_STEP] == step and asked[OF_BATCH_SLOT] == batch_slot:
-            asked[SHOWN] = 1
-            for expert in experts:
-                own.questions[model, USED, expert % E] = 1.0
-
-
-@compiled
-def _settle(fits: Float, model: int, question: Float) -> None:
-    weights, curvature, gradient = fits[model, WEIGHT], fits[model, 1:], fits[MODELS, WEIGHT]
-    gradient[:] = 0.0
-    for e in range(question.shape[1]):
-        odds = question[EVEN, 0]
-        for place in range(PLACES):
-            odds += weights[place] * question[place, e]
-        chance = 1.0 / (1.0 + np.exp(-odds))
-        for place in range(PLACES):
-            x = question[place, e]
-            gradient[place] += (question[USED, e] - chance) * x
-            x *= chance * (1.0 - chance)
-            for other in range(place + 1):
-                curvature[place, other] += x * question[other, e]
-    _move(fits, model)
-
-
-@compiled
-def pass_on(own: Learning, layer: int, experts: Int) -> None:
-    """A pass of the layer uses these experts."""
-    E = own.questions.shape[2]
-    for place in range(HORIZON):
-        waits = own.waits[place]
-        if waits[E] == layer:
-            waits[E + 1] += 1
-            for expert in experts:
-                if not waits[expert % E]:
-                    waits[expert % E] = waits[E + 1]
-
-
-@apart
-@compiled
-def keep(own: Learning, rows: Float, layer: int, step: int) -> None:
-    """Learn from what was kept HORIZON steps ago; keep the layer's evidence, `rows` [>= BLIND, L*E], in its place."""
-    place, E = step % HORIZON, own.questions.shape[2]
-    waits, kept = own.waits[place], own.kept[place]
-    if waits[E] != NONE:
-        _learn_times(own.fits, kept, waits)
+def log_odds(own: Learning, model: int, layer: int, evidence: Single, even: float, out: Single) -> None:
+    """out[e]: the model's, by the layer's evidence [>= KINDS, E]. even: those of an expert drawn evenly."""
+    weights, E = own.weights[model], len(out)
+    constant = np.float32(even) + weights[CONSTANT] + own.biases[BIAS, model, layer]
     for e in range(E):
-        waits[e] = 0
-        for kind in range(BLIND):
-            kept[kind, e] = rows[kind, layer * E + e]
-    waits[E], waits[E + 1] = layer, 0
+        out[e] = constant
+    for kind in range(0, CONSTANT, 4):  # four at a time, as loads and stores take longer than sums
+        a, b, c, d = evidence[kind], evidence[kind + 1], evidence[kind + 2], evidence[kind + 3]
+        of_a, of_b, of_c, of_d = weights[kind], weights[kind + 1], weights[kind + 2], weights[kind + 3]
+        for e in range(E):
+            out[e] += of_a * a[e] + of_b * b[e] + of_c * c[e] + of_d * d[e]
 
 
 @compiled
-def _learn_times(fits: Float, kept: Float, waits: Int) -> None:
-    """One step of recursive least squares: of those that the next pass did not use, the logarithm of their wait."""
-    weights, curvature, gradient = fits[TIME, WEIGHT], fits[TIME, 1:], fits[MODELS, WEIGHT]
-    gradient[:] = 0.0
-    for e in range(kept.shape[1]):
-        if waits[e] == 1:
-            continue
-        missing = np.log(float(min(waits[e] or HORIZON, HORIZON))) - weights[CONSTANT]
-        for kind in range(BLIND):
-            missing -= weights[kind] * kept[kind, e]
-        for kind in range(BLIND):
-            gradient[kind] += missing * kept[kind, e]
-            for other in range(kind + 1):
-                curvature[kind, other] += kept[kind, e] * kept[other, e]
-            curvature[CONSTANT, kind] += kept[kind, e]
-        gradient[CONSTANT] += missing
-        curvature[CONSTANT, CONSTANT] += 1.0
-    _move(fits, TIME)
+def _copy(evidence: Single, kept: Single) -> None:
+    for kind in range(KINDS):
+        row, copied = evidence[kind], kept[kind]
+        for e in range(len(row)):
+            copied[e] = row[e]
+
+
+@apart
+@compiled
+def learn(own: Learning, passes: Neighbours, layer: int, step: int, evidence: Single, even: float) -> None:
+    """The layer has routed in decoded step number `step`: learn from what was recorded, and record its evidence.
+
+    evidence: [KINDS, E] of which HERE does not count. even: log odds of use of an expert drawn evenly.
+    """
+    for span in range(PASS):
+        before = step - ENDS[span + 1]
+        if before > 0 and (layer + before) % THIN == 0:
+            place = before % HORIZON
+            if own.recorded[place, layer // THIN] == before and _label(own, passes, layer, before, span):
+                _settle(own, span, layer, step, own.records[place, layer // THIN], even)
+    if (layer + step) % THIN == 0:
+        _copy(evidence, own.records[step % HORIZON, layer // THIN])
+        own.recorded[step % HORIZON, layer // THIN] = step
+        for e in range(own.labels.shape[0]):
+            own.records[step % HORIZON, layer // THIN, HERE, e] = ZERO
 
 
 @compiled
-def _move(fits: Float, model: int) -> None:
-    """Add to the model's weights curvature^-1 gradient, by Cholesky's method."""
-    curvature, root, x = fits[model, 1:], fits[MODELS, 1:], fits[MODELS, WEIGHT]
-    for i in range(PLACES):
-        for j in range(i + 1):
-            total = curvature[i, j]
-            for k in range(j):
-                total -= root[i, k] * root[j, k]
-            root[i, j] = np.sqrt(total) if i == j else total / root[j, j]
-    for i in range(PLACES):
-        for k in range(i):
-            x[i] -= root[i, k] * x[k]
-        x[i] /= root[i, i]
-    for i in range(PLACES - 1, -1, -1):
-        for k in range(i + 1, PLACES):
-            x[i] -= root[k, i] * x[k]
-        x[i] /= root[i, i]
-    for i in range(PLACES):
-        fits[model, WEIGHT, i] += x[i]
+def _label(own: Learning, passes: Neighbours, layer: int, step: int, span: int) -> bool:
+    """Fill the labels with what was used in the span after that step; whether all of its passes are still known."""
+    labels = own.labels
+    for e in range(len(labels)):
+        labels[e] = UNUSED
+    for later in range(1, ENDS[span + 1] + 1):
+        place = own.leaders[PLACE, (step + later) % HORIZON]
+        if passes.serial[place] != own.leaders[SERIAL, (step + later) % HORIZON]:
+            return False
+        for i in range(passes.lengths[place, layer]):
+            e = passes.used[place, layer, i]
+            if later <= ENDS[span]:
+                labels[e] = EARLIER
+            elif labels[e] == UNUSED:
+                labels[e] = USED
+    return True
+
+
+@apart
+@compiled
+def ask(own: Learning, layer: int, number: int, evidence: Single) -> None:
+    """Record the evidence on a layer that comes next in the pass of that number."""
+    _copy(evidence, own.question)
+    own.asked[LAYER], own.asked[NUMBER] = layer, number
+
+
+@apart
+@compiled
+def answer(own: Learning, experts: Int, even: float) -> None:
+    """Learn from what the layer that was asked about has used."""
+    for e in range(len(own.labels)):
+        own.labels[e] = UNUSED
+    for expert in experts:
+        own.labels[expert % len(own.labels)] = USED
+    _settle(own, PASS, own.asked[LAYER], own.asked[NUMBER], own.question, even)
+    own.asked[LAYER] = NONE
+
+
+@compiled
+def _settle(own: Learning, model: int, layer: int, serial: int, evidence: Single, even: float) -> None:
+    """Add to the model's gradient and curvature, and move the layer's bias. evidence: [KINDS, E]."""
+    gradient, curvature, E = own.fits[model, GRADIENT], own.fits[model, CURVATURE:], evidence.shape[1]
+    labels, odds, missing, spread = own.labels, own.scratch[0], own.scratch[1], own.scratch[2]
+    log_odds(own, model, layer, evidence, even, odds)
+    for e in range(E):
+        chance, counts = near_chance(odds[e]), ONE if labels[e] >= ZERO else ZERO
+        missing[e], spread[e] = counts * (labels[e] - chance), counts * chance * (ONE - chance)
+    missed = spreads = ZERO
+    for e in range(E):
+        missed += missing[e]
+        spreads += spread[e]
+    own.biases[CURVED, model, layer] += spreads
+    own.biases[BIAS, model, layer] += missed / own.biases[CURVED, model, layer]
+    gradient[CONSTANT] += missed
+    for kind in range(0, CONSTANT, 4):  # four sums at a time, as each waits for its last addition
+        row, a, b, c, d = evidence[kind : kind + 4], ZERO, ZERO, ZERO, ZERO
+        for e in range(E):
+            a += missing[e] * row[0, e]
+            b += missing[e] * row[1, e]
+            c += missing[e] * row[2, e]
+            d += missing[e] * row[3, e]
+        gradient[kind] += a
+        gradient[kind + 1] += b
+        gradient[kind + 2] += c
+        gradient[kind + 3] += d
+    x = own.fits[MODELS, GRADIENT]
+    for e in range(serial % SAMPLED, E, SAMPLED):
+        for kind in range(KINDS):
+            x[kind] = evidence[kind, e]
+        for kind in range(KINDS):
+            share = SAMPLED * spread[e] * x[kind]
+            for other in range(KINDS):
+                curvature[kind, other] += share * x[other]
+
+
+@apart
+@compiled
+def begin_step(own: Learning, step: int, place: int, serial: int) -> None:
+    """Decoded step number `step` begins, with a pass in this place: add to the weights curvature^-1 gradient.
+
+    By Cholesky's method, of one model in APART.
+    """
+    own.leaders[PLACE, step % HORIZON], own.leaders[SERIAL, step % HORIZON] = place, serial
+    root, x = own.fits[MODELS, CURVATURE:], own.fits[MODELS, GRADIENT]
+    for model in range(step % APART, MODELS, APART):
+        gradient, curvature = own.fits[model, GRADIENT], own.fits[model, CURVATURE:]
+        for i in range(KINDS):
+            for j in range(i + 1):
+                total = curvature[i, j]
+                for k in range(j):
+                    total -= root[i, k] * root[j, k]
+                root[i, j] = np.sqrt(total) if i == j else total / root[j, j]
+        for i in range(KINDS):
+            x[i] = gradient[i]
+            for k in range(i):
+                x[i] -= root[i, k] * x[k]
+            x[i] /= root[i, i]
+        for i in range(KINDS - 1, -1, -1):
+            for k in range(i + 1, KINDS):
+                x[i] -= root[k, i] * x[k]
+            x[i] /= root[i, i]
+        for i in range(KINDS):
+            own.weights[model, i] += np.float32(x[i])
+            gradient[i] = 0.0

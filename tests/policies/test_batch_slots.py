@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policies.blend import tokens
+from policies.blend import neighbours
 from policies.core import Event, Events, Listener, Prefetcher, ScorePolicy, Shape, parse
 from policies.core.dispatch import is_compiled
 from policies.core.registry import built_in
@@ -29,12 +29,9 @@ OWN = {
         state.own_numbers[batch_slot, [expert_map.STEP, expert_map.SQUARE]].tolist(),
     ],
     "eamc-blend": lambda state, batch_slot: [
-        state.known.tokens[batch_slot].tolist(),
-        [chosen_so_far(state.known.used[:, when], state.known.used[:, when, :, E], batch_slot) for when in range(3)],
-        *(
-            table[batch_slot, : state.known.ids.request[batch_slot, tokens.LENGTH]].tolist()
-            for table in state.known.ids[3::3]
-        ),
+        state.known.request[batch_slot].tolist(),
+        state.known.passes.request[batch_slot, neighbours.ROUTED :].tolist(),
+        passes_of(state.known.passes, state.known.passes.request[batch_slot, neighbours.LATEST]),
     ],
     "eamc": lambda state, batch_slot: [
         *(bucket.eam[batch_slot, REQUEST].tolist() for bucket in (state.prefill, state.decode)),
@@ -45,6 +42,15 @@ OWN = {
 
 def chosen_so_far(table, sizes, batch_slot):
     return [table[batch_slot, layer, : sizes[batch_slot, layer]].tolist() for layer in range(L)]
+
+
+def passes_of(passes, place):
+    """A pass and those of its request before it, the latest first."""
+    routed = []
+    while place >= 0:
+        routed.append(chosen_so_far(passes.used, passes.lengths, place))
+        place = passes.links[neighbours.BACK, place]
+    return routed
 
 
 def at_play(state, batch_slot):

@@ -215,11 +215,11 @@ def test_what_a_policy_has_learned_is_kept_and_starts_the_next_run(
         known.append(len(SavedEamc.read(profile).parts[0].eams))
         done = generate(*asked, "--profile", blended)
         assert done.returncode == 0, done.stderr
-        counted.append(int(Profile.read(blended).learned["passes"].sum()))
+        counted.append(int(Profile.read(blended).learned["last"].sum()))
     assert known == [1, 2]
     monkeypatch.setattr("replay.commands.generate.answer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert generate(*asked, "--profile", blended).returncode == 130
-    assert Profile.read(blended).learned["passes"].sum() == counted[1]
+    assert Profile.read(blended).learned["last"].sum() == counted[1]
     blended.unlink()
     assert generate(*asked, "--profile", blended).returncode == 130
     assert blended.exists(), "what was learned until then"

@@ -1,0 +1,230 @@
+"""The passes of the recent past whose routing is most like that of the pass at hand, and what was used after them.
+
+A pass is one decoded token, or several drafted ones, of one request through all layers. The latest PASSES are kept, of
+all requests together. A pass is alike by the share of this one's experts that it used too: WINDOW layers up to the
+present one count NOW, and all layers of the passes before both count the rest. The NEAREST most alike are asked, each
+with the weight exp(SHARPNESS x likeness): what their requests used SPANS passes later, in the same layer, and what they
+used themselves in layers that the pass at hand has not reached.
+
+`uses` holds the same as `used` by expert, so that the overlap of one layer with all passes is a sum of a few rows of
+bytes. An event costs O(PASSES + NEAREST k), whatever the number of experts.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.blend.series import near_log
+from policies.core.compiled import compiled
+from policies.core.policy import Int, Shape, Single
+
+PASSES = 1024
+NEAREST = 12
+WINDOW = 8
+NOW = np.float32(0.6)
+SHARPNESS = np.float32(14.0)
+
+SPANS = (0, 1, 2, 4, 8)
+"""Passes after a neighbour, each span from one more than the one before."""
+
+WIDTH = 32
+"""Experts of a layer that are noted of a pass at most: more than a decoded token uses, all of a few drafted ones."""
+
+PRIOR = np.float32(4.0 * np.exp(14.0 * 0.3))
+"""The weight of popularity beside the neighbours: that of four of likeness .3."""
+
+EPS = np.float32(0.05)
+
+NONE = -1
+
+# Places in `Neighbours.request`: of each request its latest pass, how many of its layers have routed, their experts,
+# and those of the pass before.
+LATEST, ROUTED, EXPERTS, BEFORE, PLACES = range(5)
+
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
+
+LEAST = np.float32(0.01)
+"""The chance of no use is at least so much."""
+
+
+class Neighbours(NamedTuple):
+    """Passes by their place, which is taken in turn; and the likeness of each to the pass of each request at hand."""
+
+    used: NDArray[np.int16]  # [PASSES, L, WIDTH] experts, numbered within their layer
+    lengths: Int  # [PASSES, L] how many of these
+    uses: NDArray[np.uint8]  # [L, E, PASSES] 1 where the pass used the expert
+    links: Int  # [2, PASSES] the same request's pass before, and after, or NONE
+    serial: Int  # [PASSES] number of the pass, from 1
+    last: Int  # [1] the same of the latest
+    request: Int  # [batch_slots, PLACES]
+    overlaps: NDArray[np.uint8]  # [batch_slots, WINDOW, PASSES] experts in common in the latest layers
+    sizes: Int  # [batch_slots, WINDOW] the pass's own experts there
+    alike: NDArray[
+        np.int32
+    ]  # [batch_slots, 3, PASSES] experts in common: WINDOW layers, all; in all of the passes before
+    likeness: Single  # [PASSES] scratch
+    nearest: Int  # [batch_slots, NEAREST] places, the most alike first, or NONE
+    weights: Single  # [batch_slots, NEAREST]
+
+
+NEAR, WHOLE, PREVIOUS = range(3)
+"""Rows of `Neighbours.alike`."""
+
+BACK, ON = range(2)
+"""Rows of `Neighbours.links`."""
+
+
+def no_passes(shape: Shape) -> Neighbours:
+    L, E, batch_slots = shape.layers, shape.experts, shape.batch_slots
+    return Neighbours(
+        used=np.zeros((PASSES, L, min(E, WIDTH)), np.int16),
+        lengths=np.zeros((PASSES, L), np.int64),
+        uses=np.zeros((L, E, PASSES), np.uint8),
+        links=np.full((2, PASSES), NONE),
+        serial=np.zeros(PASSES, np.int64),
+        last=np.zeros(1, np.int64),
+        request=np.tile(np.array([NONE, 0, 0, 0]), (batch_slots, 1)),
+        overlaps=np.zeros((batch_slots, WINDOW, PASSES), np.uint8),
+        sizes=np.zeros((batch_slots, WINDOW), np.int64),
+        alike=np.zeros((batch_slots, 3, PASSES), np.int32),
+        likeness=np.zeros(PASSES, np.float32),
+        nearest=np.full((batch_slots, NEAREST), NONE),
+        weights=np.zeros((batch_slots, NEAREST), np.float32),
+    )
+
+
+def begin_request(known: Neighbours, batch_slot: int) -> None:
+    known.request[batch_slot] = NONE, 0, 0, 0
+    known.alike[batch_slot] = 0
+    known.nearest[batch_slot] = NONE
+
+
+@compiled
+def begin_pass(known: Neighbours, batch_slot: int) -> None:
+    """A pass of the request begins, in the place of the oldest."""
+    request, alike, back, on = known.request[batch_slot], known.alike[batch_slot], known.links[BACK], known.links[ON]
+    known.last[0] += 1
+    place, before = (known.last[0] - 1) % PASSES, request[LATEST]
+    for layer in range(known.lengths.shape[1]):
+        for i in range(known.lengths[place, layer]):
+            known.uses[layer, known.used[place, layer, i], place] = 0
+        known.lengths[place, layer] = 0
+    if back[place] != NONE:
+        on[back[place]] = NONE
+    if on[place] != NONE:
+        back[on[place]] = NONE
+    if before == place:  # one pass of the request in all that is kept
+        before = NONE
+    back[place], on[place], known.serial[place] = before, NONE, known.last[0]
+    if before != NONE:
+        on[before] = place
+    for j in range(PASSES):
+        alike[PREVIOUS, j] = alike[WHOLE, back[j]] if back[j] != NONE else 0
+    for j in range(PASSES):
+        alike[NEAR, j] = alike[WHOLE, j] = 0
+    request[LATEST], request[ROUTED], request[BEFORE], request[EXPERTS] = place, 0, request[EXPERTS], 0
+    for row in range(WINDOW):
+        known.sizes[batch_slot, row] = 0
+        for j in range(PASSES):
+            known.overlaps[batch_slot, row, j] = 0
+
+
+@compiled
+def route(known: Neighbours, batch_slot: int, layer: int, experts: Int) -> None:
+    """The request's pass uses these experts of the layer: find the passes that are most like it."""
+    request, E = known.request[batch_slot], known.uses.shape[1]
+    place, row = request[LATEST], request[ROUTED] % WINDOW
+    request[ROUTED] += 1
+    request[EXPERTS] += len(experts)
+    overlap, sizes, alike = known.overlaps[batch_slot, row], known.sizes[batch_slot], known.alike[batch_slot]
+    near, whole, previous, likeness = alike[NEAR], alike[WHOLE], alike[PREVIOUS], known.likeness
+    for j in range(PASSES):
+        near[j] -= overlap[j]
+    for j in range(PASSES):
+        overlap[j] = 0
+    for expert in experts:
+        uses = known.uses[layer, expert % E]
+        for j in range(PASSES):
+            overlap[j] += uses[j]
+    for j in range(PASSES):
+        near[j] += overlap[j]
+        whole[j] += overlap[j]
+    sizes[row], window = len(experts), 0
+    for other in range(WINDOW):
+        window += sizes[other]
+    now, before = NOW / np.float32(max(1, window)), (np.float32(1.0) - NOW) / np.float32(max(1, request[BEFORE]))
+    for j in range(PASSES):
+        likeness[j] = now * np.float32(near[j]) + before * np.float32(previous[j])
+    likeness[place] = np.float32(-1.0)
+    _choose(likeness, known.nearest[batch_slot], known.weights[batch_slot])
+    for expert in experts:
+        if known.lengths[place, layer] < known.used.shape[2]:
+            known.used[place, layer, known.lengths[place, layer]] = expert % E
+            known.uses[layer, expert % E, place] = 1
+            known.lengths[place, layer] += 1
+
+
+@compiled
+def _choose(likeness: Single, nearest: Int, weights: Single) -> None:
+    """Fill `nearest` with the places of the greatest likeness, and `weights`."""
+    for n in range(NEAREST):
+        nearest[n], weights[n] = NONE, ZERO
+    least = ZERO
+    for j in range(PASSES):
+        if likeness[j] > least:
+            n = NEAREST - 1
+            while n > 0 and weights[n - 1] < likeness[j]:
+                nearest[n], weights[n] = nearest[n - 1], weights[n - 1]
+                n -= 1
+            nearest[n], weights[n] = j, likeness[j]
+            least = weights[NEAREST - 1]
+    for n in range(NEAREST):
+        weights[n] = np.exp(SHARPNESS * weights[n])
+
+
+@compiled
+def _lifts(total: float, lift: float, popular: Single, out: Single) -> None:
+    """In place: log odds over even ones of what neighbours of the weight `total` used, beside what is popular."""
+    whole, even = np.float32(total) + PRIOR, np.float32(1.0 / lift)
+    a, b = np.float32(lift) / whole, PRIOR / whole
+    for e in range(len(out)):
+        times = a * out[e] + b * popular[e]
+        out[e] = np.true_divide(times * (ONE - even), max(ONE - times * even, LEAST))
+    near_log(out, ONE, EPS)
+
+
+@compiled
+def after(known: Neighbours, batch_slot: int, layer: int, lift: float, popular: Single, out: Single) -> None:
+    """Fill out [spans, E] with the evidence of what was used after the neighbours. lift: experts by those of a pass."""
+    for span in range(len(SPANS) - 1):
+        for e in range(out.shape[1]):
+            out[span, e] = ZERO
+    for span in range(len(SPANS) - 1):
+        total = ZERO
+        for n in range(NEAREST):
+            place, weight = known.nearest[batch_slot, n], known.weights[batch_slot, n]
+            for later in range(SPANS[span + 1]):
+                if place == NONE:
+                    break
+                place = known.links[ON, place]
+                if place != NONE and later >= SPANS[span] and known.lengths[place, layer]:
+                    total += weight
+                    for i in range(known.lengths[place, layer]):
+                        out[span, known.used[place, layer, i]] += weight
+        _lifts(float(total), lift, popular, out[span])
+
+
+@compiled
+def here(known: Neighbours, batch_slot: int, layer: int, lift: float, popular: Single, out: Single) -> None:
+    """Fill out [E] with the evidence of what the neighbours used in a layer that the pass at hand has not reached."""
+    total = ZERO
+    for e in range(len(out)):
+        out[e] = ZERO
+    for n in range(NEAREST):
+        place, weight = known.nearest[batch_slot, n], known.weights[batch_slot, n]
+        if place != NONE and known.lengths[place, layer]:
+            total += weight
+            for i in range(known.lengths[place, layer]):
+                out[known.used[place, layer, i]] += weight
+    _lifts(float(total), lift, popular, out)
