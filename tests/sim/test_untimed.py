@@ -1,11 +1,13 @@
 """Counts without a clock: against simulators that this project did not write, and against a machine without time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import Shape, parse
+from policies.core import Shape, available, parse
 from sim.engines import count, untimed
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import play
@@ -13,7 +15,7 @@ from sim.loop import RunLog, gpu_run, joined
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.strategies import traces
 from tests.support.untimed_oracle import SHARED, accesses, oracle_misses
-from traces import DECODE, RequestSteps
+from traces import DECODE, RequestSteps, Trace
 from traces.importers import import_dump
 from traces.synthetic import synthetic
 
@@ -176,3 +178,34 @@ def test_counts_are_those_of_a_machine_that_takes_no_time(policy, trace, slots, 
     timed = simulate(gpu_run(requests, shape, slots, parse(policy).without_prefetch(), *machine))
     for column in ("hits", "misses", "demand_transfers", "evictions"):
         assert getattr(log, column).tolist() == getattr(timed, column).tolist(), column
+
+
+CAUSAL = [info.name for info in available() if info.kind in ("retention", "pair") and not info.oracle]
+CAUSAL.remove("static")  # it needs a profile, and learns nothing
+
+
+def victims(trace: Trace, policy: str) -> list[int]:
+    requests = [trace.steps(i) for i in range(len(trace.requests))]
+    return count(requests, trace.layers, trace.num_experts, 12, parse(policy)).evictions.tolist()
+
+
+def with_another_second_half(policy: str) -> tuple[list[int], list[int], list[int]]:
+    """Victims in the first half of a trace alone, and in all of it, with two second halves."""
+    trace = synthetic(4, 60, 3, 16, 2, seed=2, prompt_tokens=4)
+    other, half = trace.experts.copy(), len(trace.experts) // 2
+    other[half:] = 15 - other[half:]
+    first = trace.head(2)
+    assert len(first.experts) == half
+    return victims(first, policy), victims(trace, policy), victims(replace(trace, experts=other), policy)
+
+
+@pytest.mark.parametrize("policy", CAUSAL)
+def test_what_comes_later_changes_no_victim_before(policy):
+    first, whole, another = with_another_second_half(policy)
+    assert whole[: len(first)] == another[: len(first)] == first
+    assert whole != another
+
+
+def test_what_comes_later_changes_the_victims_of_an_oracle():
+    first, whole, another = with_another_second_half("belady")
+    assert whole[: len(first)] != another[: len(first)]
