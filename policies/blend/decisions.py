@@ -122,7 +122,7 @@ def nothing_known(shape: Shape, distance: float, depth: int, later: float) -> Bl
 
 def learned(own: Blend) -> Learned:
     """Return what a profile keeps: what the run has taught, and no request's own."""
-    passes, of_all = own.known.passes, ("used", "lengths", "uses", "links", "serial", "last")
+    passes, of_all = own.known.passes, ("used", "uses", "links", "serial", "last")
     return {
         "rows": own.known.rows,
         "sums": own.known.layers,

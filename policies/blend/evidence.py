@@ -127,8 +127,9 @@ def _follow(known: Evidence, batch_slot: int, layer: int, experts: Int) -> None:
     before = passes.links[BACK, passes.request[batch_slot, LATEST]]
     if before == NONE:
         return
-    for i in range(passes.lengths[before, layer]):
-        row = known.followers[layer, passes.used[before, layer, i]]
+    used = passes.used[layer, before]
+    for i in range(1, used[0] + 1):
+        row = known.followers[layer, used[i]]
         for e in range(E + 1):
             row[e] *= ONE - FOLLOW_RATE
         for expert in experts:

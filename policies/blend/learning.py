@@ -155,8 +155,9 @@ def _label(own: Learning, passes: Neighbours, layer: int, step: int, span: int) 
         place = own.leaders[PLACE, (step + later) % HORIZON]
         if passes.serial[place] != own.leaders[SERIAL, (step + later) % HORIZON]:
             return False
-        for i in range(passes.lengths[place, layer]):
-            e = passes.used[place, layer, i]
+        used = passes.used[layer, place]
+        for i in range(1, used[0] + 1):
+            e = used[i]
             if later <= ENDS[span]:
                 labels[e] = EARLIER
             elif labels[e] == UNUSED:

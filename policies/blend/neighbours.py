@@ -28,7 +28,7 @@ SHARPNESS = np.float32(14.0)
 SPANS = (0, 1, 2, 4, 8)
 """Passes after a neighbour, each span from one more than the one before."""
 
-WIDTH = 32
+WIDTH = 31
 """Experts of a layer that are noted of a pass at most: more than a decoded token uses, all of a few drafted ones."""
 
 PRIOR = np.float32(4.0 * np.exp(14.0 * 0.3))
@@ -51,8 +51,7 @@ LEAST = np.float32(0.01)
 class Neighbours(NamedTuple):
     """Passes by their place, which is taken in turn; and the likeness of each to the pass of each request at hand."""
 
-    used: NDArray[np.int16]  # [PASSES, L, WIDTH] experts, numbered within their layer
-    lengths: Int  # [PASSES, L] how many of these
+    used: NDArray[np.int16]  # [L, PASSES, 1 + WIDTH] how many experts, and these, numbered within their layer
     uses: NDArray[np.uint8]  # [L, E, PASSES] 1 where the pass used the expert
     links: Int  # [2, PASSES] the same request's pass before, and after, or NONE
     serial: Int  # [PASSES] number of the pass, from 1
@@ -78,8 +77,7 @@ BACK, ON = range(2)
 def no_passes(shape: Shape) -> Neighbours:
     L, E, batch_slots = shape.layers, shape.experts, shape.batch_slots
     return Neighbours(
-        used=np.zeros((PASSES, L, min(E, WIDTH)), np.int16),
-        lengths=np.zeros((PASSES, L), np.int64),
+        used=np.zeros((L, PASSES, 1 + min(E, WIDTH)), np.int16),
         uses=np.zeros((L, E, PASSES), np.uint8),
         links=np.full((2, PASSES), NONE),
         serial=np.zeros(PASSES, np.int64),
@@ -106,10 +104,11 @@ def begin_pass(known: Neighbours, batch_slot: int) -> None:
     request, alike, back, on = known.request[batch_slot], known.alike[batch_slot], known.links[BACK], known.links[ON]
     known.last[0] += 1
     place, before = (known.last[0] - 1) % PASSES, request[LATEST]
-    for layer in range(known.lengths.shape[1]):
-        for i in range(known.lengths[place, layer]):
-            known.uses[layer, known.used[place, layer, i], place] = 0
-        known.lengths[place, layer] = 0
+    for layer in range(known.used.shape[0]):
+        used = known.used[layer, place]
+        for i in range(1, used[0] + 1):
+            known.uses[layer, used[i], place] = 0
+        used[0] = 0
     if back[place] != NONE:
         on[back[place]] = NONE
     if on[place] != NONE:
@@ -158,11 +157,12 @@ def route(known: Neighbours, batch_slot: int, layer: int, experts: Int) -> None:
         likeness[j] = now * np.float32(near[j]) + before * np.float32(previous[j])
     likeness[place] = np.float32(-1.0)
     _choose(likeness, known.nearest[batch_slot], known.weights[batch_slot])
+    used = known.used[layer, place]
     for expert in experts:
-        if known.lengths[place, layer] < known.used.shape[2]:
-            known.used[place, layer, known.lengths[place, layer]] = expert % E
+        if used[0] < len(used) - 1:
+            used[0] += 1
+            used[used[0]] = expert % E
             known.uses[layer, expert % E, place] = 1
-            known.lengths[place, layer] += 1
 
 
 @compiled
@@ -197,6 +197,7 @@ def _lifts(total: float, lift: float, popular: Single, out: Single) -> None:
 @compiled
 def after(known: Neighbours, batch_slot: int, layer: int, lift: float, popular: Single, out: Single) -> None:
     """Fill out [spans, E] with the evidence of what was used after the neighbours. lift: experts by those of a pass."""
+    used = known.used[layer]
     for span in range(len(SPANS) - 1):
         for e in range(out.shape[1]):
             out[span, e] = ZERO
@@ -208,23 +209,23 @@ def after(known: Neighbours, batch_slot: int, layer: int, lift: float, popular: 
                 if place == NONE:
                     break
                 place = known.links[ON, place]
-                if place != NONE and later >= SPANS[span] and known.lengths[place, layer]:
+                if place != NONE and later >= SPANS[span] and used[place, 0]:
                     total += weight
-                    for i in range(known.lengths[place, layer]):
-                        out[span, known.used[place, layer, i]] += weight
+                    for i in range(1, used[place, 0] + 1):
+                        out[span, used[place, i]] += weight
         _lifts(float(total), lift, popular, out[span])
 
 
 @compiled
 def here(known: Neighbours, batch_slot: int, layer: int, lift: float, popular: Single, out: Single) -> None:
     """Fill out [E] with the evidence of what the neighbours used in a layer that the pass at hand has not reached."""
-    total = ZERO
+    used, total = known.used[layer], ZERO
     for e in range(len(out)):
         out[e] = ZERO
     for n in range(NEAREST):
         place, weight = known.nearest[batch_slot, n], known.weights[batch_slot, n]
-        if place != NONE and known.lengths[place, layer]:
+        if place != NONE and used[place, 0]:
             total += weight
-            for i in range(known.lengths[place, layer]):
-                out[known.used[place, layer, i]] += weight
+            for i in range(1, used[place, 0] + 1):
+                out[used[place, i]] += weight
     _lifts(float(total), lift, popular, out)

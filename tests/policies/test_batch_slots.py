@@ -48,7 +48,7 @@ def passes_of(passes, place):
     """A pass and those of its request before it, the latest first."""
     routed = []
     while place >= 0:
-        routed.append(chosen_so_far(passes.used, passes.lengths, place))
+        routed.append([used[1 : 1 + used[0]].tolist() for used in passes.used[:, place]])
         place = passes.links[neighbours.BACK, place]
     return routed
 
