@@ -7,16 +7,14 @@ experts. `Foresight` is LRU that knows which experts the next tokens will use: w
 """
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from policies import Event, ScorePolicy, Shape, make_policy
 from policies.core.policy import Requests
 from sim import sweep
 from sim.board.cases import SIZES, cards_of
-from traces import Trace
 from traces.board import Card
-from traces.reader import RUN
 
 POLICIES = ["lrfu", "lfu-aged", "arc", "s3fifo", "eamc", "eamc-blend"]
 TOKENS = (1, 2, 4, 8)
@@ -84,8 +82,7 @@ INFORMATION = {
     "how lately an expert was used (`lru`)": "lru",
     "and how often (`lrfu`)": "lrfu",
     "earlier requests, or parts of this one, that are like it (`eamc`)": "eamc",
-    "what follows what, and the request's shares (`eamc-blend` without ids)": "without ids",
-    "ids of tokens as well (`eamc-blend`)": "eamc-blend",
+    "what was used after passes that are like this one (`eamc-blend`)": "eamc-blend",
     "the experts of the next token (foresight)": "Foresight:tokens=1",
     "of the next 4 tokens": "Foresight:tokens=4",
     "of the next 8 tokens": "Foresight:tokens=8",
@@ -93,17 +90,13 @@ INFORMATION = {
 }
 
 
-def worth(card: Card, size: str = "25%") -> dict[str, float | None]:
+def worth(card: Card, size: str = "25%") -> dict[str, float]:
     """Return the share of the gap closed in hits from cold, by what a policy knows."""
-    foreseeing, trace = [make_policy(Foresight, tokens=n) for n in (1, 4, 8)], Trace.read(card.folder, RUN)
+    foreseeing = [make_policy(Foresight, tokens=n) for n in (1, 4, 8)]
     found = sweep(
         card.folder, ["lru", "lrfu", "eamc", "eamc-blend", *foreseeing, "belady"], [size], untimed=True, cold=True
     ).frame
-    shares = dict(zip(found.policy, found.gap_hits, strict=True))
-    if trace.token_id is None:
-        return {**shares, "without ids": shares["eamc-blend"], "eamc-blend": None}
-    blind = sweep(replace(trace, token_id=None), ["lru", "eamc-blend", "belady"], [size], untimed=True, cold=True).frame
-    return {**shares, "without ids": dict(zip(blind.policy, blind.gap_hits, strict=True))["eamc-blend"]}
+    return dict(zip(found.policy, found.gap_hits, strict=True))
 
 
 def shown(value: float | None) -> str:
