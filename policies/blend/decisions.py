@@ -82,6 +82,7 @@ class Blend(NamedTuple):
     learning: Learning  # the weights
     keep: Float  # [>= 1, L*E]
     predicted: Single  # [2, L, E]
+    cached: Float  # [L, E] row CACHED of the keep scores when the latest event was looked up, in layers to come
     guesses: Float  # [GUESSED, L, MADE, E] of each kind the latest at each layer
     made: Int  # [GUESSED, L] how many
     trust: Float  # [2, GUESSED]
@@ -104,6 +105,7 @@ def nothing_known(shape: Shape, distance: float, depth: int, later: float) -> Bl
         learning=learning.nothing_learned(shape),
         keep=np.zeros((3, shape.total)),
         predicted=np.zeros((2, shape.layers, shape.experts), np.float32),
+        cached=np.zeros((shape.layers, shape.experts)),
         guesses=np.zeros((GUESSED, shape.layers, MADE, shape.experts)),
         made=np.zeros((GUESSED, shape.layers), np.int64),
         trust=np.array([[0.0] * GUESSED, [UNSHIFTED] * GUESSED]),
@@ -191,7 +193,7 @@ def _set_aside(own: Blend) -> None:
 @compiled
 def observe(own: Blend, event: Event) -> None:
     """Learn from the event, and score its layer's experts again."""
-    layer = event.layer
+    layer, (L, E) = event.layer, own.cached.shape
     begin_step(own, event)
     if len(event.experts) == 0:
         return
@@ -200,6 +202,10 @@ def observe(own: Blend, event: Event) -> None:
         first, last = event.offsets[r], event.offsets[r + 1]
         experts, counts = event.own_experts[first:last], event.own_counts[first:last]
         _learn(own, event.batch_slots[r], r == 0, layer, experts, counts)
+    for ahead in range(1, min(own.depth, L) + 1):
+        upcoming = (layer + ahead) % L
+        for e in range(E):
+            own.cached[upcoming, e] = own.keep[CACHED, upcoming * E + e]
 
 
 @compiled
@@ -345,7 +351,7 @@ def _guess(own: Blend, kind: int, layer: int, odds: Single, least: float, picked
     Those that the gate picks have `picked_odds` at least.
     """
     guesses, picks, n = own.guesses[kind, layer], own.gate[layer], 0
-    cached, from_ = own.keep[CACHED, layer * len(odds) : (layer + 1) * len(odds)], least - REACH
+    cached, from_ = own.cached[layer], least - REACH
     for e in range(len(odds)):
         likely = odds[e]
         if picked_odds > likely and picks[e] > 0.0:
