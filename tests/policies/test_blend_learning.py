@@ -59,8 +59,8 @@ def test_one_answer_moves_the_weights_by_one_step_of_newtons_method_and_the_bias
     sampled = np.arange(E) % SAMPLED == 0
     spread = SAMPLED * sampled * chance * (1 - chance)
     curvature = np.diag(PRIOR) + (evidence * spread) @ evidence.T
-    step = np.linalg.solve(curvature, evidence @ (used - chance))
-    assert own.weights[PASS] == pytest.approx(WEIGHTS[PASS] + step, rel=1e-3, abs=1e-5)
+    newton = np.linalg.solve(curvature, evidence @ (used - chance))
+    assert own.weights[PASS] == pytest.approx(WEIGHTS[PASS] + newton, rel=1e-3, abs=1e-5)
     bias = (used - chance).sum() / (BIAS_PRIOR + (chance * (1 - chance)).sum())
     assert own.biases[BIAS, PASS, 0] == pytest.approx(bias, rel=1e-3)
 

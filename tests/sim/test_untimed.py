@@ -186,7 +186,7 @@ CAUSAL.remove("static")  # it needs a profile, and learns nothing
 
 def victims(trace: Trace, policy: str) -> list[int]:
     requests = [trace.steps(i) for i in range(len(trace.requests))]
-    return count(requests, trace.layers, trace.num_experts, 12, parse(policy)).evictions.tolist()
+    return [int(each) for each in count(requests, trace.layers, trace.num_experts, 12, parse(policy)).evictions]
 
 
 def with_another_second_half(policy: str) -> tuple[list[int], list[int], list[int]]:
