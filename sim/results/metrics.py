@@ -164,7 +164,7 @@ class Summary:
             name: np.zeros(len(requests), np.int64)
             for name in (*_OF_REQUEST, *_LOOKED_UP, *(f"decode_{name}" for name in _LOOKED_UP))
         }
-        self._begun = np.empty(0, np.int64)  # requests
+        self._begun = np.zeros(len(requests), np.bool_)  # by request
         self._shared = False  # whether a step had several requests
         self._unused = 0  # prefetched experts that steps which do not count left in the cache
 
@@ -192,7 +192,9 @@ class Summary:
         step, request, tokens, latency, waited, rejected, prefills = (
             getattr(rows, name)[~warm] for name in _REQUEST_COLUMNS
         )
-        begun = len(self._seen(rows.request))
+        seen = np.unique(rows.request)
+        begun = np.count_nonzero(~self._begun[seen])
+        self._begun[seen] = True
         prefill, kept = (log.phase[step] == PREFILL) | (prefills > 0), tokens - rejected
         # A request's first token comes as long after its arrival as it waited, and its prefill took.
         waits = np.where(prefill, waited, 0)
@@ -211,12 +213,6 @@ class Summary:
                 np.add.at(self._of_request[name], request, looked_up)
                 np.add.at(self._of_request[f"decode_{name}"], request, looked_up * (log.phase[step] == DECODE))
         return begun
-
-    def _seen(self, requests: Int) -> Int:
-        """Return which of these requests come for the first time."""
-        new = np.setdiff1d(requests, self._begun)
-        self._begun = np.union1d(self._begun, new)
-        return new
 
     def row(self) -> Row:
         """Return the run's row. Raise InputError where every step with a token has a warm-up request."""
