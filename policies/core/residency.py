@@ -167,7 +167,7 @@ class PolicyResidency:
         self.one_scale = one_scale and scored
         self._total = shape.total
         self.keep = keep = policy.keep[:] if isinstance(policy, ScorePolicy) else np.zeros((KEEP_ROWS, shape.total))
-        self.proposals = np.full((2, shape.total), core.NOT_PROPOSED)
+        self.proposals = core.new_proposals(shape.total)
         declared = vars(type(policy)).get("compiled")  # a class that inherits it may write scores of its own
         in_order = scored and bool(declared and declared.in_order) and not policy.observes
         self.m = m = core.new(shape.total, partitions, in_order, sizes)

@@ -2,10 +2,11 @@
 
 All integers of a residency live in one array, so that a call from Python unboxes one array and costs well under a
 microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats are the policy's keep scores,
-`keep`, float64[2 or more, L*E], and its proposals, `proposals`, float64[2, L*E]: the priority of every expert in the
-latest proposal of an even and of an odd number, NOT_PROPOSED of the others. Caches that are run together share these:
-of their own they have the number of the proposal in force, so that a proposal of hundreds of experts costs each of them
-no more than the few that it fetches. `policies/core/residency.py` has their class, and the theory of operation.
+`keep`, float64[2 or more, L*E], and its proposals, `proposals`, float64[4, L*E]: the priority of every expert in the
+latest proposal of an even and of an odd number, NOT_PROPOSED of the others, and two more rows with the lowest id of each
+and the one behind its highest. Caches that are run together share these: of their own they have the number of the
+proposal in force, so that a proposal of hundreds of experts costs each of them no more than the few that it fetches.
+`policies/core/residency.py` has their class, and the theory of operation.
 
 The slots are divided into partitions, contiguous ranges of them, each for a contiguous range of experts (one for all,
 or one for each layer): a free slot, and a victim, are of the expert's partition. Room is counted in slots, of which
@@ -31,19 +32,21 @@ STATE, SLOT, WANTED, UNUSED, LEFT, PARTITION, KIND, SIZE, BELOW, BEFORE, AFTER =
 FIRST, END, FREE = range(11, 14)
 # by kind (experts of one partition and size; SHUT: the attempt that found no slot for them);
 SHUT = 14
-# by slot (the expert that holds it, or -1); by place in a queue; and single numbers:
-HELD, DEMANDS, HITS, VICTIMS, ONE = range(15, 20)
-ROWS = 20
+# by slot (the expert that holds it, or -1); by place in a queue; by block of experts; and single numbers:
+HELD, DEMANDS, HITS, VICTIMS, GREATEST, ONE = range(15, 21)
+ROWS = 21
 
 # States of an expert. WANTED marks one that the current event looked up and has not computed yet (ON_GPU or ON_HOST
 # says where it will be), so a pin is READY and WANTED; UNUSED one that was prefetched and not looked up since;
-# LEFT the proposal in force when it last left the cache; BELOW one that the tier below can give.
+# LEFT the proposal in force when it last left the cache; BELOW one that the tier below can give. From the first
+# search in a proposal on, no queued prefetch of a block has a `rank` above GREATEST.
 ON_GPU, ON_HOST = 1, 2
 
 # Single numbers, m[ONE, ...]
 # (LISTS: the column at which the first partition's list begins and ends, or 0 where residents are not listed)
 SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, LOWEST, ACTIVE, PAUSED, LANDING = range(12)
-# (PROPOSAL: the number of the one in force; its experts that may be queued have ids from LOWEST to HIGHEST - 1)
+# (PROPOSAL: the number of the one in force; its experts that may be queued have ids from LOWEST to HIGHEST - 1;
+# SEARCHED: the latest proposal that was searched)
 # (SIZED: whether a cache is given in bytes, else every SIZE is 1; EVICTED: how many victims of the latest
 # transfer m[VICTIMS] then holds; PARTIAL: whether the tier below may lack experts, else the row BELOW is not looked at;
 # ASKED: the address of a policy that names its victims in Python (`policies.core.calling`); whether it also HEARS of
@@ -58,7 +61,8 @@ N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = ra
 DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(33, 36)
 COUNTERS = slice(N_HITS, WASTED_ROOM + 1)
 SCORES = 36  # the address of the keep scores (`policies.core.calling.Scores`)
-WIDTH = 37  # columns that row ONE needs
+SEARCHED = 37
+WIDTH = 38  # columns that row ONE needs
 
 NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is there for it
@@ -205,23 +209,32 @@ def computed_hits(m: Int, first: int, last: int) -> None:
         m[WANTED, m[HITS, i]] = 0
 
 
+def new_proposals(total: int) -> Float:
+    """Two empty proposals, for a model of `total` experts."""
+    proposals = np.full((4, max(total, 2)), NOT_PROPOSED)
+    proposals[2:] = 0
+    return proposals
+
+
 @compiled
-def write_proposal(proposals: Float, number: int, experts: Int, priorities: Float) -> tuple[int, int]:
-    """Rule 4: write down the proposal of this number, for all caches of a run; its ids are from, and to."""
-    row, lowest, highest = proposals[number & 1], len(proposals[0]), NO_EXPERT
-    row[:] = NOT_PROPOSED
+def write_proposal(proposals: Float, number: int, experts: Int, priorities: Float) -> None:
+    """Rule 4: write down the proposal of this number, for all caches of a run, in place of the one before the last."""
+    row, span, lowest, highest = proposals[number & 1], proposals[2 + (number & 1)], len(proposals[0]), NO_EXPERT
+    row[int(span[0]) : int(span[1])] = NOT_PROPOSED
     for i in range(len(experts)):
         row[experts[i]] = priorities[i] + 0.0  # of zeros, which are equal, the positive one
     for i in range(len(experts)):
         lowest, highest = min(lowest, experts[i]), max(highest, experts[i])
-    return lowest, highest + 1
+    span[0], span[1] = lowest, highest + 1
 
 
 @compiled
-def take_proposal(m: Int, lowest: int, highest: int) -> None:
+def take_proposal(m: Int, proposals: Float) -> None:
     """Rule 4: the next proposal replaces the queued prefetches; what is READY, LOADING or demanded is left out."""
-    m[ONE, PROPOSAL] += 1
-    m[ONE, LOWEST], m[ONE, HIGHEST] = lowest, highest
+    one = m[ONE]
+    one[PROPOSAL] += 1
+    span = proposals[2 + (one[PROPOSAL] & 1)]
+    one[LOWEST], one[HIGHEST] = int(span[0]), int(span[1])
 
 
 @inlined
@@ -233,8 +246,8 @@ def clear_queue(m: Int) -> None:
 @compiled
 def propose(m: Int, proposals: Float, experts: Int, priorities: Float) -> None:
     """Rule 4, for a cache by itself."""
-    lowest, highest = write_proposal(proposals, m[ONE, PROPOSAL] + 1, experts, priorities)
-    take_proposal(m, lowest, highest)
+    write_proposal(proposals, m[ONE, PROPOSAL] + 1, experts, priorities)
+    take_proposal(m, proposals)
 
 
 @inlined
@@ -278,10 +291,13 @@ def best_queued(m: Int, proposals: Float) -> int:
     one = m[ONE]
     state, left, number, bits = m[STATE], m[LEFT], one[PROPOSAL], proposals[one[PROPOSAL] & 1].view(np.int64)
     kind, shut, attempt, below, partial = m[KIND], m[SHUT], one[ATTEMPT], m[BELOW], one[PARTIAL]
-    best, highest = NO_EXPERT, RANK_NOT_PROPOSED
+    best, highest, greatest = NO_EXPERT, RANK_NOT_PROPOSED, m[GREATEST]
     for first in range(one[LOWEST], one[HIGHEST], BLOCK):
-        last = min(first + BLOCK, one[HIGHEST])
-        if greatest_queued(state[first:last], left[first:last], number, bits[first:last]) <= highest:
+        last, block = min(first + BLOCK, one[HIGHEST]), first // BLOCK
+        if one[SEARCHED] == number and greatest[block] <= highest:
+            continue
+        greatest[block] = greatest_queued(state[first:last], left[first:last], number, bits[first:last])
+        if greatest[block] <= highest:
             continue
         for expert in range(first, last):
             if (
@@ -292,6 +308,7 @@ def best_queued(m: Int, proposals: Float) -> int:
                 and (below[expert] or not partial)
             ):
                 best, highest = expert, rank(bits[expert])
+    one[SEARCHED] = number
     return best
 
 

@@ -226,7 +226,6 @@ class Engine:
             proposal=self.proposal.address,
             ids=proposal.ids,
             priorities=proposal.priorities,
-            span=np.zeros(2, np.int64),
         )
 
     def play(self, ended: Sequence[Ended]) -> None:

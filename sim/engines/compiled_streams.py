@@ -134,7 +134,6 @@ class Plan(NamedTuple):
     proposal: int  # room for one, of which these are the arrays
     ids: Int  # [L*E]
     priorities: Float  # [L*E]
-    span: Int  # [2] from which id to which, exclusive
 
 
 @inlined
@@ -559,7 +558,7 @@ def write_proposal(run: Streams, plan: Plan, n_proposed: int) -> None:
     """Rule 4: write down what has been proposed, for all cells of `run`'s engine, which take it when it arrives."""
     number = run.m[core.ONE, core.PROPOSAL] + 1
     ids, priorities = plan.ids[:n_proposed], plan.priorities[:n_proposed]
-    plan.span[0], plan.span[1] = core.write_proposal(run.proposals, number, ids, priorities)
+    core.write_proposal(run.proposals, number, ids, priorities)
 
 
 @inlined
@@ -599,7 +598,7 @@ def compute_layer(run: Streams, plan: Plan, routing: Routing, durations: Duratio
     n, expert_ns, fetches = run.n, durations.expert[layer], plan.fetches != 0
     first, hits, others = routing.offsets[step * durations.dense.shape[1] + layer], n.event_hits, n.event_others
     if fetches:
-        core.take_proposal(run.m, plan.span[0], plan.span[1])
+        core.take_proposal(run.m, run.proposals)
     if hits:
         compute_hits(run, routing, expert_ns, first, hits)
     if others or fetches or len(run.tiers):
@@ -677,8 +676,9 @@ def run_steps(
         if plan.at_start:
             write_proposal(one, plan, decide_at_start(one, plan, routing, step))
             for c in range(K):
-                core.take_proposal(like(cells[c], some).m, plan.span[0], plan.span[1])
-                act_at_once(like(cells[c], some))
+                run = like(cells[c], some)
+                core.take_proposal(run.m, run.proposals)
+                act_at_once(run)
         for layer in range(L):
             for c in range(K):
                 route_layer(like(cells[c], some), routing, durations, step, layer)
