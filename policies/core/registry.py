@@ -44,6 +44,7 @@ BUILT_IN = (
     "prefetch.gate",
     "retention.multi_criteria",
     "retention.class_lru",
+    "prefetch.lookahead",
 )
 """Modules of this package that register policies."""
 

@@ -48,7 +48,7 @@ def begin(shape: Shape, options: Limits) -> Horizon:
 
 
 @compiled
-def _next(seen: Horizon, event: Event, distance: int, ids: Int, priorities: Float, n: int, priority: float) -> int:
+def add_next(seen: Horizon, event: Event, distance: int, ids: Int, priorities: Float, n: int, priority: float) -> int:
     """Add what the requests choose `distance` events after this one, each expert once in a proposal; how many then."""
     for r in range(len(event.batch_slots)):
         batch_slot = event.batch_slots[r]
@@ -73,7 +73,7 @@ def propose(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
         left = seen.ends[event.batch_slots[r]] - event.steps[r] * seen.layers - event.layer - 1
         farthest = max(farthest, min(left, seen.horizon))
     for distance in range(1, farthest + 1):
-        n = _next(seen, event, distance, ids, priorities, n, -distance)
+        n = add_next(seen, event, distance, ids, priorities, n, -distance)
         if n == len(seen.stamps):
             break
     return n
@@ -83,7 +83,7 @@ def propose(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
 def propose_layer(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with all experts of the next layer, at one priority; how many."""
     seen.proposals[0] += 1
-    return _next(seen, event, 1, ids, priorities, 0, 1.0) if event.layer < seen.layers - 1 else 0
+    return add_next(seen, event, 1, ids, priorities, 0, 1.0) if event.layer < seen.layers - 1 else 0
 
 
 class Foreseeing(Prefetcher):
@@ -97,8 +97,12 @@ class Foreseeing(Prefetcher):
     def foresee(self, requests: Requests) -> None:
         self._requests = requests
 
+    def routing(self, request: int) -> RequestSteps:
+        """Return what is known of a request."""
+        return self._requests[request]
+
     def begin_request(self, request: int, batch_slot: int) -> None:
-        self._running[batch_slot] = self._requests[request]
+        self._running[batch_slot] = self.routing(request)
         offsets, experts = [NO_INTS], [NO_INTS]
         for place, running in enumerate(self._running):
             self.state.starts[place] = sum(map(len, offsets)), sum(map(len, experts))

@@ -4,9 +4,13 @@ All of it follows from the rows of results.parquet and, for intervals, those of 
 sweep, `of_run` of one run, `of_pairs` of comparisons.
 """
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import geometric_mean
+
+import numpy as np
 
 from policies.core.grammar import policy_title
 from sim.quantities import show_memory, show_ms, show_share
@@ -31,18 +35,21 @@ UNITS = {"a GiB": 2**30, "100 MiB": 100 * 2**20, "a MiB": 2**20}
 def sentences(rows: Sequence[Row], runs: Sequence[SweptRun]) -> list[str]:
     """Return the answer of a sweep: rows of results.parquet, and the same runs with their requests, as far as known."""
     by = winner.metric(rows)
-    if all(row["oracle"] for row in rows):
-        return ["Only oracles were run, which know the future: there is nothing to choose."]
     whole, best = list(_whole(rows[0], by)), winner.best_of_sizes(rows, by)
+    predicted = list(_lookahead(rows, best))
+    if all(row["oracle"] for row in rows):
+        return ["Only oracles were run, which know the future: there is nothing to choose.", *predicted]
     if not best:
         card = rows[0]["hardware"]
         return [f"None of these caches fits {card} beside dense weights and KV cache: nothing to choose."]
     chosen = best[_knee(best, by) or -1]
     if len({row["policy"] for row in rows if not row["oracle"]}) == 1:
         name = chosen["policy"]
-        return [*whole, _gain(chosen, runs, by, f" under {name}"), *_memory(best, by), *_misses(best, name)]
+        answer = [*whole, _gain(chosen, runs, by, f" under {name}"), *_memory(best, by), *_misses(best, name)]
+        return [*answer, *predicted]
     gain = f"{_gain(chosen, runs, by)}{_too_dear(rows, chosen, by)}"
-    return [*whole, _fastest(best, by, bool(whole)), gain, *_memory(best, by), *_misses(best, "the best policy")]
+    misses = _misses(best, "the best policy")
+    return [*whole, _fastest(best, by, bool(whole)), gain, *_memory(best, by), *misses, *predicted]
 
 
 def joint(tables: Sequence[Sequence[Row]]) -> list[str]:
@@ -245,6 +252,33 @@ def _misses(best: Sequence[Row], under: str) -> Iterator[str]:
 def _moved(row: Row) -> float:
     """Return the share of lookups whose expert was not kept: misses, and first uses of what was prefetched."""
     return float(row["misses"] + row["prefetch_used"]) / float(row["lookups"])
+
+
+def _lookahead(rows: Sequence[Row], best: Sequence[Row]) -> Iterator[str]:
+    """Yield from which recall on a predictor of the next layers pays, by size; between recalls time is linear."""
+    beside = {row["cache_experts"]: row for row in best}
+    swept: dict[tuple[int, str], dict[float, list[Row]]] = {}
+    for row in rows:
+        prefetch = json.loads(row["options"])["prefetch"]
+        if prefetch["name"] == "lookahead" and row["gap_latency"] is not None:
+            policy = re.sub(":(recall|seed)=[^:@/]*", "", row["policy"])
+            swept.setdefault((row["cache_experts"], policy), {}).setdefault(prefetch["recall"], []).append(row)
+    for (size, policy), by_recall in swept.items():
+        other = beside.get(size)
+        recalls = sorted(by_recall)
+        closed = [np.mean([row["gap_latency"] for row in by_recall[recall]]) for recall in recalls]
+        gains = np.array(closed) - (other["gap_latency"] if other else 0.0)
+        lost = np.flatnonzero(gains <= 0)
+        if not len(lost):
+            when = f"from a recall of {recalls[0]:g} on, the least that was run"
+        elif lost[-1] == len(recalls) - 1:
+            when = f"at no recall up to {recalls[-1]:g}, the highest that was run"
+        else:
+            last = lost[-1] + np.arange(2)
+            when = f"from a recall of {np.interp(0, gains[last], np.array(recalls)[last]):.2f} on"
+        name = other["policy"] if other else "lru"
+        share = _share(by_recall[recalls[0]][0])
+        yield f"At {share} {policy_title(policy, True)} is faster than {name} {when}."
 
 
 def _share(row: Row) -> str:

@@ -60,7 +60,7 @@ def at_play(state, batch_slot):
 
 
 def built(name: str, batch_slots: int) -> tuple[ScorePolicy, Prefetcher]:
-    prefetches = name in ("previous", "markov", "oracle", "oracle1", "gate", "popular", "all")
+    prefetches = name in ("previous", "markov", "oracle", "oracle1", "lookahead", "gate", "popular", "all")
     keeper, prefetcher = parse(f"lru+{name}" if prefetches else name).build(Shape(L, E, batch_slots))
     assert isinstance(keeper, ScorePolicy)
     for half in (keeper, prefetcher):
@@ -118,7 +118,9 @@ def test_what_is_a_requests_own_is_as_if_it_ran_alone(name):
     assert events == 2 * L * 8
 
 
-@pytest.mark.parametrize("name", ["previous", "oracle", "oracle1", "oracle:horizon=9"])
+@pytest.mark.parametrize(
+    "name", ["previous", "oracle", "oracle1", "oracle:horizon=9", "lookahead:recall=0.5:distance=2"]
+)
 def test_what_a_request_alone_decides_is_proposed_as_if_it_ran_alone(name):
     together = built(name, 2) if ":" not in name else built(f"lru+{name}", 2)
     single = [built(name, 1) if ":" not in name else built(f"lru+{name}", 1) for _ in range(2)]
@@ -187,7 +189,7 @@ def test_a_step_of_two_requests_is_one_event_with_one_proposal(name):
             assert np.isfinite(halves[0].keep).all()
             assert np.isfinite(list(proposed.values())).all()
             wanted = [next(each) for each in single]
-            if name in ("previous", "oracle", "oracle1"):
+            if name in ("previous", "oracle", "oracle1", "lookahead"):
                 assert proposed == {i: max(each.get(i, -np.inf) for each in wanted) for each in wanted for i in each}
             if own and name not in ("eamc",):
                 for batch_slot in range(2):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from policies.core import Events, PolicyRunner, ScorePolicy, Shape, best, parse
 from tests.support import routings
+from traces.synthetic import synthetic
 
 # A routing is a list of requests of steps of layers of experts (ids within the layer); a prefill step is a dict
 # per layer, tokens by expert.
@@ -102,6 +103,31 @@ def test_within_a_token_the_oracle_is_oracle1():
     one, other = (proposals(name, shape, TWO_TOKENS) for name in ("oracle1", "oracle"))
     for at in one:
         assert set(one[at]) == (set(other[at]) if at[2] < 2 else set())
+
+
+def test_a_lookahead_without_errors_knows_the_next_layers_of_the_step():
+    found = proposals("lookahead:distance=2", Shape(3, 3), TWO_TOKENS)
+    assert found[0, 0, 0] == {(1, 1): -1, (2, 2): -2}
+    assert found[0, 0, 1] == {(2, 2): -1}
+    assert found[0, 0, 2] == {}, "steps do not chain"
+
+
+@pytest.mark.parametrize(("recall", "precision"), [(0.8, 0.0), (0.5, 0.9), (0.9, 0.6), (0.0, 0.0)])
+def test_a_lookahead_has_the_recall_and_precision_that_are_stated(recall, precision):
+    trace = synthetic(requests=2, tokens=500, layers=4, experts=16, top_k=3, seed=1)
+    requests = [trace.steps(i) for i in range(2)]
+    policy = f"lru+lookahead:recall={recall}:precision={precision}:distance=3"
+    found = routings.proposals(requests, Shape(4, 16), policy)
+    right = guessed = chosen = 0
+    for (request, step, layer), guesses in found.items():
+        if layer == 3:
+            continue
+        offsets = requests[request].offsets[step * 4 + layer + 1 :]
+        own = requests[request].experts[offsets[0] : offsets[1]].tolist()
+        named = {expert for expert, priority in guesses.items() if priority == -1}
+        right, guessed, chosen = right + len(named & set(own)), guessed + len(named), chosen + len(own)
+    assert right / chosen == pytest.approx(recall, abs=0.02)
+    assert right / guessed == pytest.approx(precision or recall, abs=0.02)
 
 
 def test_an_expert_map_of_many_tokens_is_proposed_up_to_the_mass_that_similarity_leaves_open():

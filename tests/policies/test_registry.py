@@ -49,7 +49,8 @@ def test_every_policy_is_listed_with_its_summary_and_oracles_are_marked():
     listed = {info.name: info for info in available()}
     assert {"lru", "lfu", "fifo", "eamc", "belady", "none", "popular", "oracle1"} <= listed.keys()
     assert all(info.summary.endswith(".") for info in listed.values()), "a sentence each"
-    assert {name for name, info in listed.items() if info.oracle} == {"belady", "oracle1", "oracle", "pre-gated"}
+    oracles = {"belady", "oracle1", "oracle", "lookahead", "pre-gated"}
+    assert {name for name, info in listed.items() if info.oracle} == oracles
     assert listed["eamc"].kind == "pair"
     assert parse("belady").oracle
     assert parse("lru+oracle1").oracle

@@ -26,7 +26,7 @@ SHAPE = Shape(3, 5)
 TIMING, LINK = FixedTiming(7, 3, 1, 2, 5), Link(2, 1, 2, expert_bytes=10, chunk_bytes=4)
 NEED_A_PROFILE = ("static", "fiddler", "brainstorm", "adapmoe")
 NAMES = [info.name if info.kind != "prefetch" else f"lru+{info.name}" for info in available() if not info.oracle]
-ORACLES = ["belady", "lru+oracle", "lru+oracle1"]
+ORACLES = ["belady", "lru+oracle", "lru+oracle1", "lru+lookahead:recall=0.5"]
 
 
 @pytest.fixture(scope="module")

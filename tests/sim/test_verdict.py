@@ -14,6 +14,7 @@ def row(policy: str, experts: int, tpot: float, hit_rate: float, **changed):
     """A cell of a model of 100 experts of 1 GiB; Belady hits 90% at 25 experts, and 95 at 50."""
     made = {
         "policy": policy,
+        "options": '{"prefetch": {"name": "none"}}',
         "oracle": False,
         "trace": "t",
         "phase": "decode",
@@ -98,6 +99,22 @@ def test_how_sure_it_is_and_where_no_policy_helps():
     ]
     (oracle,) = said([row("belady", 25, 50.0, 0.7, oracle=True)])
     assert oracle == "Only oracles were run, which know the future: there is nothing to choose."
+
+
+def test_from_which_recall_on_a_predictor_pays():
+    def guesses(recall, gap):
+        options = f'{{"prefetch": {{"name": "lookahead", "recall": {recall}}}}}'
+        policy = f"lru+lookahead:recall={recall}:distance=2"
+        return row(policy, 25, 50.0, 0.7, options=options, gap_latency=gap, oracle=True)
+
+    def last(*rows):
+        return said([row("mine", 25, 35.0, 0.8), *rows])[-1]
+
+    faster = "At 25% lru+lookahead:distance=2 (oracle) is faster than mine"
+    assert last(guesses(0.5, 0.1), guesses(0.9, 0.6)) == f"{faster} from a recall of 0.74 on."  # mine closes 0.4
+    assert last(guesses(0.5, 0.1)) == f"{faster} at no recall up to 0.5, the highest that was run."
+    assert last(guesses(0.9, 0.6)) == f"{faster} from a recall of 0.9 on, the least that was run."
+    assert said([guesses(0.5, -0.1), guesses(0.9, 0.3)])[-1].endswith("than lru from a recall of 0.60 on.")
 
 
 def test_a_policy_that_hits_more_but_costs_more_is_named():
