@@ -31,6 +31,7 @@ from policies.core.spec import parse
 from policies.eamc.build import build
 from sim.profiles.policy_overhead import MEASURED, TABLE
 from sim.results.provenance import commit
+from traces.schema import Picks
 from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 from traces.trace import Trace
@@ -136,7 +137,9 @@ def all_at(layers: int, experts: int, top_k: int, measured: Sequence[Row]) -> li
     trace = synthetic(LEARNED + played, TOKENS, layers, experts, top_k, seed=1)
     ids = np.random.default_rng(0).zipf(1.3, len(trace.experts)).clip(0, 50_000).astype(np.int32)
     # Picks are of other tokens, so they are right now and then.
-    looking = replace(trace, lookahead=trace.experts[::-1], token_id=ids)
+    meta, picks = replace(trace.meta, lookahead=Picks((1,), top_k)), trace.experts[::-1, :, None]
+    scores = np.ones(picks.shape, np.float16)
+    looking = replace(trace, meta=meta, lookahead=picks, lookahead_scores=scores, token_id=ids)
     requests = [looking.steps(LEARNED + i) for i in range(played)]
     with tempfile.TemporaryDirectory() as folder:
         needs = prepared(trace.head(LEARNED), Path(folder))

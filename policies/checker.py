@@ -30,6 +30,7 @@ from policies.core.spec import PolicyLike, PolicySpec, parse
 from policies.overhead import measured_us
 from policies.random_routing import Script, scripts
 from traces.errors import InputError
+from traces.schema import Picks, TraceMeta
 from traces.steps import Lookahead, decode_steps
 
 
@@ -215,7 +216,9 @@ def _us_per_event(spec: PolicySpec, seed: int) -> float:
     L, E, k, tokens = 26, 64, 6, 40
     chosen = np.argsort(rng.random((tokens, L, E)) * (1 + np.arange(E)), axis=-1)[..., :k]
     request = decode_steps(0, chosen, E, sentinel=E, context=np.arange(1, tokens + 1))
-    request = replace(request, lookahead=Lookahead(L, request.offsets, request.experts, request.counts))
+    meta = TraceMeta("", L, E, k, tuple(map(str, range(L))), lookahead=Picks((1,), k))
+    picks = chosen[:, :, None].astype(meta.id_type)
+    request = replace(request, lookahead=Lookahead.of(np.arange(tokens), picks, np.ones(picks.shape), tokens, meta))
     return measured_us(spec, Shape(L, E), [request])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from policies.core.policy import Int, Shape
-from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps
+from traces.steps import DECODE, PREFILL, Flat, Lookahead, RequestSteps
 
 Layers = list[dict[int, int]]  # of each layer: tokens by expert, ids within the layer
 Step = tuple[int, Layers]  # phase, layers
@@ -89,31 +89,34 @@ def _draw_step(rng: random.Random, L: int, E: int, phase: int) -> Step:
 def _steps(request: int, steps: list[Step], shape: Shape) -> RequestSteps:
     L, E = shape.layers, shape.experts
     events = [{layer * E + e: n for e, n in each.items()} for _, layers in steps for layer, each in enumerate(layers)]
-    # picks that follow from the event before it alone, when they are known: its experts' neighbours
+    # picks that follow from an event alone, when they are known: its experts' neighbours in the next layer
     ahead = [
-        dict(sorted((layer * E + (e + 1) % E, n) for e, n in layers[layer - 1].items())) if layer else {}
+        dict(sorted(((layer + 1) * E + (e + 1) % E, n) for e, n in chosen.items())) if layer + 1 < L else {}
         for _, layers in steps
-        for layer in range(L)
+        for layer, chosen in enumerate(layers)
     ]
+    (offsets, experts, counts), picks = _flat(events), _flat(ahead)
     tokens = [max([1, *(n for chosen in layers for n in chosen.values())]) for _, layers in steps]
     return RequestSteps(
         request=request,
         phase=np.array([phase for phase, _ in steps], np.uint8),
         tokens=np.array(tokens, np.int64),
         context=np.cumsum(np.array(tokens, np.int64)),
-        **_flat(events),
-        lookahead=Lookahead(L, **_flat(ahead)),
+        offsets=offsets,
+        experts=experts,
+        counts=counts,
+        weights=counts / 2,
+        lookahead=Lookahead(L, 1, *picks, scores=picks[2] / 2),
         token_ids=_token_ids(steps, tokens),
     )
 
 
-def _flat(events: list[dict[int, int]]) -> dict[str, Int]:
+def _flat(events: list[dict[int, int]]) -> Flat:
     """Return offsets, ids and tokens of events, each the tokens by id."""
-    return {
-        "offsets": np.cumsum(np.array([0, *map(len, events)], np.int64)),
-        "experts": np.array([expert for event in events for expert in event], np.int64),
-        "counts": np.array([n for event in events for n in event.values()], np.int64),
-    }
+    offsets = np.cumsum(np.array([0, *map(len, events)], np.int64))
+    table = [pair for event in events for pair in event.items()]
+    experts, counts = np.array(table, np.int64).reshape(-1, 2).T.copy()
+    return offsets, experts, counts
 
 
 def _token_ids(steps: list[Step], tokens: list[int]) -> Int:

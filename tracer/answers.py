@@ -26,7 +26,7 @@ from transformers import GenerationConfig
 from tracer.blaming import blaming
 from tracer.hook import ExpertsHook
 from tracer.lookup import drafting
-from tracer.observed import Answer, Pass, Sampling, Tokens
+from tracer.observed import Answer, Pass, Sampling, Tokens, Wanted
 from traces.errors import InputError
 from traces.schema import TraceMeta
 
@@ -140,11 +140,9 @@ class LoadedModel:
         return embedding
 
     @contextmanager
-    def observed(
-        self, weights: bool, gate_probs: bool, lookahead: bool, on_step: Callable[[int], None]
-    ) -> "Iterator[Runner]":
+    def observed(self, wanted: Wanted, on_step: Callable[[int], None]) -> "Iterator[Runner]":
         """Hook and probe the model, and yield what lets it answer. See `tracer.observed`."""
-        with ExpertsHook(self.model, weights, gate_probs, lookahead) as hook:
+        with ExpertsHook(self.model, **vars(wanted)) as hook:
             with blaming(f"{self.name} cannot be run"):
                 hook.probe()
             yield Runner(self, hook, on_step)
@@ -218,6 +216,7 @@ class Runner:
             expert_intermediate_size=shape.inner,
             expert_hidden_size=None if shape.width == hidden else shape.width,
             expert_matrices=shape.matrices,
+            lookahead=hook.picks,
             tools={name: version(name) for name in ("moe-expert-cache", "torch", "transformers")},
         )
 

@@ -8,7 +8,7 @@ that does not hold is refused with the layer's name. Tensors stay on their devic
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from tracer.gates import Gate, find_gate, read_gates
 from tracer.lookahead import Lookahead
 from tracer.nllb import mended
-from tracer.observed import Pass
+from tracer.observed import Pass, Wanted
 from traces.errors import InputError
 from traces.models.sites import Site, find_sites
+from traces.schema import Picks
 
 PROBE_TOKENS = 24
 """Enough for tokens to choose different experts, so that a wrong reading of a router shows itself."""
@@ -46,7 +47,14 @@ class ExpertsHook:
     A forward pass raises InputError at its end if a layer did not choose exactly once.
     """
 
-    def __init__(self, model: nn.Module, weights: bool = False, gate_probs: bool = False, lookahead: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: bool = False,
+        gate_probs: bool = False,
+        lookahead: tuple[int, ...] = (),
+        picks: int | None = None,
+    ):
         self.model = model
         self.sites = find_sites(model)
         if not self.sites:
@@ -56,9 +64,10 @@ class ExpertsHook:
         self.stacks = 2 if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else 1
         self.notes: list[str] = []
         self.passes: list[Pass] = []
+        self._wanted = Wanted(weights, gate_probs, lookahead, picks)
         self._weights = weights
         self._gate_probs = gate_probs
-        self._ahead = Lookahead() if lookahead else None
+        self._ahead = Lookahead(lookahead) if lookahead else None
         self._layers: list[list[Site]] | None = None  # of each stack, in the order of execution
         self._gates: dict[Site, Gate] = {}
         self._seen: list[_Choice] = []
@@ -73,6 +82,11 @@ class ExpertsHook:
     @property
     def modules(self) -> list[nn.Module]:
         return [site.module for site in self.sites]
+
+    @property
+    def picks(self) -> Picks | None:
+        """What it records of lookahead."""
+        return self._wanted.picked(self.top_k, self.experts)
 
     @property
     def alone(self) -> bool:
@@ -139,12 +153,14 @@ class ExpertsHook:
             self._seen.append(_Choice(site, index, weights))
 
         def scored(_: nn.Module, args: Any, output: Any) -> None:
-            if not (self._ahead and self._ahead.trying):
+            if self._ahead and self._ahead.trying:
+                self._ahead.output = output
+            else:
                 self._router_outputs[site] = output
 
         if self._ahead:
             yield from self._ahead.attach(site)
-        if self._gate_probs and site.router is not None:
+        if (self._gate_probs or self._ahead) and site.router is not None:
             yield site.router.register_forward_hook(scored)
         yield from site.attach(report)
 
@@ -188,8 +204,13 @@ class ExpertsHook:
             if self._gate_probs:
                 output = self._router_outputs.get(site)
                 self._gates[site] = find_gate(site, output, choice.experts, choice.weights)
-        if self._ahead:
+        if self._ahead and self.picks:
             self._ahead.check((choice.site, choice.experts) for choice in seen)
+            self._ahead.picks = self.picks.count
+            for choice in seen:
+                with suppress(InputError):  # then the router's weights are the scores
+                    output = self._router_outputs.get(choice.site)
+                    self._ahead.gates[choice.site] = find_gate(choice.site, output, choice.experts, choice.weights)
 
     def _ended(self, stack: int, _: nn.Module, args: Any, output: Any) -> None:
         """The forward pass of a stack has ended: keep what was seen."""
@@ -214,21 +235,27 @@ class ExpertsHook:
                     f"routes {tokens} tokens and {self.top_k} was the most: they cannot be attributed"
                 )
         ids, weights = self._sorted([(choice.experts, choice.weights) for choice in self._seen], tokens)
-        probs = ahead = None
+        probs = ahead = scores = None
         if self._gate_probs:
             outputs = [self._router_outputs[site] for site in layers]
             gates = [self._gates[site] for site in layers]
             read = read_gates(gates, outputs, tokens) if layers else torch.empty(tokens, 0, self.experts)
             probs = self._placed(stack, read.half(), 0)
-        if self._ahead:
-            seen = [self._ahead.chosen[site] for site in layers[1:]]
-            ahead = self._placed(stack, self._sorted(seen, tokens)[0], -1, skip=1)
+        if self._ahead and self.picks:
+            picked, device = self.picks, ids.device
+            shape = tokens, len(layers), len(picked.distances), picked.count
+            index, found = torch.full(shape, -1, device=device), torch.zeros(shape, device=device)
+            for (site, distance), (chosen, of_them) in self._ahead.chosen.items():
+                place = slice(None), layers.index(site), picked.distances.index(distance)
+                index[place], found[place] = chosen.to(device), of_them.to(device)
+            ahead, scores = self._placed(stack, index.int(), -1), self._placed(stack, found.half(), 0)
         return Pass(
             stack,
             self._placed(stack, ids, -1),
             self._placed(stack, weights.half(), 0) if self._weights else None,
             probs,
             ahead,
+            scores,
         )
 
     def _sorted(self, choices: list[tuple[Tensor, Tensor]], tokens: int) -> tuple[Tensor, Tensor]:
@@ -240,14 +267,14 @@ class ExpertsHook:
         ids = torch.where(routed, index, -1).gather(-1, order).to(torch.int32)
         return ids, weights.masked_fill(ids < 0, 0)
 
-    def _placed(self, stack: int, layers: Tensor, empty: int, skip: int = 0) -> NDArray[Any]:
+    def _placed(self, stack: int, layers: Tensor, empty: int) -> NDArray[Any]:
         """Copy [T, layers of the stack, ...] to the host, among the layers of all stacks."""
         part: NDArray[Any] = layers.cpu().numpy()
         assert self._layers is not None
         if len(self.sites) == part.shape[1]:
             return part
-        first = skip + sum(len(before) for before in self._layers[:stack])
-        whole = np.full((len(part), len(self.sites), part.shape[2]), empty, part.dtype)
+        first = sum(len(before) for before in self._layers[:stack])
+        whole = np.full((len(part), len(self.sites), *part.shape[2:]), empty, part.dtype)
         whole[:, first : first + part.shape[1]] = part
         return whole
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_void_p, cast
+from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from itertools import cycle
@@ -26,8 +27,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
 from tracer.loading import Loading
-from tracer.observed import Answer, Pass, Sampling, Tokens
-from traces.errors import InputError, refuse
+from tracer.observed import Answer, Pass, Sampling, Tokens, Wanted
+from tracer.routers import NAMED, Routers
+from traces.errors import InputError, located, refuse
 from traces.llama_library import EVAL, Copied, library
 from traces.models.gguf_files import parts
 from traces.models.gguf_profile import of_gguf
@@ -106,11 +108,9 @@ class GgufModel:
         raise NotImplementedError("llama.cpp shows no embeddings of its input")
 
     @contextmanager
-    def observed(
-        self, weights: bool, gate_probs: bool, lookahead: bool, on_step: Callable[[int], None]
-    ) -> "Iterator[GgufRunner]":
-        """Probe the model, and yield what lets it answer; of what is asked for besides the ids, weights are read."""
-        runner = GgufRunner(self, weights, on_step)
+    def observed(self, wanted: Wanted, on_step: Callable[[int], None]) -> "Iterator[GgufRunner]":
+        """Probe the model, and yield what lets it answer; gate probabilities are not read."""
+        runner = GgufRunner(self, wanted, on_step)
         try:
             runner.probe()
             yield runner
@@ -136,9 +136,11 @@ class GgufRunner:
     alone = False
     notes: Sequence[str] = ()
 
-    def __init__(self, loaded: GgufModel, weights: bool, on_step: Callable[[int], None]) -> None:
+    def __init__(self, loaded: GgufModel, wanted: Wanted, on_step: Callable[[int], None]) -> None:
         self.loaded = loaded
-        self._weights, self._on_step = weights, on_step
+        self._options, self._on_step = wanted, on_step
+        self._picks = wanted.picked(loaded.profile.top_k, loaded.profile.experts)
+        self._routers: Routers | None = None
         self._library, self._random = loaded.library, np.random.default_rng(0)
         self._context: int | None = None
         self._size = 0  # of the context, in tokens
@@ -153,9 +155,8 @@ class GgufRunner:
         self.begin(2)
         self._run([0, 1])
         for name in self._seen:
-            found = ROUTERS.fullmatch(name)
-            assert found
-            self._layers.setdefault(int(found[1]), [name]).append(name)
+            if found := ROUTERS.fullmatch(name):
+                self._layers.setdefault(int(found[1]), [name]).append(name)
         self._layers = {block: [names[0], names[-1]] for block, names in self._layers.items()}
         self._wanted = {name for names in self._layers.values() for name in names}
         model, expected = self.loaded, self.loaded.profile.moe_layers
@@ -165,6 +166,13 @@ class GgufRunner:
                 f"{model.name} cannot be recorded: of its {expected} MoE layers, {sum(read)} show their "
                 "routing in llama.cpp"
             )
+        if self._picks:
+            blocks = list(self._layers)
+            self._routers = Routers(model.path, blocks, model.profile.top_k)
+            with located(model.name):
+                once = {name for name, parts in self._seen.items() if len(parts) == 1}
+                self._routers.probe(self._array, once, self._layers)
+            self._wanted |= {self._routers.of(block) for block in blocks}
 
     def close(self) -> None:
         if self._context:
@@ -185,6 +193,7 @@ class GgufRunner:
             expert_intermediate_size=profile.expert_intermediate_size,
             expert_hidden_size=profile.expert_hidden_size or None,
             expert_matrices=profile.expert_matrices,
+            lookahead=self._picks,
             tools={"moe-expert-cache": version("moe-expert-cache"), **self._library.tools},
         )
 
@@ -251,11 +260,12 @@ class GgufRunner:
 
     def feed(self, tokens: Tokens) -> Pass:
         """Feed tokens, and return what they were routed to; raises InputError."""
-        shown = []
+        shown, ahead = [], []
         for first in range(0, len(tokens), TOKENS):
             part = tokens[first : first + TOKENS]
             self._run(part)
             shown.append(self._shown(len(part)))
+            ahead.append(self._ahead(len(part)))
             if first + TOKENS < len(tokens):
                 self._on_step(0)
         ids, weights = (np.concatenate(parts) for parts in zip(*shown, strict=True))
@@ -263,7 +273,24 @@ class GgufRunner:
             self._fail("weighs experts with values that are not finite")
         order = np.argsort(np.where(ids < 0, np.inf, -weights), axis=2, kind="stable")
         ids, weights = (np.take_along_axis(each, order, 2) for each in (ids, weights))
-        return Pass(0, ids, weights.astype(np.float16) if self._weights else None)
+        made = Pass(0, ids, weights.astype(np.float16) if self._options.weights else None)
+        if not self._picks:
+            return made
+        picks, scores = (np.concatenate(parts) for parts in zip(*ahead, strict=True))
+        return replace(made, lookahead=picks, lookahead_scores=scores)
+
+    def _ahead(self, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
+        """Return what routers pick ahead of time, and scores, [T, L, distances, picks] each, of what has run."""
+        blocks, distances, count = list(self._layers), *((p.distances, p.count) if (p := self._picks) else ((), 0))
+        shape = tokens, len(blocks), len(distances), count
+        ids, scores = np.full(shape, -1, np.int32), np.zeros(shape, np.float16)
+        for place, distance in enumerate(distances):
+            for layer, block in enumerate(blocks[distance:], start=distance):
+                assert self._routers
+                states = self._array(self._routers.of(blocks[layer - distance]), np.float32)
+                at = slice(None), layer, place
+                ids[at], scores[at] = self._routers.pick(block, states, count)
+        return ids, scores
 
     def _shown(self, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return experts, -1 where there is none, and weights, [T, L, k] each, of what has run; raises InputError."""
@@ -300,7 +327,9 @@ class GgufRunner:
         try:
             name = self._library.ggml_get_name(tensor)
             if wanted:
-                return name in self._wanted if self._wanted else ROUTERS.fullmatch(name) is not None
+                if self._wanted:
+                    return name in self._wanted
+                return (NAMED if self._picks else ROUTERS).fullmatch(name) is not None
             self._seen.setdefault(name, []).append(self._library.copied(tensor))
         except BaseException as error:
             self._error = error

@@ -1,11 +1,14 @@
-"""What a layer's router would choose for the hidden states that entered the MoE layer before it.
+"""What a layer's router would choose for the hidden states that entered a MoE layer before it.
 
 That is what speculative prefetchers see (Eliseev and Mazur 2023, arXiv 2312.17238). When a block is about to run,
-its own forward is tried on the states that entered the block before it, with all its other arguments, and left as
-soon as it calls its experts: the model's own code does the whole selection. Where block and attention are one
-module, only the router is tried.
+its own forward is tried on the states that entered the blocks before it, with all its other arguments, and left as
+soon as it calls its experts: the model's own code does the whole selection, of as many experts as are wanted where it
+lets itself be asked for more. Where it does not, what it chooses is followed by the others of the highest scores. Where
+block and attention are one module, only the router is tried. Scores are the router's probabilities as `tracer.gates`
+reads them, or its weights where they cannot be read.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tracer.gates import Gate
 from traces.errors import InputError
 from traces.models.sites import Site
 
@@ -28,22 +32,27 @@ class _AnswerError(Exception):
 
 
 class Lookahead:
-    """Tries each layer on what entered the one before; a choice reported while `trying` is to be given to `answer`."""
+    """Tries each layer on what entered those before; a choice reported while `trying` is to be given to `answer`."""
 
-    def __init__(self) -> None:
+    def __init__(self, distances: tuple[int, ...]) -> None:
         self.trying = False
-        self.chosen: dict[Site, Choice] = {}
-        self._before: Tensor | None = None
+        self.picks = 0  # experts that are picked; 0: as many as are chosen
+        self.gates: dict[Site, Gate] = {}
+        self.output: Any = None  # of the router that is tried
+        self.chosen: dict[tuple[Site, int], Choice] = {}  # by layer and distance: picks and their scores
+        self._distances = distances
+        self._entered = deque[Tensor](maxlen=max(distances))  # what entered the latest layers of the stack
         self._own: dict[Site, Choice] | None = None  # what layers choose for their own states, until checked
 
     def rehearse(self) -> None:
         """In the coming pass try each layer also on its own states, for `check`."""
-        self._own = {}
+        self._own, self.picks = {}, 0
+        self.gates.clear()
 
     def clear(self) -> None:
         """Forget the pass: the next layer is the first of its stack."""
         self.chosen.clear()
-        self._before = None
+        self._entered.clear()
 
     def attach(self, site: Site) -> Iterator[Any]:
         tried = site.block or site.router
@@ -54,9 +63,10 @@ class Lookahead:
             states = _states(args, kwargs)
             if self._own is not None:
                 self._own[site] = self._try(site, module, states, args, kwargs)
-            if self._before is not None:
-                self.chosen[site] = self._try(site, module, self._before, args, kwargs)
-            self._before = states.detach().clone()
+            for distance in self._distances:
+                if distance <= len(self._entered):
+                    self.chosen[site, distance] = self._try(site, module, self._entered[-distance], args, kwargs)
+            self._entered.append(states.detach().clone())
 
         yield tried.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -74,21 +84,62 @@ class Lookahead:
     def _try(
         self, site: Site, module: nn.Module, states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Choice:
-        """The choice for `states` instead of what the module is called with."""
+        """The choice for `states` instead of what the module is called with; behind it the further picks."""
         own = _states(args, kwargs)
-        given = states.to(own.device).reshape(own.shape).clone()
-        with torch.no_grad(), self._aside(own.device):
+        given = states.to(own.device).reshape(own.shape)
+
+        def run() -> Choice:
+            states = given.clone()
             try:
-                output = module.forward(
-                    *(given if value is own else value for value in args),
-                    **{key: given if value is own else value for key, value in kwargs.items()},
+                self.output = module.forward(
+                    *(states if value is own else value for value in args),
+                    **{key: states if value is own else value for key, value in kwargs.items()},
                 )
             except _AnswerError as left:
                 return left.choice
-        choice = site.routed_by(output) if module is site.router else None
-        if choice is None:
-            raise InputError(f"lookahead of {site.name} cannot be recorded: its router does not return a choice")
-        return choice
+            if (choice := site.routed_by(self.output) if module is site.router else None) is None:
+                raise InputError(f"lookahead of {site.name} cannot be recorded: its router does not return a choice")
+            return choice
+
+        with torch.no_grad(), self._aside(own.device):
+            chosen = run()
+            if not self.picks:
+                return chosen
+            with self._picking(site):
+                return self._ranked(site, chosen, run())
+
+    def _ranked(self, site: Site, chosen: Choice, wide: Choice) -> Choice:
+        """Return the picks, the chosen ones first, then those of `wide`, then others, each by their scores."""
+        tokens, E = len(chosen[0]), site.experts
+        level = torch.zeros(tokens, E + 1, device=chosen[0].device)  # the last: nothing is routed
+        scores = torch.zeros_like(level)
+        if gate := self.gates.get(site):
+            scores[:, :E] = gate.probabilities(gate.scores(self.output, tokens))
+            level[:, :E] = 1
+        for rank, (index, weights) in enumerate((wide, chosen), start=2):
+            places = torch.where((index >= 0) & (index < E), index, E).long()
+            level.scatter_(-1, places, float(rank))
+            if not gate:
+                scores.scatter_(-1, places, weights.to(scores.dtype))
+        level, scores = level[:, :E], scores[:, :E]
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        order = order.gather(-1, level.gather(-1, order).argsort(dim=-1, descending=True, stable=True))[:, : self.picks]
+        known = level.gather(-1, order) > 0
+        return order.masked_fill(~known, -1), scores.gather(-1, order).masked_fill(~known, 0)
+
+    @contextmanager
+    def _picking(self, site: Site) -> Iterator[None]:
+        """Have the model's own selection choose `picks` experts, where an attribute says how many it chooses."""
+        modules: set[Any] = {site.owner, site.router} if self.picks < site.experts else set()
+        states = ((module, vars(module).get("top_k")) for module in modules if module is not None)
+        held = [(module, top_k) for module, top_k in states if isinstance(top_k, int)]
+        try:
+            for module, _ in held:
+                module.top_k = self.picks
+            yield
+        finally:
+            for module, top_k in held:
+                module.top_k = top_k
 
     @contextmanager
     def _aside(self, device: torch.device) -> Iterator[None]:

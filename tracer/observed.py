@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import refuse
-from traces.schema import TraceMeta
+from traces.schema import Picks, TraceMeta
 
 Tokens = list[int]
 
@@ -41,6 +41,20 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """What is recorded besides the ids. lookahead: distances; picks: of each, None for twice k."""
+
+    weights: bool = False
+    gate_probs: bool = False
+    lookahead: tuple[int, ...] = ()
+    picks: int | None = None
+
+    def picked(self, top_k: int, experts: int) -> Picks | None:
+        """Return what a trace of a model states of its lookahead."""
+        return Picks(self.lookahead, min(self.picks or 2 * top_k, experts)) if self.lookahead else None
+
+
+@dataclass(frozen=True)
 class Pass:
     """The routing of one forward pass of one stack over T tokens (rows x columns, flattened by rows).
 
@@ -52,7 +66,8 @@ class Pass:
     ids: NDArray[np.int32]  # [T, L, k], best expert first
     weights: NDArray[np.float16] | None = None  # [T, L, k]
     gate_probs: NDArray[np.float16] | None = None  # [T, L, E]
-    lookahead: NDArray[np.int32] | None = None  # [T, L, k], -1 also in the first layer of a stack
+    lookahead: NDArray[np.int32] | None = None  # [T, L, distances, picks], -1 where there is no layer so far before
+    lookahead_scores: NDArray[np.float16] | None = None  # of these
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,5 @@ class Loaded(Protocol):
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
         """Return the mean of the input embeddings of tokens, float16 [H]."""
 
-    def observed(
-        self, weights: bool, gate_probs: bool, lookahead: bool, on_step: Callable[[int], None]
-    ) -> AbstractContextManager[ObservedModel]:
+    def observed(self, wanted: Wanted, on_step: Callable[[int], None]) -> AbstractContextManager[ObservedModel]:
         """Observe the model, and what is wanted besides the ids; `on_step` hears how many tokens a pass gave."""

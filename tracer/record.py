@@ -18,7 +18,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from tracer.loading import PANEL as RUN
-from tracer.observed import Answer, Loaded, ObservedModel, Sampling, Tokens
+from tracer.observed import Answer, Loaded, ObservedModel, Sampling, Tokens, Wanted
 from tracer.prompts import PANEL as PROMPTS
 from tracer.prompts import Prompt
 from traces.check import first_fault
@@ -55,7 +55,10 @@ class Options:
     seed: Annotated[Natural, Option("Seed of all random numbers.", RUN)] = 0
     weights: Annotated[bool, Option("Record the router's weights.", KEEP)] = False
     gate_probs: Annotated[bool, Option("Record the router's probabilities of all experts.", KEEP)] = False
-    lookahead: Annotated[bool, Option("Record what each router picks for the layer before's input.", KEEP)] = False
+    lookahead: Annotated[
+        str | None, Option("1,2,3: what routers so many layers ahead pick for a layer's input.", KEEP)
+    ] = None
+    picks: Annotated[Positive | None, Option("Experts that each picks, with scores.", KEEP, "twice the chosen")] = None
     embedding: Annotated[bool, Option("Record a mean embedding of each prompt.", KEEP)] = False
     no_tokens: Annotated[bool, Option("Leave token ids out: prompts may be private.", KEEP)] = False
 
@@ -67,8 +70,20 @@ class Options:
         refuse(
             (forced, "`temperature` is for `mode` generate: a response that is forced is not sampled"),
             (greedy, f"`top_p` {self.top_p} is for sampling: give a `temperature` above 0, or leave it out"),
+            (
+                0 in self.wanted.lookahead,
+                f"`lookahead` {self.lookahead!r}: give distances, such as 1,2,3",
+            ),
+            (self.picks and not self.lookahead, "`picks` is for `lookahead`: give that, or leave it out"),
             (not whole, f"`shard` {self.shard!r}: give I/N, such as 2/8 for the second of eight parts"),
         )
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is recorded besides ids; distances of 0 for what is no list of them."""
+        far = re.fullmatch(r"\d{1,9}(,\d{1,9})*", self.lookahead or "0", re.ASCII)
+        distances = sorted({int(each) for each in far[0].split(",")}) if far else [0]
+        return Wanted(self.weights, self.gate_probs, tuple(distances) if self.lookahead else (), self.picks)
 
     @property
     def sampling(self) -> Sampling:
@@ -98,7 +113,7 @@ def record(
     the user should know. Whole batches stay readable in `out` when it ends early, and `resume` continues after
     them. Raise InputError.
     """
-    with loaded.observed(options.weights, options.gate_probs, options.lookahead, on_step) as model:
+    with loaded.observed(options.wanted, on_step) as model:
         recording = Recording(model, prompts, options, on_note)
         with TraceWriter(out, recording.meta, overwrite, resume) as writer:
             on_done(writer.written)
@@ -221,6 +236,7 @@ class Recording:
             weights=_rows(answers, "weights") if options.weights else None,
             token_id=np.array(tokens, np.int32) if not options.no_tokens else None,
             lookahead=meta.stored(_rows(answers, "lookahead")) if options.lookahead else None,
+            lookahead_scores=_rows(answers, "lookahead_scores") if options.lookahead else None,
             gate_probs=_rows(answers, "gate_probs") if options.gate_probs else None,
             embedding=np.stack(embedding) if embedding else None,
             drafted=np.concatenate(drafted).astype(np.int16) if drafted else None,

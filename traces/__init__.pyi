@@ -18,6 +18,7 @@ from .schema import AGGREGATE as AGGREGATE
 from .schema import GROWING as GROWING
 from .schema import REQUESTS as REQUESTS
 from .schema import ROUTING as ROUTING
+from .schema import Picks as Picks
 from .schema import TraceMeta as TraceMeta
 from .shards import Shards as Shards
 from .stats import statistics as statistics

@@ -81,10 +81,13 @@ def check_ids(
 
 
 def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], where: str, first: int = 0) -> None:
-    """Raise InputError for an id [tokens, L, k] that is no expert's, or twice; `first`: number of the first token."""
+    """Raise InputError for an id [tokens, L, distances, picks] that is no expert's, or twice; first: token's number."""
     unrouted = np.where(lookahead == meta.sentinel, np.int32(-1), lookahead.astype(np.int32))
+    tokens, layers, distances, picks = lookahead.shape
+    unrouted = unrouted.reshape(tokens, layers * distances, picks)
     if fault := first_fault(unrouted, meta.experts):
-        row, layer, reason = fault
+        row, place, reason = fault
+        layer = place // distances
         raise InputError(f"{where}: lookahead of token row {first + row}, MoE layer {layer}: {reason}")
 
 

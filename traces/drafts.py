@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from traces.steps import DECODE, Flat, Int, Lookahead, RequestSteps
+from traces.steps import DECODE, Int, Lookahead, RequestSteps, grouped
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,20 @@ class Drafts:
         # The prefill stays as it is, one step or several.
         rows = np.concatenate([np.arange(first), first + row])
         step = np.concatenate([np.arange(first), first + step])
-        count, shape = first + len(begins), (layers, experts)
+        count = first + len(begins)
         ahead, ids = steps.lookahead, steps.token_ids
         drafted, own = np.concatenate([np.zeros(first, np.int64), tokens - 1]), np.cumsum(steps.tokens) - steps.tokens
         prompt = np.arange(steps.tokens[:first].sum())
-        offsets, chosen, counts = _together((steps.offsets, steps.experts, steps.counts), rows, step, count, *shape)
+        values = steps.counts, *([] if steps.weights is None else [steps.weights])
+        event, taken = _together(steps.offsets, rows, step, layers)
+        offsets, chosen, counts, *weights = grouped(
+            event, steps.experts[taken], [each[taken] for each in values], count * layers, layers * experts
+        )
+        if ahead is not None:
+            event, taken = _together(ahead.offsets, rows, step, per := layers * ahead.depth)
+            picks = [each[taken] for each in (ahead.counts, ahead.scores)]
+            found = grouped(event, ahead.experts[taken], picks, count * per, layers * experts)
+            ahead = Lookahead(layers, ahead.depth, *found)
         return replace(
             steps,
             phase=np.concatenate([steps.phase[:first], np.full(len(begins), DECODE, np.uint8)]),
@@ -50,8 +59,8 @@ class Drafts:
             offsets=offsets,
             experts=chosen,
             counts=counts,
-            lookahead=ahead
-            and Lookahead(layers, *_together((ahead.offsets, ahead.experts, ahead.counts), rows, step, count, *shape)),
+            weights=weights[0] if weights else None,
+            lookahead=ahead,
             token_ids=None if ids is None else ids[np.concatenate([prompt, own[first + row]])],
             drafted=drafted,
             rejected=np.concatenate([np.zeros(first, np.int64), tokens - kept]),
@@ -89,14 +98,13 @@ class Drafts:
         return begins, kept, 1 + np.clip(behind, kept - 1, np.minimum(self.length, decoded - 1 - begins))
 
 
-def _together(flat: Flat, rows: Int, step: Int, steps: int, L: int, E: int) -> Flat:
-    """Return steps that are each the union of some rows of `flat`, tokens added up. rows, step: [R] of each row."""
-    offsets, experts, counts = flat
-    begins, lengths = offsets[rows * L], offsets[rows * L + L] - offsets[rows * L]
+def _together(offsets: Int, rows: Int, step: Int, events: int) -> tuple[Int, Int]:
+    """Return the event of each entry of some rows, of which each step is the union, and its place.
+
+    offsets: of the events of all rows, so many a row. rows, step: [R] of each row that is taken.
+    """
+    bounds = offsets[rows[:, None] * events + np.arange(events + 1)]
+    lengths = np.diff(bounds).ravel()
+    begins = bounds[:, :-1].ravel()
     taken = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-    keys = np.repeat(step, lengths) * (L * E) + experts[taken]
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    first = np.flatnonzero(np.diff(keys, prepend=-1))
-    added = np.add.reduceat(counts[taken][order], first) if len(first) else np.zeros(0, np.int64)
-    return np.searchsorted(keys[first], np.arange(steps * L + 1) * E), keys[first] % (L * E), added
+    return np.repeat((step[:, None] * events + np.arange(events)).ravel(), lengths), taken

@@ -35,7 +35,7 @@ from traces.schema import (
 EXTRA = (*OPTIONAL, "token_id", "embedding")
 """What is read only when it is requested."""
 
-RUN = ("token_id", "lookahead", "drafted")
+RUN = ("token_id", "weights", "lookahead", "lookahead_scores", "drafted")
 """Of these, what runs read, as far as a trace has it."""
 
 CORE = ("request", "position", "step", "phase", "experts")
@@ -159,7 +159,8 @@ def open_folder(path: Path | str) -> Folder:
         wanted = listed if name in requests else routing_schema(meta)
         if lacking := [column for column in wanted.names if column not in footer.schema.names]:
             raise InputError(f"{place} lacks the column {lacking[0]!r}: it is no part of a trace, or was changed")
-    optional = tuple(name for name in OPTIONAL if all(name in footers[part].schema.names for part in parts))
+    known = [name for name in OPTIONAL if meta.lookahead or not name.startswith("lookahead")]
+    optional = tuple(name for name in known if all(name in footers[part].schema.names for part in parts))
 
     def files(names: Sequence[str], schema: pa.Schema, where: str) -> Files:
         return Files(location, tuple(names), tuple(footers[name].row_groups for name in names), schema, where)

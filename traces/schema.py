@@ -8,6 +8,7 @@ lie flat as [L * k]; the largest value of the id type means that nothing was rou
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Annotated, Any
 
 import numpy as np
@@ -32,6 +33,18 @@ Size = Annotated[int, Meta(ge=1, le=2**40)]
 
 
 @dataclass(frozen=True)
+class Picks:
+    """What routers picked ahead of time: the best `count` experts at each of `distances` in MoE layers, by score.
+
+    states: what a router is given. "plain": what entered the MoE layer so many layers before, as its own norm left it.
+    """
+
+    distances: tuple[Size, ...]
+    count: Size
+    states: str = "plain"
+
+
+@dataclass(frozen=True)
 class TraceMeta:
     """What holds for a whole trace. Unknown facts are None."""
 
@@ -49,6 +62,7 @@ class TraceMeta:
     expert_intermediate_size: Size | None = None
     expert_hidden_size: Size | None = None  # of what experts read and write, where it is not hidden_size
     expert_matrices: Size = 3  # gate, up and down; 2 without a gate
+    lookahead: Picks | None = None  # of the columns of that name; None: it has none
     tools: dict[str, str] = field(default_factory=dict)  # name of a program or library -> its version
     settings: dict[str, Any] = field(default_factory=dict)  # of what made it: option -> plain value
 
@@ -84,6 +98,14 @@ class TraceMeta:
         stored[ids < 0] = self.sentinel
         return stored
 
+    def shape(self, column: str) -> tuple[int, ...]:
+        """Return the shape of a row of a routing column."""
+        if column in ("experts", "weights"):
+            return self.layers, self.top_k
+        if column in ("lookahead", "lookahead_scores") and self.lookahead:
+            return self.layers, len(self.lookahead.distances), self.lookahead.count
+        return (self.layers, self.experts) if column == "gate_probs" else ()
+
     def encode(self) -> dict[bytes, bytes]:
         return {KEY: json.dumps({"schema_version": VERSION, **asdict(self)}).encode()}
 
@@ -102,10 +124,13 @@ class TraceMeta:
         return typed(TraceMeta, values, f"{where}: its metadata")
 
 
+FLOAT = pa.float16()
+
 OPTIONAL: dict[str, Callable[[TraceMeta], pa.DataType]] = {
-    "weights": lambda meta: pa.list_(pa.float16(), meta.layers * meta.top_k),
-    "lookahead": lambda meta: pa.list_(pa.from_numpy_dtype(meta.id_type), meta.layers * meta.top_k),
-    "gate_probs": lambda meta: pa.list_(pa.float16(), meta.layers * meta.experts),
+    "weights": lambda meta: pa.list_(FLOAT, prod(meta.shape("weights"))),
+    "lookahead": lambda meta: pa.list_(pa.from_numpy_dtype(meta.id_type), prod(meta.shape("lookahead"))),
+    "lookahead_scores": lambda meta: pa.list_(FLOAT, prod(meta.shape("lookahead_scores"))),
+    "gate_probs": lambda meta: pa.list_(FLOAT, prod(meta.shape("gate_probs"))),
     "drafted": lambda meta: pa.int16(),
     "hits": lambda meta: pa.list_(pa.int8(), meta.layers * meta.top_k),
 }
@@ -113,6 +138,8 @@ OPTIONAL: dict[str, Callable[[TraceMeta], pa.DataType]] = {
 
 hits: 1 where the engine that was recorded had the expert in its cache, 0 where it had not, -1 where it did not say.
 
+lookahead: [L * distances * picks] what a layer's router picked so many layers before, the best first; the largest value
+of the id type where there is no such layer. lookahead_scores: the probability that the router gave to each.
 drafted: of a recording that speculated, the tokens that were drafted behind this one in its forward pass (rule 20); -1:
 it was drafted itself, and accepted. `step` numbers such tokens as if they had been decoded one by one.
 """

@@ -49,7 +49,7 @@ class Shards(AnyTrace):
         if folder.meta.mode == AGGREGATE:
             for n in range(len(eams)):
                 eams[n]
-        run = [name for name in RUN if name != "lookahead" or lookahead]
+        run = [name for name in RUN if lookahead or not name.startswith("lookahead")]
         columns = [name for name in folder.row_columns(run) if name != "step"]
         return Shards(
             name=folder.location.name,
@@ -100,8 +100,7 @@ class Shards(AnyTrace):
         skipped = int(self._skipped[i])
         if len(rows["request"]) - skipped != self.offsets[i + 1] - self.offsets[i]:
             raise changed(self.path)
-        for name in {"experts", "lookahead"} & rows.keys():
-            rows[name] = rows[name].reshape(-1, self.layers, self.top_k)
+        rows = {name: array.reshape(-1, *self.meta.shape(name)) for name, array in rows.items()}
         if not self._checked[number]:
             self._check(i, rows)
             self._checked[number] = True

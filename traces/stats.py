@@ -80,6 +80,42 @@ class PhaseStats:
     similarity: Similarity
 
 
+@dataclass(frozen=True)
+class Foresight:
+    """How good the picks ahead of time are at a distance in MoE layers; those of at least a score (None: the best k).
+
+    recall: share of the experts chosen that are picked. precision: share of the picks that are chosen.
+    """
+
+    distance: int
+    score: float | None
+    recall: float
+    precision: float | None  # None: none is picked
+
+
+SCORES = (None, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+"""Least scores of picks whose quality is stated."""
+
+
+def foresight(trace: Trace) -> list[Foresight]:
+    """Return the quality of the trace's picks, over all its tokens, by distance and least score; none without."""
+    if trace.lookahead is None or trace.lookahead_scores is None or trace.meta.lookahead is None:
+        return []
+    found = []
+    for place, distance in enumerate(trace.meta.lookahead.distances):
+        ids, scores = trace.lookahead[:, distance:, place], trace.lookahead_scores[:, distance:, place]
+        chosen, here = trace.experts[:, distance:], ids != trace.sentinel
+        right = np.zeros(ids.shape, bool)
+        for rank in range(trace.top_k):
+            right |= here & (ids == chosen[..., rank, None])
+        needed = int(np.count_nonzero((chosen != trace.sentinel) & here.any(-1, keepdims=True)))
+        for least in SCORES if needed else ():
+            picked = here & (np.arange(ids.shape[-1]) < trace.top_k if least is None else scores >= least)
+            hits, total = int(np.count_nonzero(right & picked)), int(np.count_nonzero(picked))
+            found.append(Foresight(distance, least, hits / needed, hits / total if total else None))
+    return found
+
+
 def statistics(trace: Trace) -> dict[str, PhaseStats]:
     """Return the statistics of each phase that the trace holds, by its name."""
     names = {PREFILL: "prefill", DECODE: "decode"}
@@ -102,6 +138,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         "phase": trace.phases if trace.aggregate is None else "EAMs only",
         "tokens": len(trace.experts) if trace.aggregate is None else None,
         **{name: asdict(stats) for name, stats in statistics(trace).items()},
+        "foresight": [asdict(each) for each in foresight(trace)],
     }
 
 

@@ -5,35 +5,59 @@ behind it: `traces.drafts`); an event is one (step, layer).
 Expert `e` of layer `l` has the id `l * E + e`; ids ascend within an event.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from traces.schema import TraceMeta
+
 PREFILL, DECODE = 0, 1
 
 Int = NDArray[np.int64]
+Float = NDArray[np.float64]
 Flat = tuple[Int, Int, Int]
 """offsets [S * L + 1], expert ids [A], and the tokens [A] that chose each."""
 
 
 @dataclass(frozen=True)
 class Lookahead:
-    """What each event's router picks when given what entered the MoE layer before it, laid out as the choices are.
+    """What routers pick ahead of time, by the event after which it is known: its layer's input is what they are given.
 
-    The pick for layer l is known once the router of layer l - 1 is, which had the same input: not before.
+    Behind event (s, l) lie the picks for layer l + 1, then those for l + 2, ... up to l + depth.
     """
 
     layers: int  # L
-    offsets: Int  # [S * L + 1]
-    experts: Int  # [A'] expert ids, ascending within an event
-    counts: Int  # [A'] tokens of the step for which the expert is picked
+    depth: int  # D, the greatest distance in layers
+    offsets: Int  # [S * L * D + 1]
+    experts: Int  # [A'] expert ids, ascending within each distance of an event
+    counts: Int  # [A'] tokens of the step that would choose the expert; 0: it is a further pick of all
+    scores: Float  # [A'] the router's probabilities of it, added up over the tokens that pick it
 
-    def after(self, step: int, layer: int) -> tuple[Int, Int]:
-        """Return ids [n] and tokens [n] picked for the layer after `layer` in the step; none after the last one."""
-        event = step * self.layers + layer + 1
-        picked = slice(self.offsets[event], self.offsets[event + (layer + 1 < self.layers)])
-        return self.experts[picked], self.counts[picked]
+    @staticmethod
+    def of(
+        step: Int, ids: NDArray[np.integer], scores: NDArray[np.floating], steps: int, meta: TraceMeta
+    ) -> "Lookahead":
+        """Return the columns of a trace as a run has them; step: [T] of each row, one of `steps`."""
+        assert meta.lookahead
+        L, E, distances = meta.layers, meta.experts, np.array(meta.lookahead.distances)
+        depth = int(distances.max())
+        there = np.arange(L)[:, None] >= distances  # a layer so far before
+        row, layer, place, rank = np.nonzero((ids != meta.sentinel) & there[..., None])
+        event = (step[row] * L + layer - distances[place]) * depth + distances[place] - 1
+        experts = layer * E + ids[row, layer, place, rank]
+        values = (rank < meta.top_k).astype(np.int64), scores[row, layer, place, rank].astype(np.float64)
+        return Lookahead(L, depth, *grouped(event, experts, values, steps * L * depth, L * E))
+
+    def nearest(self) -> Flat:
+        """Return what tokens would choose in each layer by the input of the layer before, laid out as choices are."""
+        event = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        near = (event % self.depth == 0) & (self.counts > 0)
+        events = (len(self.offsets) - 1) // self.depth
+        offsets = np.searchsorted(event[near] // self.depth + 1, np.arange(events + 1))
+        return offsets, self.experts[near], self.counts[near]
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,7 @@ class RequestSteps:
     offsets: Int  # [S * L + 1] event (s, l) owns accesses offsets[s*L + l] to offsets[s*L + l + 1]
     experts: Int  # [A] expert ids, ascending within an event
     counts: Int  # [A] tokens of the step that chose the expert
+    weights: Float | None = None  # [A] the router's weights of it, added up over these tokens; None: not recorded
     lookahead: Lookahead | None = None  # None: not recorded
     token_ids: Int | None = None  # [sum of tokens] that the steps take in, in order; -1: withheld; None: not recorded
     drafted: Int | None = None  # [S] of the tokens those that were drafted (rule 20); None: nowhere any
@@ -55,33 +80,44 @@ class RequestSteps:
 
 
 def steps_of_rows(
-    request: int,
-    experts: NDArray[np.integer],
-    position: NDArray[np.integer],
-    prompt: int,
-    E: int,
-    sentinel: int,
-    lookahead: NDArray[np.integer] | None = None,
-    token_id: NDArray[np.integer] | None = None,
-    chunk: int | None = None,
+    request: int, rows: Mapping[str, NDArray[Any]], prompt: int, meta: TraceMeta, chunk: int | None = None
 ) -> RequestSteps:
     """Return the rows of a request as an engine runs them: the first `prompt` as one step, then the others one by one.
 
-    experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; position, token_id:
-    [tokens], -1 where the id was withheld. chunk: tokens of the prompt that make a step (rule 20); None: all.
+    rows: its columns in a trace (`traces.schema`). chunk: tokens of the prompt that make a step (rule 20); None: all.
     """
-    context, parts = position.astype(np.int64) + 1, []
+    experts, E, sentinel = rows["experts"], meta.experts, meta.sentinel
+    context, parts = rows["position"].astype(np.int64) + 1, []
     for first in range(0, prompt, chunk or prompt or 1):
         last = min(first + (chunk or prompt), prompt)
-        ahead = None if lookahead is None else lookahead[first:last]
-        parts.append(prefill_step(request, experts[first:last], E, sentinel, ahead, first))
+        parts.append(prefill_step(request, experts[first:last], E, sentinel, first))
     if prompt < len(experts) or not parts:
-        ahead = None if lookahead is None else lookahead[prompt:]
-        parts.append(decode_steps(request, experts[prompt:], E, sentinel, context[prompt:], ahead))
+        parts.append(decode_steps(request, experts[prompt:], E, sentinel, context[prompt:]))
     steps = join(parts) if len(parts) > 1 else parts[0]
+    token_id, weights, ahead = (rows.get(name) for name in ("token_id", "weights", "lookahead"))
+    step, count = np.repeat(np.arange(len(steps.tokens)), steps.tokens), len(steps.tokens)
+    if weights is not None:
+        row, layer, rank = np.nonzero(experts != sentinel)
+        event, ids = step[row] * meta.layers + layer, layer * E + experts[row, layer, rank]
+        added = grouped(
+            event, ids, [weights[row, layer, rank].astype(np.float64)], count * meta.layers, meta.layers * E
+        )
+        steps = replace(steps, weights=added[2])
+    if ahead is not None:
+        steps = replace(steps, lookahead=Lookahead.of(step, ahead, rows["lookahead_scores"], count, meta))
     if token_id is None or (token_id < 0).all():
         return steps
     return replace(steps, token_ids=token_id.astype(np.int64))
+
+
+def grouped(event: Int, ids: Int, values: Sequence[NDArray[Any]], events: int, total: int) -> tuple[Any, ...]:
+    """Return offsets [events + 1], ids and sums of `values`, in which each id stands once in an event, ascending."""
+    keys = event * total + ids
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    first = np.flatnonzero(np.diff(keys, prepend=-1))
+    sums = (np.add.reduceat(each[order], first) if len(first) else each[:0] for each in values)
+    return np.searchsorted(keys[first], np.arange(events + 1) * total), keys[first] % total, *sums
 
 
 def decode_steps(
@@ -90,14 +126,12 @@ def decode_steps(
     E: int,
     sentinel: int,
     context: Int,
-    lookahead: NDArray[np.integer] | None = None,
 ) -> RequestSteps:
-    """Run each token as a step. experts, lookahead: [tokens, L, k] ids in a layer or `sentinel`; context: [tokens]."""
-    tokens, L, _ = experts.shape
-    ahead = None if lookahead is None else Lookahead(L, *_token_by_token(lookahead, E, sentinel))
+    """Run each token as a step. experts: [tokens, L, k] ids in a layer or `sentinel`; context: [tokens]."""
+    tokens = len(experts)
     phase, ones = np.full(tokens, DECODE, np.uint8), np.ones(tokens, np.int64)
     choices = _token_by_token(experts, E, sentinel)
-    return RequestSteps(request, phase, ones, context.astype(np.int64), *choices, lookahead=ahead)
+    return RequestSteps(request, phase, ones, context.astype(np.int64), *choices)
 
 
 def prefill_step(
@@ -105,14 +139,11 @@ def prefill_step(
     experts: NDArray[np.integer],
     E: int,
     sentinel: int,
-    lookahead: NDArray[np.integer] | None = None,
     before: int = 0,
 ) -> RequestSteps:
     """Run all tokens, [tokens, L, k] ids or `sentinel`, as one step behind the `before` first ones of the prompt."""
-    tokens, L, _ = experts.shape
-    ahead = None if lookahead is None else Lookahead(L, *_all_together(lookahead, E, sentinel))
-    phase, count = np.array([PREFILL], np.uint8), np.array([tokens], np.int64)
-    return RequestSteps(request, phase, count, before + count, *_all_together(experts, E, sentinel), lookahead=ahead)
+    phase, count = np.array([PREFILL], np.uint8), np.array([len(experts)], np.int64)
+    return RequestSteps(request, phase, count, before + count, *_all_together(experts, E, sentinel))
 
 
 def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
@@ -142,8 +173,6 @@ def _all_together(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
 def join(parts: list[RequestSteps]) -> RequestSteps:
     """Return the steps of one request, one part after the other (its prefill, then its decode)."""
     offsets, experts, counts = _end_to_end([(part.offsets, part.experts, part.counts) for part in parts])
-    ahead = [part.lookahead for part in parts if part.lookahead]
-    picks = [(each.offsets, each.experts, each.counts) for each in ahead]
     return RequestSteps(
         request=parts[0].request,
         phase=np.concatenate([part.phase for part in parts]),
@@ -152,7 +181,6 @@ def join(parts: list[RequestSteps]) -> RequestSteps:
         offsets=offsets,
         experts=experts,
         counts=counts,
-        lookahead=Lookahead(ahead[0].layers, *_end_to_end(picks)) if ahead else None,
     )
 
 

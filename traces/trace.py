@@ -22,7 +22,7 @@ from traces.drafts import Drafts
 from traces.errors import InputError, refuse
 from traces.index import Index
 from traces.reader import RUN, Folder, Listed, numpy, open_folder, require_known
-from traces.schema import AGGREGATE, TraceMeta
+from traces.schema import AGGREGATE, OPTIONAL, TraceMeta
 from traces.steps import DECODE, PREFILL, Int, RequestSteps, steps_of_rows
 
 Phases = Literal["prefill", "decode", "both"]
@@ -118,8 +118,7 @@ class AnyTrace(ABC):
     def steps(self, i: int) -> RequestSteps:
         """Return request `i` as an engine runs it: prefill as one step, then token by token, unless `in_steps` says."""
         rows, prompt = self._rows_of(i), int(self.prompts[i])
-        shape, held = (prompt, self.num_experts, self.sentinel), (rows.get("lookahead"), rows.get("token_id"))
-        steps = steps_of_rows(i, rows["experts"], rows["position"], *shape, *held, self.prefill_chunk)
+        steps = steps_of_rows(i, rows, prompt, self.meta, self.prefill_chunk)
         if not self.drafts:
             return steps
         recorded = rows["drafted"][prompt:].astype(np.int64) if self.has_drafts else None
@@ -154,7 +153,8 @@ class Trace(AnyTrace):
     step: NDArray[np.uint32]  # [T] serial number of the forward pass
     weights: NDArray[np.float16] | None = None  # [T, L, k] of the router; None: not recorded, or not read
     token_id: NDArray[np.int32] | None = None  # [T] -1 where withheld; None: not read
-    lookahead: NDArray[Any] | None = None  # as experts: what layer l's router picks for the MoE layer before's input
+    lookahead: NDArray[Any] | None = None  # [T, L, distances, picks] ids as experts: picked for L so many layers before
+    lookahead_scores: NDArray[np.float16] | None = None  # [T, L, distances, picks]; `meta.lookahead` says which
     gate_probs: NDArray[np.float16] | None = None  # [T, L, E] the router's distribution over all experts
     drafted: NDArray[np.int16] | None = None  # [T] tokens drafted behind this one; -1: it was drafted, and accepted
     hits: NDArray[np.int8] | None = None  # as experts: 1, the recorded engine had it in its cache; 0, not; -1, not said
@@ -189,9 +189,7 @@ class Trace(AnyTrace):
         if (request[1:] < request[:-1]).any():
             order = np.argsort(request, kind="stable")
             arrays = {name: array[order] for name, array in arrays.items()}
-        shapes = dict.fromkeys(("experts", "weights", "lookahead", "hits"), (-1, meta.layers, meta.top_k))
-        shapes["gate_probs"] = (-1, meta.layers, meta.experts)
-        arrays = {name: array.reshape(shapes.get(name, (-1,))) for name, array in arrays.items()}
+        arrays = {name: array.reshape(-1, *meta.shape(name)) for name, array in arrays.items()}
         offsets, aggregate = index.offsets, listed.eams if meta.mode == AGGREGATE else None
         if aggregate is None:
             check_ids(meta, arrays["experts"], offsets, arrays["phase"], listed.eams, where, first)
@@ -382,10 +380,10 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
     )
 
 
-PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs", "drafted", "hits")
+PER_ROW = ("experts", "phase", "position", "step", "token_id", *OPTIONAL)
 """Fields of a Trace with an entry for each row."""
 
-FLOATS = {"weights", "gate_probs"}
+FLOATS = {"weights", "lookahead_scores", "gate_probs"}
 """Of these the ones that hold floating-point numbers."""
 
 

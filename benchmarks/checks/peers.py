@@ -246,11 +246,12 @@ def llama_mmap(
     That is [tokens of prompt and answer, L, k]; reading it takes a millisecond a token.
     """
     from tracer.llama import GgufModel
+    from tracer.observed import Wanted
 
     with within:
         took, chosen = list[float](), list[NDArray[np.int32]]()
         model = GgufModel(path, Loading(device="cpu", threads=threads))
-        with model.observed(False, False, False, lambda tokens: None) as runner:
+        with model.observed(Wanted(), lambda tokens: None) as runner:
             runner.begin(len(prompt) + len(tokens))
             for some in ([*prompt], *([token] for token in tokens)):
                 began = time.perf_counter()

@@ -21,7 +21,7 @@ HOOKS = ("on_lookup", "on_host_lookup", "on_insert", "on_evict")
 IN_PYTHON = ("observe", "propose", "on_hit", "on_insert", "on_evict", "on_need", "victim")
 """Methods with which a class takes a decision from compiled code."""
 
-EVENT = Event(0, 0, 0, *[NO_INTS.copy() for _ in Event._fields[3:]])
+EVENT = Event._make((0, 0, 0, *[NO_INTS.copy() for _ in Event._fields[3:-2]], np.zeros(0), np.zeros(0)))
 
 SCORES = Scores(np.zeros((2, 1)))
 PROPOSAL = Proposal(NO_INTS.copy(), np.zeros(0))

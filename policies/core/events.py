@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.core.compiled import compiled, inlined
-from policies.core.policy import NO_INTS, START, Event, Int, Shape
-from traces.steps import Lookahead, RequestSteps
+from policies.core.policy import NO_FLOATS, NO_INTS, START, Event, Float, Int, Shape
+from traces.steps import Flat, Lookahead, RequestSteps, grouped
 
 NOTHING_AHEAD = NO_INTS, NO_INTS
+NOTHING_CHOSEN: Flat = NO_INTS, NO_INTS, NO_INTS
+
+Picked = tuple[Int, Int, Int, Float]
+"""Offsets by distance, expert ids, tokens and scores."""
+
+NOTHING_PICKED: Picked = NO_INTS, NO_INTS, NO_INTS, NO_FLOATS
 
 
 def alone(
@@ -25,10 +31,14 @@ def alone(
     serial: int = 0,
     ahead: tuple[Int, Int] = (NO_INTS, NO_INTS),
     token_ids: Int = NO_INTS,
+    picks: "Picked" = NOTHING_PICKED,
+    weights: Float = NO_FLOATS,
 ) -> Event:
     """Return an event of the only request, in step number `step`."""
     one = np.array([0, step, 0, len(experts)])
-    return Event(serial, phase, layer, experts, counts, one[:1], one[1:2], one[2:], experts, counts, *ahead, token_ids)
+    both = experts, counts
+    own = one[:1], one[1:2], one[2:], *both
+    return Event._make((serial, phase, layer, *both, *own, *ahead, token_ids, *picks, weights))
 
 
 class Routing(NamedTuple):
@@ -44,6 +54,11 @@ class Routing(NamedTuple):
     ahead_offsets: Int  # [S * L + 1]
     ahead_experts: Int
     ahead_counts: Int
+    picked_offsets: Int  # [S * L * D + 1]
+    picked_experts: Int
+    picked_counts: Int
+    picked_scores: Float
+    weights: Float  # [A]
     token_offsets: Int  # [S + 1] of each step into the ids of the tokens that it takes in
     token_ids: Int
     own_offsets: Int  # [S * L * R + 1] a request after another in each event
@@ -53,6 +68,7 @@ class Routing(NamedTuple):
     first: Int  # [R] the number that the first of these steps has in each request
     steps: Int  # [R] of the event at hand, as are:
     own: Int  # [R + 1] offsets of each request
+    picked: Int  # [D + 1] offsets of each distance
 
 
 class Events:
@@ -95,6 +111,14 @@ class Events:
         if self._ahead and layer < self.layers - 1:
             next_ = slice(self._ahead[number + 1], self._ahead[number + 2])
             ahead = routing.ahead_experts[next_].copy(), routing.ahead_counts[next_].copy()
+        picks, depth = NOTHING_PICKED, len(routing.picked) - 1
+        if depth > 0:
+            bounds = routing.picked_offsets[number * depth : (number + 1) * depth + 1]
+            part = slice(bounds[0], bounds[-1])
+            picks = (
+                *(bounds - bounds[0], routing.picked_experts[part].copy(), routing.picked_counts[part].copy()),
+                routing.picked_scores[part].copy(),
+            )
         experts, counts = routing.experts[first:last].copy(), routing.counts[first:last].copy()
         if not self._own:
             offsets, own = self._up_to(last - first), (experts, counts)
@@ -103,7 +127,8 @@ class Events:
             mine = slice(bounds[0], bounds[-1])
             offsets = bounds - bounds[0]
             own = routing.own_experts[mine].copy(), routing.own_counts[mine].copy()
-        return self._made(step, layer, number, experts, counts, offsets, *own, *ahead)
+        chosen = experts, counts, offsets, *own, *ahead
+        return self._made(step, layer, number, *chosen, picks=picks, weights=routing.weights[first:last].copy())
 
     def start(self, step: int) -> Event:
         """Return what is known when step number `step` of these starts."""
@@ -116,29 +141,46 @@ class Events:
             self._offsets[n] = np.array([0, n])
         return self._offsets[n]
 
-    def _made(self, step: int, layer: int, number: int, experts: Int, counts: Int, offsets: Int, *others: Any) -> Event:
+    def _made(
+        self,
+        step: int,
+        layer: int,
+        number: int,
+        experts: Int,
+        counts: Int,
+        offsets: Int,
+        *others: Any,
+        picks: Picked = NOTHING_PICKED,
+        weights: Float = NO_FLOATS,
+    ) -> Event:
         routing = self.routing
         if step != self._step:
             self._step, self._steps = step, routing.first + step
             self._token_ids = routing.token_ids[self._first_token[step] : self._first_token[step + 1]].copy()
         together = self._before + number + 1, self._phases[step], layer, experts, counts
-        return Event._make((*together, routing.batch_slots, self._steps, offsets, *others, self._token_ids))
+        own = routing.batch_slots, self._steps, offsets, *others, self._token_ids
+        return Event._make((*together, *own, *picks, weights))
 
 
 def routing_of(request: RequestSteps) -> Routing:
     """Return the arrays of a request that runs alone."""
     ahead = request.lookahead
     own = _contiguous(request.offsets, request.experts, request.counts)
-    picks = _contiguous(ahead.offsets, ahead.experts, ahead.counts) if ahead else (NO_INTS, NO_INTS, NO_INTS)
+    near = _contiguous(*ahead.nearest()) if ahead else NOTHING_CHOSEN
+    picks = (ahead.offsets, ahead.experts, ahead.counts, ahead.scores) if ahead else NOTHING_PICKED
+    weights = NO_FLOATS if request.weights is None else request.weights
+    at_hand = np.zeros(ahead.depth + 1 if ahead else 0, np.int64)
     one, two = np.zeros((3, 1), np.int64), np.zeros(2, np.int64)
     ids = NO_INTS if request.token_ids is None else np.ascontiguousarray(request.token_ids)
     tokens = np.zeros(len(request.phase) + 1, np.int64)
     if len(ids):
         np.cumsum(request.tokens, out=tokens[1:])
-    return Routing(request.phase.astype(np.int64), *own, *picks, tokens, ids, *own, one[0], one[1], one[2], two)
+    phase = request.phase.astype(np.int64)
+    rest = tokens, ids, *own, one[0], one[1], one[2], two, at_hand
+    return Routing._make((phase, *own, *near, *picks, weights, *rest))
 
 
-def _contiguous(offsets: Int, experts: Int, counts: Int) -> "Arrays":
+def _contiguous(offsets: Int, experts: Int, counts: Int) -> Flat:
     return np.ascontiguousarray(offsets), np.ascontiguousarray(experts), np.ascontiguousarray(counts)
 
 
@@ -152,12 +194,48 @@ def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int,
     batch_slots, first = (np.array([part[place] for part in parts], np.int64) for place in (0, 1))
     phase = np.max([each.phase[at : at + steps] for _, at, each in parts], axis=0).astype(np.int64)
     together, own = _merged([(request, step) for _, step, request in parts], steps, shape)
-    ahead = [(request.lookahead, step) for _, step, request in parts if request.lookahead]
-    picks = _merged(ahead, steps, shape)[0] if ahead else (NO_INTS, NO_INTS, NO_INTS)
+    near, picks, depth = _picked(parts, steps, shape)
+    weights = _weights(parts, steps, shape)
     assert len(own[0]) == steps * L * R + 1
     tokens = _token_ids(parts, steps)
-    at_hand = np.zeros(R, np.int64), np.zeros(R + 1, np.int64)
-    return Routing(phase, *together, *picks, *tokens, *own, batch_slots, first, *at_hand)
+    at_hand = np.zeros(R, np.int64), np.zeros(R + 1, np.int64), np.zeros(depth + 1 if depth else 0, np.int64)
+    rest = *tokens, *own, batch_slots, first, *at_hand
+    return Routing._make((phase, *together, *near, *picks, weights, *rest))
+
+
+def _weights(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> Float:
+    """Return the router weights of what all requests chose together; none where one has none."""
+    L, found = shape.layers, list[tuple[Int, Int, Float]]()
+    for _, at, request in parts:
+        if request.weights is None:
+            return NO_FLOATS
+        event, part = _events(request.offsets, at * L, steps * L)
+        found.append((event, request.experts[part], request.weights[part]))
+    event, ids, weights = (np.concatenate(each) for each in zip(*found, strict=True))
+    return np.asarray(grouped(event, ids, [weights], steps * L, shape.total)[2])
+
+
+def _picked(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> tuple[Flat, Picked, int]:
+    """Return what the routers of all requests pick for the next layers, as `routing_of` does, and how far."""
+    held = [(request.lookahead, at) for _, at, request in parts if request.lookahead]
+    if not held:
+        return NOTHING_CHOSEN, NOTHING_PICKED, 0
+    depth = held[0][0].depth
+    events = steps * (per := shape.layers * depth)
+    taken = [(ahead, *_events(ahead.offsets, at * per, events)) for ahead, at in held]
+    event = np.concatenate([event for _, event, _ in taken])
+    experts, counts, scores = (
+        np.concatenate([getattr(ahead, name)[part] for ahead, _, part in taken])
+        for name in ("experts", "counts", "scores")
+    )
+    together = Lookahead(shape.layers, depth, *grouped(event, experts, (counts, scores), events, shape.total))
+    return together.nearest(), (together.offsets, together.experts, together.counts, together.scores), depth
+
+
+def _events(offsets: Int, first: int, events: int) -> tuple[Int, slice]:
+    """Return the event, from 0, of each entry of so many events behind `first`, and where these entries are."""
+    bounds = offsets[first : first + events + 1]
+    return np.repeat(np.arange(events), np.diff(bounds)), slice(bounds[0], bounds[-1])
 
 
 def _token_ids(parts: Sequence[tuple[int, int, RequestSteps]], steps: int) -> tuple[Int, Int]:
@@ -175,11 +253,7 @@ def _token_ids(parts: Sequence[tuple[int, int, RequestSteps]], steps: int) -> tu
     return np.concatenate([[0], np.cumsum(ends)]), np.concatenate(ids)
 
 
-Arrays = tuple[Int, Int, Int]
-"""offsets, experts and counts."""
-
-
-def _merged(parts: Sequence[tuple[RequestSteps | Lookahead, int]], steps: int, shape: Shape) -> tuple[Arrays, Arrays]:
+def _merged(parts: Sequence[tuple[RequestSteps, int]], steps: int, shape: Shape) -> tuple[Flat, Flat]:
     """Return what all parts hold together, and one after another within each event; parts: with their first step."""
     L, R = shape.layers, len(parts)
     bounds = [part.offsets[step * L : (step + steps) * L + 1] for part, step in parts]
@@ -197,7 +271,7 @@ def _merged(parts: Sequence[tuple[RequestSteps | Lookahead, int]], steps: int, s
 
 
 @compiled
-def merge(offsets: Int, experts: Int, counts: Int, L: int, tokens: Int, together: Arrays, own: Arrays) -> int:
+def merge(offsets: Int, experts: Int, counts: Int, L: int, tokens: Int, together: Flat, own: Flat) -> int:
     """Fill both: by event the distinct experts of all requests, ascending, and each request's own; how many distinct.
 
     offsets: [R, S * L + 1] of each request into experts and counts; tokens: [E] zeros.
@@ -233,6 +307,11 @@ def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Ev
     begin = end = 0
     if len(routing.ahead_offsets) and layer < L - 1:
         begin, end = routing.ahead_offsets[number + 1], routing.ahead_offsets[number + 2]
+    depth, nearest, farthest = len(routing.picked) - 1, 0, 0
+    if depth > 0:
+        nearest, farthest = routing.picked_offsets[number * depth], routing.picked_offsets[(number + 1) * depth]
+        for distance in range(1, depth + 1):
+            routing.picked[distance] = routing.picked_offsets[number * depth + distance] - nearest
     return Event(
         serial,
         routing.phase[step],
@@ -247,6 +326,11 @@ def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Ev
         routing.ahead_experts[begin:end],
         routing.ahead_counts[begin:end],
         routing.token_ids[routing.token_offsets[step] : routing.token_offsets[step + 1]],
+        routing.picked,
+        routing.picked_experts[nearest:farthest],
+        routing.picked_counts[nearest:farthest],
+        routing.picked_scores[nearest:farthest],
+        routing.weights[first:last],
     )
 
 
@@ -259,4 +343,8 @@ def start_at(routing: Routing, step: int, serial: int) -> Event:
     none, tokens = routing.experts[:0], routing.token_offsets
     ids = routing.token_ids[tokens[step] : tokens[step + 1]]
     one = routing.batch_slots, routing.steps, routing.own
-    return Event(serial, routing.phase[step], START, none, none, *one, none, none, none, none, ids)
+    no_floats = routing.weights[:0]
+    return Event(
+        *(serial, routing.phase[step], START, none, none, *one, none, none, none, none, ids),
+        *(none, none, none, no_floats, no_floats),
+    )

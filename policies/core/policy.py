@@ -30,6 +30,7 @@ Single = NDArray[np.float32]
 Requests = Sequence[RequestSteps]
 
 NO_INTS: Int = np.empty(0, np.int64)
+NO_FLOATS: Float = np.empty(0)
 
 ABSENT, DEMANDED, LOADING, READY = range(4)
 """States of an expert."""
@@ -37,7 +38,7 @@ ABSENT, DEMANDED, LOADING, READY = range(4)
 START = -1
 """The layer of an event that only tells that a step starts, and the ids of the tokens that it takes in (rule 16)."""
 
-NOTHING: tuple[Int, Float] = (NO_INTS, np.empty(0, np.float64))
+NOTHING: tuple[Int, Float] = (NO_INTS, NO_FLOATS)
 """The empty proposal: it too replaces what was queued before (rule 4)."""
 
 
@@ -76,8 +77,14 @@ class Event(NamedTuple):
     offsets: int64[R + 1], where each request's part of own_experts and own_counts begins and ends.
     own_experts: int64[m], ids by request, ascending within each.
     own_counts: int64[m], tokens of that request that chose each.
-    ahead_experts: int64[a], ids that the next layer's router picks for this layer's input; empty if not recorded.
+    ahead_experts: int64[a], ids that tokens would choose in the next layer by this layer's input; empty if unknown.
     ahead_counts: int64[a], tokens of each of these.
+    picked_offsets: int64[D + 1], bounds of each distance, 1 to D layers ahead, in the next three; empty if unknown.
+    picked_experts: int64[p], ids that the routers of the next layers pick for this layer's input, at each distance
+        ascending: of each token the best ones, and further ones.
+    picked_counts: int64[p], tokens that would choose each; 0: a further one.
+    picked_scores: float64[p], probabilities by the router, added up over the tokens that pick it.
+    weights: float64[n], router weights of `experts`, added up over their tokens; empty if unknown.
     token_ids: int64[T], ids of the tokens that the step takes in, a request after another: all of a prefill or of a
         chunk, else one, and drafted ones behind it (rule 20); -1 where withheld, empty where none is known.
     """
@@ -95,6 +102,18 @@ class Event(NamedTuple):
     ahead_experts: Int
     ahead_counts: Int
     token_ids: Int
+    picked_offsets: Int = NO_INTS
+    picked_experts: Int = NO_INTS
+    picked_counts: Int = NO_INTS
+    picked_scores: Float = NO_FLOATS
+    weights: Float = NO_FLOATS
+
+    def ahead(self, distance: int) -> tuple[Int, Float]:
+        """Return ids and scores of what the router so many layers ahead picks for this layer's input."""
+        if not 0 < distance < len(self.picked_offsets):
+            return NOTHING
+        part = slice(*self.picked_offsets[distance - 1 : distance + 1])
+        return self.picked_experts[part], self.picked_scores[part]
 
     def by_request(self) -> Iterator[tuple[int, int, Int, Int]]:
         """Each request's (batch_slot, step, experts, counts)."""

@@ -30,6 +30,11 @@ class LookaheadOptions(Limits, policy="lookahead"):
     distance: int = bounded(1, least=1)
     seed: int = 0
 
+    @property
+    def wrong(self) -> float:
+        """Wrong guesses for each expert that is chosen, in the mean."""
+        return self.recall * (1 - self.precision) / self.precision if self.precision else 1 - self.recall
+
 
 def begin(shape: Shape, options: LookaheadOptions) -> Horizon:
     return foreseen(shape, options)._replace(horizon=options.distance)
@@ -62,6 +67,7 @@ class Lookahead(Foreseeing):
     def routing(self, request: int) -> RequestSteps:
         """Return the request with guesses in the place of what its layers choose."""
         steps, E, options = super().routing(request), self.shape.experts, self.options
+        assert isinstance(options, LookaheadOptions)
         rng = np.random.default_rng([options.seed, request])
         event = np.repeat(np.arange(len(steps.offsets) - 1), np.diff(steps.offsets))
         guessed = np.zeros((len(steps.offsets) - 1, E), bool)
@@ -69,7 +75,7 @@ class Lookahead(Foreseeing):
         for layer, log_uses in enumerate(self._log_uses):
             chosen = guessed[layer :: self.shape.layers]
             right = chosen & (rng.random(chosen.shape) < options.recall)
-            wrong = chosen.sum(axis=1) * self._wrong
+            wrong = chosen.sum(axis=1) * options.wrong
             count = np.minimum(np.floor(wrong + rng.random(len(wrong))), E - chosen.sum(axis=1))
             drawn = np.where(chosen, -np.inf, log_uses + rng.gumbel(size=chosen.shape))  # without replacement
             rank = np.argsort(np.argsort(-drawn, axis=1), axis=1)
@@ -77,9 +83,3 @@ class Lookahead(Foreseeing):
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(guessed.sum(axis=1))])
         event, expert = np.nonzero(guessed)
         return replace(steps, offsets=offsets, experts=event % self.shape.layers * E + expert)
-
-    @property
-    def _wrong(self) -> float:
-        """Wrong guesses for each expert that is chosen, in the mean."""
-        recall, precision = self.options.recall, self.options.precision
-        return recall * (1 - precision) / precision if precision else 1 - recall

@@ -14,6 +14,7 @@ from traces.errors import InputError, unknown
 from traces.files import expanded
 from traces.importers import Options, import_dump
 from traces.reader import RUN
+from traces.schema import TraceMeta
 from traces.steps import DECODE, RequestSteps, steps_of_rows
 from traces.trace import Trace
 
@@ -116,6 +117,7 @@ def phone() -> RequestSteps:
     rows = pq.read_table(DATA / f"{PHONE}.routing.parquet")
     step, layer, expert = (rows[name].to_numpy().astype(np.int64) for name in ("step", "layer", "expert"))
     L, E, k = PHONE_SHAPE
-    experts = np.full((step.max() + 1, L, k), E, np.int64)  # E: nothing routed, as in the last layer of a prompt
+    meta = TraceMeta(PHONE, L, E, k, tuple(map(str, range(L))))
+    experts = np.full((step.max() + 1, L, k), meta.sentinel, np.int64)  # as in a prompt's last layer
     experts[step, layer, np.arange(len(step)) % k] = expert
-    return steps_of_rows(0, experts, np.arange(len(experts)), PHONE_PROMPT, E, E)
+    return steps_of_rows(0, {"experts": experts, "position": np.arange(len(experts))}, PHONE_PROMPT, meta)

@@ -17,7 +17,7 @@ from policies.blend.learning import ENDS, PASS, WEIGHTS
 from policies.blend.neighbours import LEAST, NEAREST, NOW, PASSES, PRIOR, SHARPNESS, SPANS, WINDOW
 from policies.core import Event, Events, Prefetcher, Shape, alone, parse
 from sim.engines import count
-from traces import DECODE, PREFILL, Lookahead, Trace
+from traces import DECODE, PREFILL, Trace
 from traces.board import FOLDER
 from traces.synthetic import synthetic
 
@@ -270,22 +270,15 @@ def test_a_gate_that_is_always_right_is_believed_and_one_that_is_always_wrong_is
 
     def proposed_of(picks: list[list[list[int]]]) -> float:
         """The share of picks that were proposed, in the last ten steps."""
-        flat = [sorted(e + (layer + 1) * E for e in step[layer]) for step in picks for layer in range(L - 1)]
-        offsets = [0]
-        for step in range(len(picks)):
-            offsets.append(offsets[-1])  # no pick is for the first layer
-            for layer in range(L - 1):
-                offsets.append(offsets[-1] + len(flat[step * (L - 1) + layer]))
-        ids = np.array([e for event in flat for e in event], np.int64)
-        lookahead = Lookahead(L, np.array(offsets, np.int64), ids, np.ones(len(ids), np.int64))
+        flat = [[sorted(e + (layer + 1) * E for e in ids) for layer, ids in enumerate(step)] + [[]] for step in picks]
         policy = BlendRetention(Shape(L, E), BlendOptions())
         fetcher = BlendPrefetcher.beside(policy)
         fetcher.window(0.5)
         policy.begin_request(0, 0)
         told = hit = 0
         for event in events(steps):
-            picked, counts = lookahead.after(int(event.steps[0]), event.layer)
-            event = event._replace(ahead_experts=picked, ahead_counts=counts)
+            picked = np.array(flat[int(event.steps[0])][event.layer], np.int64)
+            event = event._replace(ahead_experts=picked, ahead_counts=np.ones_like(picked))
             policy.observe(event)
             mine = set(fetcher.propose(event)[0].tolist())
             if event.steps[0] >= 30 and event.layer < L - 1:

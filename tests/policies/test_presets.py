@@ -1,7 +1,5 @@
 """Presets: names of documented systems that stand for policies as given."""
 
-from dataclasses import replace
-
 import pytest
 
 from policies.core import Shape, parse
@@ -9,12 +7,13 @@ from policies.core.systems import presets, systems
 from sim.engines.simpy_engine import simulate
 from sim.loop import Requests, gpu_run
 from sim.profiles.timing import FixedTiming, Link
+from tests.support.ahead import with_lookahead
 from traces import write_trace
 from traces.synthetic import synthetic
 
 L, E = 3, 8
 TRACE = synthetic(3, tokens=8, layers=L, experts=E, top_k=2, seed=5, prompt_tokens=4)
-TRACE = replace(TRACE, lookahead=TRACE.experts)
+TRACE = with_lookahead(TRACE, TRACE.experts)
 TIMING = FixedTiming(dense=100, expert=20, expert_per_token=1, combine=2, head=300)
 LINK = Link(latency_ns=10, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=400)
 

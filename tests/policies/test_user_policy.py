@@ -11,10 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from policies import check_policy
 from policies.core import Shape, parse
 from sim.loop import Requests
+from tests.support.ahead import with_lookahead
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces import InputError, write_trace
@@ -77,7 +80,7 @@ def misses_of_fading(slots, alpha):
 
 
 def test_the_walk_through_holds_what_its_sentences_say():
-    assert set(FILES) == {"fading.py", "again.py"}
+    assert set(FILES) == {"fading.py", "again.py", "router.py"}
     assert all(len(code.splitlines()) <= 30 for code in FILES.values()), "a policy is 30 lines"
     assert [command[0] for command in COMMANDS] == ["moe-sim", "moe-sim", "python"]
 
@@ -93,6 +96,21 @@ def test_every_command_of_the_walk_through_runs(home, command):
         assert [row["policy"] for row in json.loads(done.stdout)] == asked * len(sizes)
     else:
         assert done.stdout.count("conforms") == 2
+
+
+def test_policies_that_read_scores_of_routers_conform_and_run(home, monkeypatch):
+    monkeypatch.chdir(home)
+    for policy in ("router.py:Recent", "lru+router.py:Sure"):
+        check_policy(policy).require()
+    trace = replace(TRACE, weights=np.full(TRACE.experts.shape, 0.25, np.float16))
+    trace = with_lookahead(replace(trace, meta=replace(trace.meta, model="tiny", **SIZES)), TRACE.experts)
+    (of_weights,) = {step.weights.sum() for step in map(trace.steps, range(3)) if step.weights is not None}
+    assert of_weights == 6 * 3 * 2 * 0.25
+    write_trace(trace, home / "scored")
+    command = (
+        "moe-sim sweep scored --policies router.py:Recent+router.py:Sure --cache-sizes 25% --out scores --workers 1"
+    )
+    assert run(shlex.split(command), home).returncode == 0
 
 
 def test_classes_stand_wherever_names_do(home, monkeypatch):

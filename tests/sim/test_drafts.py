@@ -22,6 +22,7 @@ from sim.loop.requests import Requests
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
+from tests.support.ahead import with_lookahead
 from tests.support.logs import assert_logs_equal
 from tests.support.reference_cases import play
 from tests.support.reference_drafts import draw_drafts_case, run_case
@@ -56,7 +57,7 @@ def test_the_engines_are_equal_in_every_column_under_every_policy(batch: int) ->
         chosen = [rng.random((n, L, E)).argsort(axis=-1)[:, :, :K] for n in lengths]
         ids = [rng.integers(-1, 5, n) for n in lengths]
         trace = Trace.from_arrays(chosen, E, rng.integers(0, lengths + 1).tolist(), token_ids=ids)
-        trace = replace(trace, lookahead=rng.permutation(trace.experts, axis=0))
+        trace = with_lookahead(trace, rng.permutation(trace.experts, axis=0))
         drafts = Drafts(int(rng.integers(1, 5)), float(rng.random()), seed)
         requests = Requests(trace.in_steps(int(rng.integers(1, 5)), drafts), lambda context: 7 * context)
         policy = f"{rng.choice(KEEPERS)}+{rng.choice(FETCHERS)}"

@@ -15,6 +15,7 @@ from sim.loop.session import Session
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
+from tests.support.ahead import with_lookahead
 from tests.support.devices import AnyOrder, Watch
 from tests.support.logs import assert_logs_equal
 from tests.support.replay_runs import draw
@@ -60,7 +61,7 @@ def test_the_engines_are_equal_on_profiles_prefills_and_real_policies(
     profile = replace(model("olmoe-1b-7b").cut(6), experts=16, top_k=4)
     machine = hardware("rtx4090")
     trace = synthetic(requests=6, tokens=12, layers=6, experts=16, top_k=4, seed=7, prompt_tokens=9)
-    trace = replace(trace, lookahead=np.roll(trace.experts, 1, axis=0))
+    trace = with_lookahead(trace, np.roll(trace.experts, 1, axis=0))
     timing = Roofline(machine, profile, predictor_ns)
     link = host_link(machine, profile, -(-profile.expert_bytes // chunks))
     window = experts_per_layer(timing, link, layers=6, top_k=4)

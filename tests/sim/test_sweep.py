@@ -30,6 +30,7 @@ from sim.sweeps import (
     sweep,
     winner,
 )
+from tests.support.ahead import with_lookahead
 from tests.support.tiny import SIZES
 from traces import DECODE, MARKER, InputError, Trace, write_trace
 from traces.models.profile import model
@@ -63,7 +64,9 @@ def grid(policies="lru,lfu", **sizes):
 def test_a_trace_read_whole_lets_policies_hear_what_its_files_do(tmp_path):
     made = synthetic(3, tokens=5, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=2, prompt_tokens=4)
     ids = np.arange(len(made.experts), dtype=np.int32)
-    loaded = TimedRun.of(Experiment(written(replace(made, token_id=ids, lookahead=made.experts), tmp_path / "told")))
+    loaded = TimedRun.of(
+        Experiment(written(with_lookahead(replace(made, token_id=ids), made.experts), tmp_path / "told"))
+    )
     for read, whole in zip(Requests(loaded.trace), Requests(loaded.whole), strict=True):
         assert read.lookahead
         assert whole.lookahead

@@ -1,5 +1,6 @@
 """Which experts compute which tokens, found out without any hook on the routing: by poisoning their weights."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,16 @@ def run(model: Any, ids: Tensor = IDS, **more: Any) -> Any:
         return model(input_ids=ids, **more)
 
 
+def asked(wanted: Sequence[str]) -> dict[str, Any]:
+    """Keywords of a hook that is to record all of these."""
+    return {name: (1, 2, 3) if name == "lookahead" else True for name in wanted}
+
+
 def observed(
     model: Any, ids: Tensor = IDS, wanted: tuple[str, ...] = (), **more: Any
 ) -> tuple[ExpertsHook, list[Pass]]:
     """The hook, left again, and what it saw in one forward pass."""
-    with ExpertsHook(model, **dict.fromkeys(wanted, True)) as hook:
+    with ExpertsHook(model, **asked(wanted)) as hook:
         hook.probe()
         run(model, ids, **more)
         return hook, list(hook.passes)

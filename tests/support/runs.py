@@ -103,11 +103,14 @@ def draw_request(integer: Draw, ordinal: int, shape: Shape) -> RequestSteps:
     tokens = [integer(1, 5) if phase == PREFILL or integer(0, 5) == 0 else 1 for phase in phases]
     density = integer(1, 4)
 
-    def choices() -> tuple[Int, Int, Int]:
+    def choices(ahead: int = 0) -> tuple[Int, Int, Int]:
+        """Of each event, or of the layer that is so many layers ahead of it, if there is one."""
         events = [
-            [(layer * E + e, integer(1, n)) for e in range(E) if integer(1, 4) <= density] if integer(0, 9) else []
+            [(layer * E + e, integer(1, n)) for e in range(E) if integer(1, 4) <= density]
+            if layer < L and integer(0, 9)
+            else []
             for n in tokens
-            for layer in range(L)
+            for layer in range(ahead, L + ahead)
         ]
         table = np.array([access for event in events for access in event], np.int64).reshape(-1, 2)
         offsets = np.cumsum([0, *map(len, events)]).astype(np.int64)
@@ -117,7 +120,8 @@ def draw_request(integer: Draw, ordinal: int, shape: Shape) -> RequestSteps:
     phase = np.array(phases, np.uint8)
     told, total = integer(0, 3), int(sizes.sum())  # few ids, so that they recur; some are withheld, or all
     ids = np.array([integer(-1, 4) for _ in range(total)], np.int64) if told else None
-    ahead = Lookahead(L, *choices())
+    picks = choices(ahead=1)
+    ahead = Lookahead(L, 1, *picks, scores=picks[2] / 4)
     return RequestSteps(ordinal, phase, sizes, np.cumsum(sizes), *choices(), lookahead=ahead, token_ids=ids)
 
 

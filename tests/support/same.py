@@ -25,8 +25,8 @@ def assert_same_steps(one: RequestSteps, other: RequestSteps) -> None:
     for field in fields(RequestSteps):
         a, b = getattr(one, field.name), getattr(other, field.name)
         if field.name == "lookahead" and a is not None:
-            assert a.layers == b.layers
-            for name in ("offsets", "experts", "counts"):
+            assert (a.layers, a.depth) == (b.layers, b.depth)
+            for name in ("offsets", "experts", "counts", "scores"):
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name), name)
         else:
             np.testing.assert_array_equal(a, b, field.name)

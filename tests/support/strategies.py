@@ -5,6 +5,7 @@ import pandas as pd
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.support.ahead import with_lookahead
 from traces import DECODE, PREFILL, Trace, TraceMeta
 
 
@@ -46,7 +47,7 @@ def traces(draw: st.DrawFn, max_requests: int = 4) -> Trace:
     positions = [np.arange(n) + (0 if p else q) for n, p, q in zip(lengths, prefilled, prompt, strict=True)]
     phases = [np.repeat([PREFILL, DECODE], [p, d]) for p, d in zip(prefilled, decoded, strict=True)]
     labels = st.lists(st.text(max_size=3), min_size=R, max_size=R)
-    return Trace(
+    made = Trace(
         name="trace",
         meta=meta,
         requests=pd.DataFrame(
@@ -72,8 +73,9 @@ def traces(draw: st.DrawFn, max_requests: int = 4) -> Trace:
         step=np.concatenate(steps).astype(np.uint32),
         weights=rng.random(chosen.shape).astype(np.float16) if draw(st.booleans()) else None,
         token_id=rng.integers(-1, 9, T).astype(np.int32),
-        lookahead=chosen[::-1].astype(meta.id_type) if draw(st.booleans()) else None,
         gate_probs=rng.random((T, meta.layers, meta.experts)).astype(np.float16) if draw(st.booleans()) else None,
         drafted=rng.integers(-1, 5, T).astype(np.int16) if draw(st.booleans()) else None,
         embedding=rng.random((R, 3)).astype(np.float16) if draw(st.booleans()) else None,
     )
+    distances = draw(st.sampled_from([(), (1,), (1, 2), (3,)]))
+    return with_lookahead(made, made.experts[::-1], distances) if distances else made

@@ -19,7 +19,7 @@ BATCH = torch.cat([IDS, torch.cat([torch.zeros_like(IDS[:, :4]), IDS[:, :6] + 1]
 MASK = (torch.arange(10) >= torch.tensor([[0], [4]])).long()
 
 
-def refused(model: nn.Module, **wanted: bool) -> str:
+def refused(model: nn.Module, **wanted: Any) -> str:
     with pytest.raises(InputError) as error, ExpertsHook(model, **wanted) as hook:
         hook.probe()
     return str(error.value)
@@ -57,7 +57,7 @@ class Odd(nn.Module):
 
 
 @contextmanager
-def probed(model: nn.Module, **wanted: bool) -> Iterator[ExpertsHook]:
+def probed(model: nn.Module, **wanted: Any) -> Iterator[ExpertsHook]:
     with ExpertsHook(model, **wanted) as hook:
         hook.probe()
         yield hook
@@ -159,7 +159,7 @@ class TestLayers:
         model = tiny_model("mixtral")
         monkeypatch.setattr("tracer.hook.partial", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            ExpertsHook(model, lookahead=True, gate_probs=True).__enter__()
+            ExpertsHook(model, lookahead=(1,), gate_probs=True).__enter__()
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
@@ -212,20 +212,20 @@ class TestGateProbs:
         assert "gate probabilities of layers.0 cannot be recorded" in refused(Odd([1, 1]), gate_probs=True)
 
 
-def softmax_router(gate: Any, states: Tensor) -> Any:
-    return (states @ gate.weight.T).topk(2).indices
+def softmax_router(gate: Any, states: Tensor, n: int = 2) -> Any:
+    return (states @ gate.weight.T).topk(n).indices
 
 
-def biased_router(router: Any, states: Tensor) -> Any:
-    return (states @ router.weight.T + router.bias).topk(2).indices
+def biased_router(router: Any, states: Tensor, n: int = 2) -> Any:
+    return (states @ router.weight.T + router.bias).topk(n).indices
 
 
-def grouped_router(gate: Any, states: Tensor) -> Any:
+def grouped_router(gate: Any, states: Tensor, n: int = 2) -> Any:
     scores = (states @ gate.weight.T).sigmoid() + gate.e_score_correction_bias
     of_groups = scores.view(-1, 4, 2)
     best = of_groups.sum(-1).topk(2).indices
     allowed = torch.zeros(len(scores), 4, dtype=torch.bool).scatter_(1, best, True)
-    return scores.masked_fill(~allowed.repeat_interleave(2, 1), -torch.inf).topk(2).indices
+    return scores.masked_fill(~allowed.repeat_interleave(2, 1), -torch.inf).topk(n).indices
 
 
 class TestLookahead:
@@ -251,12 +251,17 @@ class TestLookahead:
         _, passes = observed(model, BATCH, ("lookahead",), attention_mask=MASK)
         ahead, entered = passes[0].lookahead, entered[-len(blocks) :]
         assert ahead is not None
-        assert ahead.shape == (20, len(blocks), 2)
-        assert (ahead[:, 0] == -1).all()
-        for layer in range(1, len(blocks)):
-            chosen = choose(getattr(blocks[layer], router), entered[layer - 1]).sort(-1).values
-            assert np.sort(ahead[:, layer], -1).tolist() == chosen.tolist()
-        assert (np.sort(ahead[:, 1:], -1) != np.sort(passes[0].ids[:, 1:], -1)).any()
+        assert passes[0].lookahead_scores is not None
+        assert ahead.shape == passes[0].lookahead_scores.shape == (20, len(blocks), 3, 4)
+        for layer in range(len(blocks)):
+            for far in (1, 2, 3):
+                if far > layer:
+                    assert (ahead[:, layer, far - 1] == -1).all()
+                    continue
+                for n in (2, 4):  # the choice stands in front of the further picks
+                    chosen = choose(getattr(blocks[layer], router), entered[layer - far], n).sort(-1).values
+                    assert np.sort(ahead[:, layer, far - 1, :n], -1).tolist() == chosen.tolist()
+        assert (np.sort(ahead[:, 1:, 0, :2], -1) != np.sort(passes[0].ids[:, 1:], -1)).any()
 
     @pytest.mark.parametrize(("architecture", "scores"), [("gemma4", "proj"), ("jetmoe", "layer")])
     def test_where_attention_is_in_the_block_only_the_router_is_tried(self, architecture: str, scores: str) -> None:
@@ -273,16 +278,19 @@ class TestLookahead:
         for layer in range(1, len(routers)):
             with torch.no_grad():
                 routers[layer](before[layer - 1])
-            assert np.sort(ahead[:, layer], -1).tolist() == logits[-1].topk(2).indices.sort(-1).values.tolist()
+            for n in (2, 4):
+                chosen = logits[-1].topk(n).indices.sort(-1).values
+                assert np.sort(ahead[:, layer, 0, :n], -1).tolist() == chosen.tolist()
 
     def test_words_decide_where_the_router_hashes_them(self) -> None:
         model = tiny_model("deepseek_v4", mlp_layer_types=["hash_moe"] * 3)
         _, passes = observed(model, wanted=("lookahead",))
         assert passes[0].lookahead is not None
-        assert np.sort(passes[0].lookahead[:, 1:], -1).tolist() == np.sort(passes[0].ids[:, 1:], -1).tolist()
+        picks = np.sort(passes[0].lookahead[:, 1:, 0, :2], -1)
+        assert picks.tolist() == np.sort(passes[0].ids[:, 1:], -1).tolist()
 
     def test_the_first_layer_of_each_pass_has_none(self) -> None:
-        with probed(tiny_model("mixtral"), lookahead=True) as hook:
+        with probed(tiny_model("mixtral"), lookahead=(1,)) as hook:
             for _ in range(2):
                 run(hook.model)
             first, second = (seen.lookahead for seen in hook.passes)
@@ -301,7 +309,7 @@ class TestLookahead:
         for layer in model.model.layers:
             layer.mlp.gate.register_forward_pre_hook(lambda *_: drawing())
             layer.mlp.experts.register_forward_hook(lambda *_: calls.append(1))
-        with probed(model, lookahead=True) as hook:
+        with probed(model, lookahead=(1,)) as hook:
             calls.clear()
             torch.manual_seed(5)
             run(model)
@@ -312,11 +320,11 @@ class TestLookahead:
         assert torch.equal(torch.rand(1), drawn)
 
     def test_a_layer_without_a_router_is_refused(self) -> None:
-        assert "lookahead of layers.0 cannot be recorded" in refused(Odd([1, 1]), lookahead=True)
+        assert "lookahead of layers.0 cannot be recorded" in refused(Odd([1, 1]), lookahead=(1,))
 
     def test_a_router_that_chooses_anew_each_time_is_refused(self) -> None:
         model = tiny_model("mixtral")
         gate = model.model.layers[1].mlp.gate
         flips = iter([1.0, 1.0, -1.0] * 9)
         gate.register_forward_pre_hook(lambda _, args: (args[0] * next(flips),))
-        assert "lookahead of model.layers.1.mlp.experts cannot be recorded" in refused(model, lookahead=True)
+        assert "lookahead of model.layers.1.mlp.experts cannot be recorded" in refused(model, lookahead=(1,))

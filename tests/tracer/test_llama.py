@@ -39,17 +39,20 @@ def opened(path: Path, loaded: LoadedModel, **written: Any) -> GgufModel:
 
 
 def recorded(loaded: Any, out: Path, prompts: list[Prompt] = PROMPTS, **options: Any) -> Trace:
-    record(loaded, prompts, out, Options(**{"max_new_tokens": 8, "weights": True, **options}))
+    record(loaded, prompts, out, Options(**{"max_new_tokens": 8, "weights": True, "lookahead": "1,2,3", **options}))
     return Trace.read(out, EXTRA)
 
 
 def assert_routed_alike(one: Trace, other: Trace) -> None:
     """Require all tokens, experts and their order to be equal: there are no ties among these random weights."""
-    for name in ("offsets", "step", "phase", "position", "token_id", "experts"):
+    for name in ("offsets", "step", "phase", "position", "token_id", "experts", "lookahead"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
     assert one.weights is not None
     assert other.weights is not None
     np.testing.assert_allclose(one.weights.astype(float), other.weights.astype(float), atol=1e-3)
+    assert one.lookahead_scores is not None
+    assert other.lookahead_scores is not None
+    np.testing.assert_allclose(one.lookahead_scores.astype(float), other.lookahead_scores.astype(float), atol=1e-3)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -84,7 +87,7 @@ def test_tokens_are_drawn_by_the_seed_and_a_resumed_recording_is_the_whole(tmp_p
     loaded = opened(tmp_path, made("mixtral"))
     drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
     whole = recorded(loaded, tmp_path / "whole", **drawn)
-    options, steps = Options(max_new_tokens=8, weights=True, **drawn), 0
+    options, steps = Options(max_new_tokens=8, weights=True, lookahead="1,2,3", **drawn), 0
 
     def interrupt(rows: int) -> None:
         nonlocal steps
@@ -121,7 +124,7 @@ def test_the_command_needs_no_torch_and_refuses_what_llama_cpp_cannot_show(tmp_p
     trace = Trace.read(tmp_path / "t")
     assert (trace.meta.model, trace.requests["output_tokens"].tolist()) == ("m", [4, 4])
     assert {"xllamacpp", "llama.cpp"} <= set(trace.meta.tools)
-    for option in ("--gate-probs", "--lookahead", "--embedding", "--batch-size=2", "--offload=disk", "--device=cuda"):
+    for option in ("--gate-probs", "--embedding", "--batch-size=2", "--offload=disk", "--device=cuda"):
         ended = moe_trace("record", "--gguf", path, option, "--out", tmp_path / "u")
         assert (ended.returncode, (tmp_path / "u").exists()) == (2, False)
         assert option.partition("=")[0] in ended.stderr

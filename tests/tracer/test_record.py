@@ -19,7 +19,7 @@ from tests.support.same import assert_same
 from tracer import ExpertsHook, LoadedModel, Options, Prompt, Runner, Sampling
 from tracer.observed import Answer
 from tracer.record import record
-from traces import DECODE, EXTRA, PREFILL, InputError, Source, Trace, join
+from traces import DECODE, EXTRA, PREFILL, InputError, Picks, Source, Trace, join
 
 TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice.", "ok then")
 PROMPTS = [Prompt(f"p{i}", "set", f"task{i % 2}", (text,)) for i, text in enumerate(TEXTS)]
@@ -256,15 +256,19 @@ def test_an_embedding_is_the_mean_over_the_prompt(tmp_path: Path) -> None:
 
 
 def test_what_predictors_need_is_recorded_beside_the_routing(tmp_path: Path) -> None:
-    trace = recorded(tiny("mixtral"), tmp_path / "t", weights=True, gate_probs=True, lookahead=True, batch_size=2)
+    trace = recorded(tiny("mixtral"), tmp_path / "t", weights=True, gate_probs=True, lookahead="1,2", batch_size=2)
     assert trace.gate_probs is not None
     assert trace.weights is not None
     assert trace.lookahead is not None
     chosen = np.take_along_axis(trace.gate_probs, trace.experts.astype(int), -1).astype(float)
     np.testing.assert_allclose(chosen / chosen.sum(-1, keepdims=True), trace.weights.astype(float), atol=2e-3)
     np.testing.assert_allclose(trace.gate_probs.astype(float).sum(-1), 1.0, atol=5e-3)
-    assert (trace.lookahead[:, 0] == trace.sentinel).all()
-    assert (trace.lookahead[:, 1:] < trace.num_experts).all()
+    assert trace.lookahead_scores is not None
+    assert trace.meta.lookahead == Picks((1, 2), 2 * trace.top_k)
+    for place, far in enumerate((1, 2)):
+        assert (trace.lookahead[:, :far, place] == trace.sentinel).all()
+        assert (trace.lookahead[:, far:, place] < trace.num_experts).all()
+        assert (np.diff(trace.lookahead_scores[:, far:, place].astype(float), axis=-1) <= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +303,7 @@ def test_an_encoder_and_its_decoder_share_one_layer_space(
     loaded = tiny(architecture, **changes)  # a step of 0: all layers of that stack are dense
     loaded.model.generation_config.decoder_start_token_id = 7
     notes: list[str] = []
-    options = at_most(5, 4, weights=True, gate_probs=True, lookahead=True)
+    options = at_most(5, 4, weights=True, gate_probs=True, lookahead="1,2")
     record(loaded, PROMPTS, tmp_path / "t", options, on_note=notes.append)
     trace = Trace.read(tmp_path / "t", EXTRA)
     assert any("prompts run one at a time" in note for note in notes)

@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.ahead import with_lookahead
 from traces import REQUESTS, ROUTING, InputError, RequestSteps, Shards, Trace, TraceWriter, pieces, write_trace
+from traces.reader import RUN
 from traces.schema import KEY, VERSION
 from traces.synthetic import synthetic
 from traces.writer import UNFINISHED
@@ -128,8 +130,8 @@ def test_counts_alone_with_routing(folder: Path) -> None:
 def test_a_lookahead_that_no_gate_picks(folder: Path) -> None:
     picks = GOOD.experts.copy()
     picks[9, 1] = 5
-    write_trace(replace(GOOD, lookahead=picks), folder, overwrite=True)
-    for read in (run, lambda path: Trace.read(path, ["lookahead"])):
+    write_trace(with_lookahead(GOOD, picks), folder, overwrite=True)
+    for read in (run, lambda path: Trace.read(path, RUN)):
         with pytest.raises(InputError, match="lookahead of token row 9, MoE layer 1"):
             read(folder)
     trace = Shards.open(folder, lookahead=False)

@@ -16,6 +16,7 @@ import tracer.commands
 from tests.support.command import run
 from tests.support.same import assert_same, assert_same_shards
 from traces import EXTRA, REQUESTS, Shards, Trace, concatenate, demo_trace, pieces, write_trace
+from traces.reader import RUN
 from traces.synthetic import synthetic
 
 
@@ -67,14 +68,14 @@ def test_a_trace_in_an_object_store_is_the_same_trace(memory: str) -> None:
     whole = Trace.read(demo_trace(), EXTRA)
     assert_same(whole, Trace.read(memory, EXTRA), EXTRA)
     assert_same(whole, concatenate(list(pieces(memory, EXTRA))), EXTRA)
-    assert_same_shards(Trace.read(demo_trace(), ["lookahead", "token_id"]), Shards.open(memory))
+    assert_same_shards(Trace.read(demo_trace(), RUN), Shards.open(memory))
     assert Shards.open(memory + "/").fingerprint == Shards.open(demo_trace()).fingerprint
 
 
 def test_a_growing_trace_in_an_object_store_is_read(memory: str) -> None:
     files = fsspec.filesystem("memory")
     files.mv(f"/place/demo/{REQUESTS}", "/place/demo/requests/part-00000.parquet")
-    assert_same_shards(Trace.read(demo_trace(), ["lookahead", "token_id"]), Shards.open(memory))
+    assert_same_shards(Trace.read(demo_trace(), RUN), Shards.open(memory))
 
 
 def test_a_trace_on_a_web_server_is_the_same_trace(served: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -83,7 +84,7 @@ def test_a_trace_on_a_web_server_is_the_same_trace(served: str, tmp_path: Path, 
     trace = synthetic(30, 5, 2, 6, 2, seed=0, prompt_tokens=3)
     write_trace(trace, tmp_path / "t")
     shards = Shards.open(f"{served}/t")
-    assert_same_shards(Trace.read(tmp_path / "t", ["lookahead"]), shards)
+    assert_same_shards(Trace.read(tmp_path / "t", RUN), shards)
     assert shards.fingerprint == Shards.open(tmp_path / "t").fingerprint
     assert_same(Trace.read(tmp_path / "t"), Trace.read(f"{served}/t/"))
 

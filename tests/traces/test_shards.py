@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.ahead import with_lookahead
 from tests.support.same import assert_same_shards, assert_same_steps
 from tests.support.strategies import traces
 from traces import (
@@ -34,7 +35,7 @@ from traces import (
     demo_trace,
     write_trace,
 )
-from traces.reader import Files
+from traces.reader import RUN, Files
 from traces.synthetic import synthetic
 
 
@@ -81,7 +82,7 @@ def test_a_trace_played_from_shards_is_the_trace_read_whole(trace: Trace, data: 
             listed = pq.read_table(path / REQUESTS)
             pq.write_table(listed.slice(0, integer(1, len(listed))), path / REQUESTS)
         for lookahead in (True, False):
-            whole = Trace.read(path, ["token_id", "drafted", *(["lookahead"] if lookahead else [])])
+            whole = Trace.read(path, [name for name in RUN if lookahead or not name.startswith("lookahead")])
             shards = Shards.open(path, lookahead)
             requests = data.draw(st.permutations(range(len(whole.requests))))
             assert_same_shards(whole, shards, [*requests, *range(len(whole.requests))])
@@ -133,7 +134,7 @@ def test_a_large_row_group_is_gone_through_in_parts_each_decoded_once(
 
 
 def trace_at(path: Path) -> Trace:
-    return Trace.read(path, ["lookahead"])
+    return Trace.read(path, RUN)
 
 
 def test_a_small_trace_is_decoded_once_whatever_is_asked_for(decoded: list[tuple[int, str]]) -> None:
@@ -286,7 +287,7 @@ def test_traces_that_differ_have_different_fingerprints(tmp_path: Path) -> None:
         replace(trace, experts=swapped),
         replace(trace, requests=trace.requests.assign(task="another")),
         replace(trace, meta=replace(trace.meta, model="another")),
-        replace(trace, lookahead=trace.experts),
+        with_lookahead(trace, trace.experts),
         synthetic(6, 5, 2, 6, 2, seed=1, prompt_tokens=2),
     ]
     for n, other in enumerate(others):

@@ -30,7 +30,7 @@ def info(
     """
     folder = open_folder(trace)
     warn_if_unfinished(folder)
-    held = Trace.read(trace)
+    held = Trace.read(trace, [name for name in folder.optional if name.startswith("lookahead")])
     facts = summary(held)
     if as_json:
         console.say_json(facts)
@@ -92,6 +92,25 @@ def _print_info(facts: dict[str, Any]) -> None:
     for row in ROWS:
         table.add_row(row[0], *cells(row, [facts[phase] for phase in phases]))
     console.say(table)
+    if facts["foresight"]:
+        console.say(_foresight(facts, phases))
+
+
+def _foresight(facts: dict[str, Any], phases: Sequence[str]) -> Table:
+    """Return recall and precision of the picks ahead of time by distance, beside chance and the token before."""
+    cells: dict[float | None, list[str]] = {}
+    for each in facts["foresight"]:
+        precision = "-" if each["precision"] is None else f"{each['precision']:.1%}"
+        cells.setdefault(each["score"], []).append(f"{each['recall']:.1%} / {precision}")
+    distances = dict.fromkeys(f"{each['distance']} ahead" for each in facts["foresight"])
+    table = Table("recall / precision of routers ahead of time", *distances, box=None, pad_edge=False)
+    for least, shown in cells.items():
+        label = f"picks of a score of at least {least:g}" if least else "all picks"
+        table.add_row("as many picks as experts are chosen" if least is None else label, *shown)
+    for label, key in (("those of the token before", "share"), ("by chance", "chance")):
+        share = facts[phases[-1]]["reuse"][key]
+        table.add_row(f"  {label}", *["-" if share is None else f"{share:.1%} / {share:.1%}"] * len(distances))
+    return table
 
 
 Row = tuple[str, tuple[str | int, ...], str]

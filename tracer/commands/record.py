@@ -94,9 +94,12 @@ def record(
         ((model or "").endswith(".gguf"), f"{model} is a GGUF file: give it with --gguf"),
     )
     if gguf:
-        more = options.gate_probs or options.lookahead or options.embedding
+        more = options.gate_probs or options.embedding
         refuse(
-            (more, "--gate-probs, --lookahead and --embedding are for --model: of a GGUF file, --weights are recorded"),
+            (
+                more,
+                "--gate-probs and --embedding are for --model: --weights and --lookahead are of a GGUF file too",
+            ),
             (options.batch_size > 1, "--batch-size is for --model: llama.cpp is given one prompt at a time"),
         )
     if prompts is None:
