@@ -4,13 +4,14 @@ The residency and the policies are those of the simulator, and so are the decisi
 of a trace are those of `moe-sim sweep --untimed`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from policies.core.events import alone
-from policies.core.policy import NO_INTS, START, Event, Float, Int, Shape
+from policies.core.events import NOTHING_PICKED, Picked, alone
+from policies.core.policy import NO_FLOATS, NO_INTS, START, Event, Float, Int, Shape
 from policies.core.residency import BLOCKED, NO_EXPERT
 from policies.core.runner import PolicyRunner
 from policies.core.spec import PolicyLike, make_policy
@@ -38,7 +39,7 @@ class ExpertCache:
 
     def __init__(self, policy: PolicyLike, layers: int, experts: int, slots: int) -> None:
         spec = make_policy(policy)
-        if spec.oracle or spec.needs_lookahead:
+        if spec.oracle:
             raise ValueError(f"{spec.text} needs to know what comes later")
         self.shape = Shape(layers, experts)
         spec.require(self.shape)
@@ -63,8 +64,19 @@ class ExpertCache:
         if self._runner.at_start:
             self._propose(self._event(START, NO_INTS, NO_INTS))
 
-    def route(self, layer: int, experts: ArrayLike, counts: ArrayLike | None = None) -> list[Load]:
+    def route(
+        self,
+        layer: int,
+        experts: ArrayLike,
+        counts: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+        ahead: Sequence[tuple[ArrayLike, ArrayLike]] = (),
+    ) -> list[Load]:
         """Return what to load for a layer: `experts` int[n], distinct, in any order; `counts` int[n], tokens of each.
+
+        weights: float[n], the router's, added up over these tokens; few policies use them. ahead: what the routers of
+        the next layers would choose for this layer's input, nearest first: experts int[m], distinct, and their scores,
+        the router's probabilities added up over tokens; policies such as `gate` go by them.
 
         When the loads are done, `slot` says where each expert is. Where the layer chose more experts than there are
         slots, a load may overwrite one of the same layer: compute the hits first, and each expert as it comes.
@@ -75,7 +87,8 @@ class ExpertCache:
         chosen += layer * self.shape.experts
         hits, _ = self._residency.route(chosen)
         self._serial += 1
-        event = self._event(layer, chosen, tokens)
+        held = NO_FLOATS if weights is None else np.asarray(weights, np.float64)[order]
+        event = self._event(layer, chosen, tokens, self._picked(layer, ahead), held)
         self._runner.observe(event)
         self._propose(event)
         self._computing = [*hits, *(expert for expert in chosen.tolist() if expert not in hits)]
@@ -118,8 +131,25 @@ class ExpertCache:
             self._residency.arrived()
         self._loading = False
 
-    def _event(self, layer: int, chosen: Int, tokens: Int) -> Event:
-        return alone(self._phase, layer, self._step, chosen, tokens, self._serial, token_ids=self._tokens)
+    def _event(
+        self, layer: int, chosen: Int, tokens: Int, picks: Picked = NOTHING_PICKED, weights: Float = NO_FLOATS
+    ) -> Event:
+        near = picks[1][slice(*picks[0][:2])] if len(picks[0]) else NO_INTS
+        told = (near, np.ones_like(near)), self._tokens, picks, weights
+        return alone(self._phase, layer, self._step, chosen, tokens, self._serial, *told)
+
+    def _picked(self, layer: int, ahead: Sequence[tuple[ArrayLike, ArrayLike]]) -> Picked:
+        """Return the picks of layers that there are as an event holds them."""
+        if not ahead:
+            return NOTHING_PICKED
+        E, offsets, ids, scores = self.shape.experts, [0], [NO_INTS], [NO_FLOATS]
+        for distance, (experts, of_each) in enumerate(ahead[: self.shape.layers - 1 - layer], start=1):
+            own, order = np.unique(np.asarray(experts, np.int64), return_index=True)
+            offsets.append(offsets[-1] + len(own))
+            ids.append(own + (layer + distance) * E)
+            scores.append(np.asarray(of_each, np.float64)[order])
+        experts = np.concatenate(ids)
+        return np.array(offsets, np.int64), experts, np.ones_like(experts), np.concatenate(scores)
 
     def _propose(self, event: Event) -> None:
         proposal: tuple[Int, Float] | None = self._runner.propose(event)

@@ -68,7 +68,26 @@ def test_slots_hold_what_was_loaded_also_early(policy: str) -> None:
     assert early
 
 
-@pytest.mark.parametrize("policy", ["belady", "lru+oracle", "lru+gate"])
+@pytest.mark.parametrize(
+    ("policy", "early"), [("lru+gate", 1), ("lru+gate:distance=2", 2), ("lru+gate:threshold=0.7", 0)]
+)
+def test_what_the_next_routers_would_choose_is_fetched_before_their_layers_run(policy: str, early: int) -> None:
+    requests = Requests(synthetic(3, tokens=20, layers=L, experts=E, top_k=2, seed=4))
+    cache = ExpertCache(policy, L, E, 3 * L)
+    for request in requests:
+        cache.begin_request()
+        for _, layers in steps(request):
+            cache.begin_step()
+            for layer, (experts, _) in enumerate(layers):
+                ahead = [(ids[::-1], [0.6] * len(ids)) for ids, _ in layers[layer + 1 :]]
+                loads = cache.route(layer, experts, weights=[0.5, 0.25], ahead=ahead)
+                assert not (loads and layer and early)
+                fetched = {load.layer for load in cache.prefetch(at_most=9)}
+                assert fetched <= set(range(layer + 1, layer + 1 + early))
+        cache.end_request()
+
+
+@pytest.mark.parametrize("policy", ["belady", "lru+oracle"])
 def test_a_policy_that_needs_what_no_engine_knows_is_refused(policy: str) -> None:
     with pytest.raises(ValueError, match="needs to know what comes later"):
         ExpertCache(policy, L, E, 8)
