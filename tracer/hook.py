@@ -89,6 +89,11 @@ class ExpertsHook:
         return self._wanted.picked(self.top_k, self.experts)
 
     @property
+    def ahead(self) -> Lookahead | None:
+        """What tries layers, if it looks ahead."""
+        return self._ahead
+
+    @property
     def alone(self) -> bool:
         """Whether others in a batch would change a request's routing: by capacity, or an indexer of tokens."""
         indexed = any("Indexer" in type(module).__name__ for module in self.model.modules())

@@ -60,7 +60,7 @@ class Lookahead:
             return
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states = _states(args, kwargs)
+            states = states_of(args, kwargs)
             if self._own is not None:
                 self._own[site] = self._try(site, module, states, args, kwargs)
             for distance in self._distances:
@@ -85,7 +85,7 @@ class Lookahead:
         self, site: Site, module: nn.Module, states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Choice:
         """The choice for `states` instead of what the module is called with; behind it the further picks."""
-        own = _states(args, kwargs)
+        own = states_of(args, kwargs)
         given = states.to(own.device).reshape(own.shape)
 
         def run() -> Choice:
@@ -105,8 +105,31 @@ class Lookahead:
             chosen = run()
             if not self.picks:
                 return chosen
+            if self.picks <= chosen[0].shape[1]:
+                return self._ranked(site, chosen, chosen)
             with self._picking(site):
                 return self._ranked(site, chosen, run())
+
+    def answering(self, site: Site) -> Iterator[Any]:
+        """Hook a layer so that it can be tried by `picked`."""
+
+        def scored(_: nn.Module, args: Any, output: Any) -> None:
+            if self.trying:
+                self.output = output
+
+        def report(index: Tensor, weights: Tensor) -> None:
+            if self.trying:
+                self.answer(index, weights)
+
+        if site.router is not None:
+            yield site.router.register_forward_hook(scored)
+        yield from site.attach(report)
+
+    def picked(self, site: Site, states: Tensor) -> Choice:
+        """Return the picks of a layer for states alone, and their scores."""
+        module = site.block or site.router
+        assert module
+        return self._try(site, module, states, (states,), {})
 
     def _ranked(self, site: Site, chosen: Choice, wide: Choice) -> Choice:
         """Return the picks, the chosen ones first, then those of `wide`, then others, each by their scores."""
@@ -152,6 +175,6 @@ class Lookahead:
             self.trying = False
 
 
-def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among arguments: the first tensor of floats."""
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point())

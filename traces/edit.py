@@ -1,7 +1,7 @@
 """Join traces, and take requests out of them, piece by piece: memory does not grow with the traces."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ def join(
         advice = "give each trace once, in folders of different names" if prefix else "--prefix-ids tells traces apart"
         raise InputError(f"the request id {kept[repeated].iloc[0]!r} would occur twice; {advice}")
     held = [{"token_id", *of.optional, *["embedding"] * (of.embedding is not None)} for of in folders]
-    columns = [name for name in EXTRA if all(name in each for each in held)]
+    known = [name for name in EXTRA if meta.lookahead or not name.startswith("lookahead")]
+    columns = [name for name in known if all(name in each for each in held)]
     with TraceWriter(out, meta, overwrite, whole=True) as writer:
         next_step = 0
         for source, ids in zip(sources, names, strict=True):
@@ -99,7 +100,7 @@ def join(
 def _common(folders: Sequence[Folder]) -> TraceMeta:
     """Return what holds for all traces. Raises InputError if they are not of one model."""
     first = folders[0]
-    common: dict[str, Any] = asdict(first.meta)
+    common: dict[str, Any] = {fact.name: getattr(first.meta, fact.name) for fact in fields(TraceMeta)}
     for folder in folders[1:]:
         for fact in fields(TraceMeta):
             held, value = common[fact.name], getattr(folder.meta, fact.name)
@@ -109,7 +110,7 @@ def _common(folders: Sequence[Folder]) -> TraceMeta:
                 common[fact.name] = {key: held[key] for key in held if key in value and held[key] == value[key]}
             elif fact.name == "mode" and AGGREGATE not in (held, value):
                 common["mode"] = MIXED
-            elif held is None or value is None:
+            elif held is None or value is None or fact.name == "lookahead":
                 common[fact.name] = None
             else:
                 raise InputError(

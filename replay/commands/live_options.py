@@ -45,6 +45,10 @@ class LiveOptions:
         Path | None, typer.Option(help="File for what the policy learns: it starts from it the next time.")
     ] = None
 
+    lookahead: Annotated[
+        int, typer.Option(min=0, help="Layers ahead whose routers run on a layer's input, as for gate. Default: 0.")
+    ] = 0
+
     def live(self, model: str | None, on: options.Stated, policy: str | PolicySpec, progress: Progress) -> LiveModel:
         live = open_live(
             model,
@@ -55,6 +59,7 @@ class LiveOptions:
             profile=self.profile,
             progress=progress,
             on_note=console.warn,
+            lookahead=self.lookahead,
         )
         live.draft = self.draft
         return live

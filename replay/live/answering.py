@@ -93,7 +93,8 @@ def answer(
                 traces.append(trace)
                 if writer:
                     writer.add(trace)
-    trace, log = concatenate(traces), RunLog.of_rows(live.rows[first:], live.run.gpu.link.expert_bytes, ())
+    trace = live.with_picks(concatenate(traces))
+    log = RunLog.of_rows(live.rows[first:], live.run.gpu.link.expert_bytes, ())
     if live.draft:
         trace = trace.in_steps(drafts=Drafts(live.draft, None))
         rejected = np.concatenate([steps.rejected for steps in Requests(trace)])  # known only behind each step

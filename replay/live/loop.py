@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Condition
 
+from policies.core.events import Picked
 from policies.core.policy import Int
 from replay.devices.cpu import Outcome
 from replay.live.device import LiveDevice
@@ -84,12 +85,15 @@ class LiveLoop:
             self._driver.session.submitting(Kind.ROUTER)
             self._driver.session.start(step)
 
-    def route(self, tokens: Int) -> None:
-        """Take the choice of the next layer's router. tokens: int64[rows, E] that chose each expert."""
+    def route(self, tokens: Int, picks: Picked) -> None:
+        """Take the choice of the next layer's router. tokens: int64[rows, E] that chose each expert.
+
+        picks: what the routers behind it pick for the same input.
+        """
         with self._changed:
             self._require()
             session, layer = self._driver.session, self.layer
-            self._routing.put(layer, tokens)
+            self._routing.put(layer, tokens, picks)
             session.handle(Completion(Kind.ROUTER))
             assert self._step
             session.route(self._step, layer)

@@ -35,6 +35,7 @@ from replay.live.experts import TRIALS, LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, places_of
 from replay.live.loop import LiveLoop
 from replay.live.memory import KV_NAMES, Memory, resident_bytes
+from replay.live.next_routers import NextRouters, picked
 from replay.live.parts import Parts
 from replay.live.recorder import Recorder
 from replay.live.rows import measured
@@ -74,6 +75,7 @@ class LiveModel:
         on_note: Callable[[str], None],
         require_unchanged: Callable[[], None],
         profile: Path | None,
+        next_routers: NextRouters | None = None,
     ) -> None:
         """hook: of the tracer, which has probed the model; layers: in the order of execution.
 
@@ -103,7 +105,9 @@ class LiveModel:
         self._top_k = hook.top_k
         self.parts = Parts()
         self._loop = LiveLoop(self.run, device, on_note)
-        self._recorder = Recorder(len(layers), self._experts, self._top_k)
+        self._next = next_routers
+        distances = len(next_routers.picks.distances) if next_routers else 0
+        self._recorder = Recorder(len(layers), self._experts, self._top_k, distances)
         self._profile, self._process, self._is_closed = profile, os.getpid(), False
         self._opening = ExitStack()  # what is open as long as this is
         self._turn = RLock()
@@ -197,7 +201,19 @@ class LiveModel:
         Raise InputError where nothing was.
         """
         self._end_request()
-        return self._recorder.trace(self.as_stored(Runner(self.loaded, self.hook, lambda rows: None).meta()))
+        meta = self.as_stored(Runner(self.loaded, self.hook, lambda rows: None).meta())
+        return self._recorder.trace(replace(meta, lookahead=self._next.picks if self._next else None))
+
+    def with_picks(self, trace: Trace) -> Trace:
+        """Return a trace of what was run last, one request at a time, with what the next routers picked in it."""
+        if not self._next:
+            return trace
+        own, rows = self.trace, slice(-len(trace.experts), None)
+        assert own.lookahead is not None
+        assert own.lookahead_scores is not None
+        meta = replace(trace.meta, lookahead=self._next.picks)
+        picks, scores = own.lookahead[rows], own.lookahead_scores[rows]
+        return replace(trace, meta=meta, lookahead=picks, lookahead_scores=scores)
 
     def as_stored(self, meta: TraceMeta) -> TraceMeta:
         """Return the metadata of a trace with the bytes that packed experts have, which are those that move."""
@@ -340,12 +356,13 @@ class LiveModel:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
         parts, experts, rows = self.parts, self._experts, self._requests
         ids = index.cpu().numpy()
+        ahead = self._next.choices(layer) if self._next else []  # a part of what the layer takes
         parts.dense[layer == 0, self._tokens, self._context].add(parts.lap())
         own = ids.reshape(rows, -1) + experts * np.arange(rows)[:, None]
         is_routed = (ids >= 0) & (ids < experts)
         tokens = np.bincount(own[is_routed.reshape(rows, -1)], minlength=rows * experts).reshape(rows, experts)
-        self._recorder.put(np.where(is_routed, ids, -1))
-        self._loop.route(tokens)
+        self._recorder.put(np.where(is_routed, ids, -1), ahead)
+        self._loop.route(tokens, picked(ahead, (layer + 1) * experts, experts))
         chosen = int(np.count_nonzero(tokens.sum(0)))
         output = self._computed(self._layers[layer], layer * experts, chosen, (hidden, index, weights))
         if not bool(output.isfinite().all()) and bool((~output.isfinite()[hidden.isfinite().all(-1)]).any()):

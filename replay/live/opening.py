@@ -15,6 +15,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -33,6 +34,7 @@ from replay.live.layout import ExpertLayer, ShardStore, expert_layers, without_i
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
 from replay.live.memory import EXPERTS, cache_bytes, kv_name_in, memory_of
 from replay.live.model import HOOK, LiveModel, starting_from
+from replay.live.next_routers import NextRouters
 from replay.live.sources import end_of
 from replay.warmup import decide
 from sim.defaults import CACHE_SIZE, POLICY
@@ -46,6 +48,7 @@ from tracer.answers import LoadedModel
 from tracer.blaming import blaming
 from tracer.hook import ExpertsHook
 from traces.errors import InputError, refuse, unknown
+from traces.schema import Picks
 from traces.synthetic import synthetic
 
 DISK = DeviceChoice("disk")
@@ -74,6 +77,7 @@ def load_model(
     seed: int = 0,
     profile: str | Path | None = None,
     dtype: str = "auto",
+    lookahead: int = 0,
     **options: Any,
 ) -> Any:
     """Load a transformers model whose experts stay on disk, or in host memory beside a GPU, behind a cache.
@@ -81,7 +85,8 @@ def load_model(
     source: a folder or a hub id; None: the shipped model. policy, cache_size: as for `replay.replay`; a cache of "max"
     is as large as fits into memory, with 537 MB left free. device: disk, or cuda. seed: of policies that draw.
     profile: a file for what the policy learns: it starts from it, and writes it when the model is closed. dtype: auto
-    is the checkpoint's. options: `lanes`, `store` and `threads`, as for `moe-replay generate`.
+    is the checkpoint's. lookahead: layers ahead whose routers run on a layer's input, for policies such as gate, in its
+    time. options: `lanes`, `store` and `threads`, as for `moe-replay generate`.
 
     The model is called as any other, for inference alone. Its `expert_cache` has `counters`, `report()`, `trace`,
     `clear()` and `close()`, and `with load_model(...) as model:` closes it. Raise InputError, a ValueError, for a
@@ -94,6 +99,7 @@ def load_model(
         cache_size=cache_text(cache_size),
         dtype=dtype,
         profile=Path(profile) if profile else None,
+        lookahead=lookahead,
     )
     return live.model
 
@@ -144,6 +150,7 @@ def open_live(
     name: str | None = None,
     progress: Progress = lambda count: nullcontext(lambda pieces: None),
     on_note: Callable[[str], None] = warnings.warn,
+    lookahead: int = 0,
 ) -> LiveModel:
     """Load a model without its experts and put a cache of them in front of disk or host memory. See `load_model`.
 
@@ -151,7 +158,7 @@ def open_live(
     file for experts that loading converts, by default in the user's cache folder. name: of the model; by default the
     folder's, or the hub id. progress: is shown while experts are written or read; on_note: gets what no pass can raise.
     """
-    spec = _prepared(target, policy, profile)
+    spec = _prepared(target, policy, profile, lookahead)
     gpu = Gpu() if target.device == "cuda" else None
     with ExitStack() as opening:
         if target.threads:
@@ -173,17 +180,18 @@ def open_live(
             profile,
             progress,
             on_note,
+            lookahead,
         )
         live.until_closed(opening)
     return live
 
 
-def _prepared(target: DeviceChoice, policy: str | PolicySpec, profile: Path | None) -> PolicySpec:
+def _prepared(target: DeviceChoice, policy: str | PolicySpec, profile: Path | None, lookahead: int = 0) -> PolicySpec:
     """Return the policy as it starts. Raise InputError where it cannot run on this device."""
     if target.device not in DEVICES:
         raise unknown("device", target.device, DEVICES)
     spec = starting_from(parse(policy), profile)
-    require_causal(spec)
+    require_causal(spec, lookahead)
     if target.device == "cuda":
         require_cuda("disk")
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _live_experts)
@@ -201,10 +209,12 @@ def _cached(
     profile: Path | None,
     progress: Progress = lambda count: nullcontext(lambda pieces: None),
     on_note: Callable[[str], None] = warnings.warn,
+    lookahead: int = 0,
 ) -> LiveModel:
     """Put a cache between the experts of a model and their source, all of which `opening` closes. See `open_live`."""
     loaded = model.loaded
     layers, hook = rehearse(model)
+    next_routers = NextRouters(loaded.model, lookahead, opening) if lookahead else None
     store = opening.enter_context(source(layers))
     shape = Shape(len(layers), layers[0].experts)
     stride = stride_of(store.expert_bytes) if gpu else store.stride
@@ -232,7 +242,8 @@ def _cached(
     lanes = 1 if gpu else lanes or knee(rates(store, slots=device.pool))
     device.read_with(lanes)
     unchanged = nothing if gpu else store.require_unchanged  # a GPU's experts have been read
-    live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, on_note, unchanged, profile)
+    beyond = on_note, unchanged, profile, next_routers
+    live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, *beyond)
     opening.callback(live.end)
     return live
 
@@ -268,12 +279,12 @@ def _require(gpu: Gpu | None, needed_bytes: int, what: str) -> None:
         raise InputError(f"{needed}, but {show_bytes(free)} of GPU memory are free: {SMALLER}")
 
 
-def require_causal(policy: PolicySpec) -> None:
+def require_causal(policy: PolicySpec, lookahead: int = 0) -> None:
     """Raise InputError for a policy that a model which runs now cannot serve."""
-    ahead = "asks the next layer's router ahead, which a live model does not do so far"
+    ahead = "goes by the next layers' routers: say how many layers ahead by `lookahead`"
     refuse(
         (policy.oracle, f"{policy.text} knows the future, which a live model does not: choose another policy"),
-        (policy.needs_lookahead, f"{policy.text} {ahead}"),
+        (policy.needs_lookahead and not lookahead, f"{policy.text} {ahead}"),
         (policy.placement != FETCHED, f"{policy.text}: a live model fetches every miss: leave the placement out"),
     )
 
@@ -306,6 +317,10 @@ def _warm_up(run: Run, top_k: int) -> None:
     shape = run.shape
     steps = {"requests": 2, "tokens": 8, "prompt_tokens": 4}
     trace = synthetic(**steps, layers=shape.layers, experts=shape.experts, top_k=top_k, seed=0)
+    if run.policy.needs_lookahead:
+        picks = trace.experts[:, :, None]
+        meta, scores = replace(trace.meta, lookahead=Picks((1,), top_k)), np.ones(picks.shape, np.float16)
+        trace = replace(trace, meta=meta, lookahead=picks, lookahead_scores=scores)
     tiers = (replace(run.gpu, experts_per_layer=1.0),)
     decide(replace(run, requests=Requests(trace), tiers=tiers))
 

@@ -5,6 +5,7 @@ candidates of an assistant). The first pass took in its prompt, later ones what 
 what it is fed while others continue. Beams that change places change those of their requests.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ class Part(NamedTuple):
     experts: Array  # [rows, columns, L, k], -1 where nothing was routed
     ids: Array  # int32[rows, columns], -1 where unknown
     is_own: Array  # bool[rows, columns], False for padding
+    picks: Array  # [rows, columns, L, distances, k], as `experts`
+    scores: Array  # of these
 
     def first(self, columns: int) -> "Part":
         return Part(*(each[:, :columns] for each in self))
@@ -31,7 +34,9 @@ class Part(NamedTuple):
 class Recorder:
     """Keeps what passes route that come to their end."""
 
-    def __init__(self, layers: int, experts: int, top_k: int) -> None:
+    def __init__(self, layers: int, experts: int, top_k: int, distances: int = 0) -> None:
+        """distances: of the layers whose routers look ahead."""
+        self._distances = distances
         self._layers, self._top_k = layers, top_k
         self._id_type = np.int16 if experts < 1 << 15 else np.int32
         self.clear()
@@ -49,13 +54,22 @@ class Recorder:
         """
         experts = np.full((*is_own.shape, self._layers, self._top_k), -1, self._id_type)
         known = np.full(is_own.shape, -1, np.int32) if ids is None else ids.astype(np.int32)
-        self._part, self._layer, self._before, self._continues = Part(experts, known, is_own), 0, before, continues
+        picks = np.full((*is_own.shape, self._layers, self._distances, self._top_k), -1, self._id_type)
+        self._part = Part(experts, known, is_own, picks, np.zeros(picks.shape, np.float16))
+        self._layer, self._before, self._continues = 0, before, continues
         return self._requests - len(is_own) * continues
 
-    def put(self, ids: Array) -> None:
-        """The next layer has chosen. ids: [rows * columns, k], -1 where nothing is routed."""
+    def put(self, ids: Array, ahead: Sequence[tuple[Array, Array]] = ()) -> None:
+        """The next layer has chosen. ids: [rows * columns, k], -1 where nothing is routed.
+
+        ahead: what the layers behind it would choose by its input, and scores, alike.
+        """
         experts = self._part.experts
         experts[:, :, self._layer, : ids.shape[1]] = ids.reshape(*experts.shape[:2], -1)
+        for distance, both in enumerate(ahead):
+            for array, values in zip((self._part.picks, self._part.scores), both, strict=True):
+                place = slice(None), slice(None), self._layer + 1 + distance, distance, slice(values.shape[1])
+                array[place] = values.reshape(*array.shape[:2], -1)
         self._layer += 1
 
     def keep(self) -> None:
@@ -79,13 +93,18 @@ class Recorder:
         """Return all as a trace, with `meta`. Raise InputError where there is nothing."""
         if not self._batches:
             raise InputError("no pass has been run since the model was loaded, or since its cache's last `clear`")
-        experts, ids, prompts = [], [], []
+        experts, ids, prompts, picks, scores = [], [], [], [], []
         for batch in self._batches:
             every = Part(*(np.concatenate(each, axis=1) for each in zip(*batch, strict=True)))
             for row, own in enumerate(every.is_own):
                 experts.append(every.experts[row, own])
                 ids.append(every.ids[row, own])
+                picks.append(every.picks[row, own])
+                scores.append(every.scores[row, own])
                 prompts.append(int(batch[0].is_own[row].sum()))
         made = Trace.from_arrays(experts, meta.experts, prompts, name="recorded", token_ids=ids)
         requests = made.requests.assign(dataset="", mode=meta.mode)
-        return Trace(**{**vars(made), "meta": meta, "requests": requests})
+        ahead: dict[str, Any] = {}
+        if meta.lookahead:
+            ahead = {"lookahead": meta.stored(np.concatenate(picks)), "lookahead_scores": np.concatenate(scores)}
+        return Trace(**{**vars(made), "meta": meta, "requests": requests, **ahead})

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from policies.core.events import Events, routing_of_batch
+from policies.core.events import NOTHING_PICKED, Events, Picked, routing_of_batch
 from policies.core.policy import NO_INTS, START, Event, Int, Requests, Shape
 from sim.loop.run import Users
 from traces.steps import PREFILL, RequestSteps
@@ -71,11 +71,15 @@ class LiveStep:
         self._requests = requests
         self._layer = -1
         self._put(np.zeros((requests, 1), np.int64), 0)
+        self._picks = NOTHING_PICKED
 
-    def put(self, layer: int, tokens: Int) -> None:
-        """The router of `layer` has ended; tokens: int64[R, E] of each request, those that chose each expert."""
+    def put(self, layer: int, tokens: Int, picks: Picked = NOTHING_PICKED) -> None:
+        """The router of `layer` has ended; tokens: int64[R, E] of each request, those that chose each expert.
+
+        picks: what the next routers pick for the same input.
+        """
         self._events += 1
-        self._layer = layer
+        self._layer, self._picks = layer, picks
         self._put(tokens, layer * tokens.shape[1])
 
     def _put(self, tokens: Int, first: int) -> None:
@@ -91,6 +95,8 @@ class LiveStep:
 
     def event(self, layer: int) -> Event:
         offsets, own_experts, own_counts = (each.copy() for each in self._by_request)
+        offsets_by_distance, ids, of_each, scores = NOTHING_PICKED if layer == START else self._picks
+        nearest = slice(*offsets_by_distance[:2]) if len(offsets_by_distance) > 1 else slice(0)
         return Event(
             serial=self._events,
             phase=self._phase,
@@ -102,9 +108,13 @@ class LiveStep:
             offsets=offsets,
             own_experts=own_experts,
             own_counts=own_counts,
-            ahead_experts=NO_INTS,
-            ahead_counts=NO_INTS,
+            ahead_experts=ids[nearest],
+            ahead_counts=of_each[nearest],
             token_ids=self._token_ids.copy(),
+            picked_offsets=offsets_by_distance,
+            picked_experts=ids,
+            picked_counts=of_each,
+            picked_scores=scores,
         )
 
     def start(self) -> Event:

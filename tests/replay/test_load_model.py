@@ -70,6 +70,24 @@ def assert_same(model: Any, whole: Any, **settings: Any) -> None:
         assert torch.equal(mine, yours), f"logits differ at token {place}"
 
 
+@pytest.mark.parametrize("architecture", ["olmoe", "deepseek_v3", "gpt_oss"])
+def test_the_next_routers_run_on_the_current_states_and_change_nothing(architecture: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", architecture, "float32")
+    whole, batch = whole_model(folder), {**BATCH, "max_new_tokens": 4}
+    with load_model(folder, "lru+gate:distance=2", "50%", lookahead=2, lanes=1) as model:
+        assert_same(model, whole, **batch)
+        trace, counters = model.expert_cache.trace, model.expert_cache.counters
+    assert counters["prefetch_used"] > 0
+    assert trace.lookahead is not None
+    with ExpertsHook(whole, lookahead=(1, 2)) as hook:
+        hook.probe()
+        generated(whole, **batch)
+        seen = [seen.lookahead for seen in hook.passes if seen.lookahead is not None]
+    rows = [np.concatenate([each.reshape(2, -1, *each.shape[1:])[row] for each in seen]) for row in (0, 1)]
+    picks = np.concatenate([rows[0], rows[1][4:]])[..., : trace.top_k]  # four tokens are padding
+    assert np.array_equal(trace.meta.stored(picks), trace.lookahead)
+
+
 @pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
 def test_every_way_to_generate_gives_what_the_whole_model_gives(architecture: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", architecture, "bfloat16")
