@@ -26,7 +26,7 @@ from tests.support.timelines import Shown, Slice, nests, ns, parsed
 from traces import DECODE, InputError
 from traces.synthetic import synthetic
 
-SEEDS = range(180)
+SEEDS = range(240)
 TIERS = (*range(110), 136, 289, 298, 376)
 """Seed 136 leaves a read unfinished and the last two pause a prefetch, as few do."""
 PLAIN = ("clock+popular:n=2", "sieve", "arc+all", "s3fifo+oracle1", "random+previous")

@@ -105,12 +105,14 @@ def draw_request(integer: Draw, ordinal: int, shape: Shape) -> RequestSteps:
 
     def choices(ahead: int = 0) -> tuple[Int, Int, Int]:
         """Of each event, or of the layer that is so many layers ahead of it, if there is one."""
-        events = [
-            [(layer * E + e, integer(1, n)) for e in range(E) if integer(1, 4) <= density] if integer(0, 9) else []
+        steps = [
+            [
+                [(layer * E + e, integer(1, n)) for e in range(E) if integer(1, 4) <= density] if integer(0, 9) else []
+                for layer in range(L)
+            ]
             for n in tokens
-            for layer in range(ahead, L + ahead)
         ]
-        events = [[access for access in event if access[0] < L * E] for event in events]
+        events = [event for step in steps for event in [*step[ahead:], *[[]] * ahead]]
         table = np.array([access for event in events for access in event], np.int64).reshape(-1, 2)
         offsets = np.cumsum([0, *map(len, events)]).astype(np.int64)
         return offsets, np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
