@@ -100,7 +100,7 @@ class TraceMeta:
 
     def shape(self, column: str) -> tuple[int, ...]:
         """Return the shape of a row of a routing column."""
-        if column in ("experts", "weights"):
+        if column in ("experts", "weights", "hits"):
             return self.layers, self.top_k
         if column in ("lookahead", "lookahead_scores") and self.lookahead:
             return self.layers, len(self.lookahead.distances), self.lookahead.count
@@ -132,12 +132,11 @@ OPTIONAL: dict[str, Callable[[TraceMeta], pa.DataType]] = {
     "lookahead_scores": lambda meta: pa.list_(FLOAT, prod(meta.shape("lookahead_scores"))),
     "gate_probs": lambda meta: pa.list_(FLOAT, prod(meta.shape("gate_probs"))),
     "drafted": lambda meta: pa.int16(),
-    "hits": lambda meta: pa.list_(pa.int8(), meta.layers * meta.top_k),
+    "hits": lambda meta: pa.list_(pa.int8(), prod(meta.shape("hits"))),
 }
 """Columns that a trace's routing files may hold, and their types.
 
 hits: 1 where the engine that was recorded had the expert in its cache, 0 where it had not, -1 where it did not say.
-
 lookahead: [L * distances * picks] what a layer's router picked so many layers before, the best first; the largest value
 of the id type where there is no such layer. lookahead_scores: the probability that the router gave to each.
 drafted: of a recording that speculated, the tokens that were drafted behind this one in its forward pass (rule 20); -1:

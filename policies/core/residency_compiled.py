@@ -3,8 +3,8 @@
 All integers of a residency live in one array, so that a call from Python unboxes one array and costs well under a
 microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats are the policy's keep scores,
 `keep`, float64[2 or more, L*E], and its proposals, `proposals`, float64[4, L*E]: the priority of every expert in the
-latest proposal of an even and of an odd number, NOT_PROPOSED of the others, and two more rows with the lowest id of each
-and the one behind its highest. Caches that are run together share these: of their own they have the number of the
+latest proposal of an even and of an odd number, NOT_PROPOSED of the others, and two more rows with the lowest id of
+each and the one behind its highest. Caches that are run together share these: of their own they have the number of the
 proposal in force, so that a proposal of hundreds of experts costs each of them no more than the few that it fetches.
 `policies/core/residency.py` has their class, and the theory of operation.
 

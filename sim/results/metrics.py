@@ -212,7 +212,7 @@ class Summary:
                 looked_up = getattr(log, name)[step]
                 np.add.at(self._of_request[name], request, looked_up)
                 np.add.at(self._of_request[f"decode_{name}"], request, looked_up * (log.phase[step] == DECODE))
-        return begun
+        return int(begun)
 
     def row(self) -> Row:
         """Return the run's row. Raise InputError where every step with a token has a warm-up request."""

@@ -1,5 +1,7 @@
 """Presets: names of documented systems that stand for policies as given."""
 
+from dataclasses import replace
+
 import pytest
 
 from policies.core import Shape, parse
