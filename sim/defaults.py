@@ -7,4 +7,4 @@ CACHE_SIZES = "10%,25%,50%"
 HARDWARE = "a5000"
 
 OF_SHIPPED_TRACE = {"model_profile": "demo-stand-in", "hardware": ("demo",)}
-"""Of a sweep that names no trace: a model that does not fit into the machine, which has to cache."""
+"""Of a sweep that names no trace, machine or model: a model that does not fit into the machine, which has to cache."""

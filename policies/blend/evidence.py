@@ -13,7 +13,7 @@ Each kind of evidence but SINCE and NEVER is a lift, how much more often than ev
 Neighbours are those of `policies.blend.neighbours`. Of each but NEVER the logarithm is kept, nearly (`near_log`).
 
 A prefill counts as its tokens' average, over as many passes: its accesses over the experts of a decoded token or,
-before any was seen, the most tokens of one expert. It is nobody's neighbour, and nothing follows it. Evidence is as of
+before any was seen, the most tokens of one expert. It is no pass's neighbour, and nothing follows it. Evidence is as of
 the end of the layer's last pass. An event costs O(E k) beside the neighbours.
 """
 

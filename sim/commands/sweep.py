@@ -99,7 +99,7 @@ def sweep(
     )
     values = {**axes, **stated}
     values = {**(read(config, values, trust_folder) if config else {}), **values}
-    shipped = {} if "traces" in values else defaults.OF_SHIPPED_TRACE
+    shipped = {} if values.keys() & {"traces", "hardware", "model_profile"} else defaults.OF_SHIPPED_TRACE
     made = Sweep.of({**shipped, **values}, str(config or ""))
     _ask(made.cells, yes)
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
