@@ -163,7 +163,7 @@ python -m benchmarks.findings           # this text and its figures alone
 - **Mixtral-8x7B**, of the last two findings alone: 4 requests, 577 tokens, 32 x 8, top-2
   (Mario928/speculative-moe). The last has the traces of [the board](docs/board.md) too.
 
-`eamc-blend`, here as it was before 2026-11-28, is given the ids of the tokens; what they add is in
+`eamc-blend`, here as it was before 2026-11-28, is given the ids of the tokens, which it no longer uses:
 [policies/README.md](policies/README.md#eamc-blend-and-what-it-is-made-of).
 
 One cache for all layers, kept between requests; A5000 profile, policy overhead included. Intervals are 95%
