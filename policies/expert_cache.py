@@ -135,8 +135,8 @@ class ExpertCache:
         self, layer: int, chosen: Int, tokens: Int, picks: Picked = NOTHING_PICKED, weights: Float = NO_FLOATS
     ) -> Event:
         near = picks[1][slice(*picks[0][:2])] if len(picks[0]) else NO_INTS
-        told = (near, np.ones_like(near)), self._tokens, picks, weights
-        return alone(self._phase, layer, self._step, chosen, tokens, self._serial, *told)
+        ahead = near, np.ones_like(near)
+        return alone(self._phase, layer, self._step, chosen, tokens, self._serial, ahead, self._tokens, picks, weights)
 
     def _picked(self, layer: int, ahead: Sequence[tuple[ArrayLike, ArrayLike]]) -> Picked:
         """Return the picks of layers that there are as an event holds them."""

@@ -112,7 +112,7 @@ def test_shares_are_kept_in_proportion_where_they_are_said_to_be_shares(read: An
 
 def test_a_count_is_counted_once_and_by_its_phase(read: Any) -> None:
     frame = counts("count", COUNTS)
-    with pytest.raises(InputError, match="is counted twice: say what tells the rows apart"):
+    with pytest.raises(InputError, match="is counted twice: say in what the rows differ"):
         read(pd.concat([frame, frame]), top_k=K)
     both = pd.concat([frame.assign(phase="prefill"), frame.assign(phase="decode", count=2 * frame["count"])])
     trace, _ = read(both, top_k=K, phase=None)

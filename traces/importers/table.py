@@ -367,8 +367,8 @@ def _counts(
         if again.any():
             at = int(again.argmax())
             raise InputError(
-                f"{place(at)}: expert {expert[at]} of layer {layer[at]} is counted twice: say what tells the rows "
-                "apart, such as --columns request=NAME, or which of several counts is meant, with --columns count=NAME"
+                f"{place(at)}: expert {expert[at]} of layer {layer[at]} is counted twice: say in what the rows "
+                "differ, such as --columns request=NAME, or which of several counts is meant, with --columns count=NAME"
             )
     count = columns.get("count", np.ones(len(expert), np.int64))
     if "count" not in columns and "share" in columns:
@@ -494,7 +494,7 @@ def _before(frame: pd.DataFrame) -> Int:
 def _slots(cells: pd.DataFrame, slot: NDArray[Any] | None, token_id: NDArray[Any] | None) -> tuple[Int, Int]:
     """Return of rows with one expert each its place among the token's k, and how often the place was there before.
 
-    token_id: what tells tokens apart where no key does; equal ones may follow each other.
+    token_id: where no key does, a new token begins where it changes; equal ones may follow each other.
     """
     if slot is not None:
         slots, number = np.unique(slot, return_inverse=True)

@@ -85,7 +85,7 @@ class Entries:
         spelled = {spelled for name in names for spelled in _spelled(name.format(0))} if self.patterns else set()
         yield from (text for text, matches, _ in self.patterns if not any(map(matches, spelled)))
 
-    def tells_apart(self, names: Iterable[str]) -> bool:
+    def has_own_bits_for(self, names: Iterable[str]) -> bool:
         """Return whether experts of these names, with {} for the number, may have bits of their own."""
         exact = self.apart and any(part in self.apart for name in names for part in _parts(name))
         return bool(exact) or any(re.search(r"experts\W*\d", text) for text, *_ in self.patterns)
@@ -111,7 +111,7 @@ class Precision:
 
     def bits(self, weight: Weight) -> float:
         """Return the bits a number of a weight; of experts that differ the mean."""
-        apart = weight.kind == "expert" and any(each.tells_apart(weight.names) for each in self._entries)
+        apart = weight.kind == "expert" and any(each.has_own_bits_for(weight.names) for each in self._entries)
         count = weight.experts if apart else 1
         named = ([each for name in weight.names for each in {name: 0, name.format(i): 0}] for i in range(count))
         return sum(self._bits(names, weight.kind) for names in named) / count
