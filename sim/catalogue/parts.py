@@ -41,7 +41,7 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
 
     compute_tflop_per_s: float
     memory_gib: float
-    disk_gb_per_s: float
+    disk: str  # of DISKS
     slowest: str
     fastest: str
     ram: str = ""
@@ -56,7 +56,7 @@ LINKS = toml.decode((FOLDER / "links.toml").read_bytes(), type=dict[str, Link])
 
 HOSTS = toml.decode((FOLDER / "hosts.toml").read_bytes(), type=dict[str, Host])
 
-DISKS = {"NVMe disk": 5.0, "SSD": 0.5, "hard disk": 0.15, "virtual disk": 1.0}
+DISKS = {"NVMe disk": 5.0, "server's NVMe disks": 12.0, "SSD": 0.5, "hard disk": 0.15, "virtual disk": 1.0}
 """GB/s of large reads that are assumed of a disk of each kind."""
 
 LINK = "PCIe 4.0 x16"

@@ -160,7 +160,7 @@ def plan(
         typed = _typed({**machine.stated(), **({"precision": precision} if precision else {})}, here.hardware)
         output.show(lambda: _listed(facts, found), lambda: _ranking(facts, found, context, typed))
         return
-    layout, notes = planner.chosen(model, where, context, precision)
+    layout, notes = planner.chosen_or_smaller(model, where, context, precision)
     calibration, checked = _measured(model, layout, here, output.quiet or output.as_json)
     result = planner.of_layout(layout, notes, prompt, calibration)
     if here.rows:
@@ -252,6 +252,8 @@ def _ranking(facts: Facts, found: list[Ranked], context: int, typed: str) -> Ite
     yield from (f"{each.model}: sizes may be wrong: {note}." for each in found for note in each.not_understood)
     if any(each.from_disk for each in found):
         yield "* memory does not hold all of it: the rest is read from the disk."
+    if below := sorted({each.precision for each in found if each.below_4_bits}):
+        yield f"{', '.join(below)}: none of 4 bits or more fits; below, answers get noticeably worse."
     if any(each.cached for each in found):
         yield "cached: with llama.cpp's expert cache, which no measurement supports."
     yield f"At {context:,} tokens of context. Flags of one:"
@@ -300,7 +302,12 @@ def _faster(plan: Plan, file: str) -> Iterator[str]:
             f"({_digits(cache.speed.low)} to {_digits(cache.speed.high)}: no measurement supports it) by routing like "
             f"{cache.routing or 'none'}'s:\n\n  llama-server -m {file} {cache.llama_cpp}\n"
         )
-    if faster and faster.times > SLOWS:
+    if fitting := plan.fitting_precision:
+        yield (
+            f"At {fitting.name}{', below 4 bits' * fitting.loses_quality}, memory holds all of it: "
+            f"{_digits(fitting.tokens_per_s)} tokens/s (--precision {fitting.name})."
+        )
+    elif faster and faster.times > SLOWS:
         yield f"At {faster.name} it would be {faster.times:.1f} times as fast (--precision {faster.name})."
     elif better:
         cost = f"{_digits(better.tokens_per_s)} tokens/s, {better.times:.2g} times the speed"
@@ -356,7 +363,7 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
         lines["no mmap"] = (
             f"{_speed(plan.past_cache)} tokens/s past the page cache, as moe-replay generate reads experts"
         )
-    if plan.cache:
+    if plan.cache and plan.cache.speed.tokens_per_s > SLOWS * plan.speed.tokens_per_s:
         lines["its cache"] = f"{_cache(plan.cache, plan)}; {plan.cache.llama_cpp} (llama.cpp b11480 or later)"
     lines["llama.cpp"] = plan.llama_cpp[0]
     if len(plan.llama_cpp) > 1:
@@ -402,22 +409,21 @@ def _margins(plan: Plan) -> str:
 
 
 def _speed(speed: Speed) -> str:
-    return f"{speed.tokens_per_s:,.1f} ({speed.low:,.1f} to {speed.high:,.1f})"
+    return f"{_digits(speed.tokens_per_s)} ({_digits(speed.low)} to {_digits(speed.high)})"
 
 
 def _cache(cache: CachePlan, plan: Plan) -> str:
     times = cache.speed.tokens_per_s / plan.speed.tokens_per_s
-    verdict = f"{times:.2f} times as fast" if times >= 1.02 else "it does not help"
     return (
         f"{_speed(cache.speed)} tokens/s with {cache.policy} over {cache.experts:,} experts, misses {cache.placement}: "
-        f"{verdict}; hit rate {cache.hit_rate:.0%} under LRU, routing like {cache.routing or 'even'}"
+        f"{times:.2f} times as fast; hit rate {cache.hit_rate:.0%} under LRU, routing like {cache.routing or 'even'}"
     )
 
 
 def _upgrades(plan: Plan) -> Table:
     shown = table("with", "tokens/s", "gain", gap=1)
     for each in plan.upgrades:
-        shown.add_row(each.resource, f"{each.tokens_per_s:,.1f}", f"{each.gain:+.0%}")
+        shown.add_row(each.resource, _digits(each.tokens_per_s), f"{each.gain:+.0%}")
     return shown
 
 
@@ -425,5 +431,5 @@ def _precisions(plan: Plan) -> Table:
     shown = table("precision", "model and KV cache", "fits", "tokens/s", "quality", gap=1)
     for each in plan.precisions:
         quality = "below 4 bits" if each.loses_quality else ""
-        shown.add_row(each.name, show_bytes(each.total_bytes), each.fits, f"{each.tokens_per_s:,.1f}", quality)
+        shown.add_row(each.name, show_bytes(each.total_bytes), each.fits, _digits(each.tokens_per_s), quality)
     return shown

@@ -2,10 +2,14 @@
 
 `--n-cpu-moe N` keeps the experts of the first N layers of the file in host memory, layers without experts counted;
 `-ot` states the same by the names of tensors. llama.cpp copies quantised weights into memory in another order, so what
-memory does not hold needs `--no-repack`. vLLM: `--cpu-offload-gb` is in GiB.
+memory does not hold needs `--no-repack`. `-ts` splits layers over GPUs, and an expert cache
+likewise. vLLM: `--cpu-offload-gb` is in GiB.
 """
 
+from collections.abc import Sequence
+
 from sim.planner.placements import Layout, Placement
+from sim.planner.resources import GIB, reserved
 
 
 def llama_cpp(layout: Layout) -> list[str]:
@@ -31,8 +35,9 @@ def fitted(layout: Layout) -> str:
 def with_cache(placement: Placement) -> str:
     """Return the options of llama.cpp's own expert cache, of its release b11480 and later."""
     layout, size = placement.layout, placement.cache_bytes
-    last = layers_of_file(layout, layout.cached_layers)
-    return f"-ngl 99 --n-cpu-moe {last} --moe-cache-mib {size // 2**20} {_common(layout)}"
+    last, machine = layers_of_file(layout, layout.cached_layers), layout.machine
+    free = [gpu.memory_gib - kept / GIB for gpu, kept in zip(machine.gpus, reserved(machine), strict=True)]
+    return f"-ngl 99 --n-cpu-moe {last} --moe-cache-mib {size // 2**20} {_common(layout, free)}"
 
 
 def vllm(layout: Layout) -> list[str]:
@@ -46,18 +51,16 @@ def vllm(layout: Layout) -> list[str]:
     return [f"--cpu-offload-gb {-(-int(layout.experts_bytes - layout.gpu_free) // 2**30)} {common}"]
 
 
-def _common(layout: Layout) -> str:
-    threads = layout.machine.host_threads
+def _common(layout: Layout, split: Sequence[float] = ()) -> str:
+    """Return what all runs have. split: shares of layers, and of a cache, by GPU; else each GPU is filled."""
+    threads, split = layout.machine.host_threads, split or layout.layers_by_gpu
+    several = layout.on_gpu and len(layout.machine.gpus) > 1
     return (
         f"-c {layout.context}"
         + (f" -t {threads}" if threads else "")
-        + _tensor_split(layout)
+        + (f" -ts {','.join(f'{share:g}' for share in split)}" if several else "")
         + (" --no-repack" if layout.missing_bytes else "")
     )
-
-
-def _tensor_split(layout: Layout) -> str:
-    return f" -ts {','.join(map(str, layout.layers_by_gpu))}" if layout.on_gpu and len(layout.machine.gpus) > 1 else ""
 
 
 def layers_of_file(layout: Layout, moe_layers: int) -> int:

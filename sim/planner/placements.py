@@ -8,13 +8,14 @@ what is free.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from policies.core.systems import system_of
 from sim.catalogue.parts import Gpu
 from sim.planner.resources import GIB, HOST_RESERVED, margins, reserved
+from sim.prediction import errors
 from sim.prediction.case import Case, Outcome
-from sim.prediction.described import Machine, Model, Row, Setting
+from sim.prediction.described import Assumed, Machine, Model, Row, Setting
 from sim.prediction.machine import hardware_of
 from sim.prediction.model import profile_of
 from sim.profiles.hardware_profile import Hardware
@@ -31,22 +32,6 @@ memory over host memory; anything that reads experts from the disk."""
 
 RUNTIME = "llama.cpp"
 """Whose overheads count: those of a compiled runtime."""
-
-
-class Factor(NamedTuple):
-    """What was measured, lowest to highest."""
-
-    low: float
-    middle: float
-    high: float
-
-
-DIRECT = Factor(1.0, 1.0, 1.0)
-"""Reads past the page cache, or none."""
-
-MMAP = Factor(1.6, 2.1, 2.7)
-"""How many times as long as with reads past the page cache a token takes with reads through mmap, as llama.cpp's are,
-where the disk's read_ahead_kb is 128, as on a PC: OLMoE in half of its memory, the table in docs/planner.md."""
 
 
 @dataclass(frozen=True)
@@ -213,11 +198,11 @@ class Layout:
         return (
             f"{profile.name} at {self.precision} and {kv_cache} have {show_bytes(self.total_bytes)}, the machine "
             f"{show_bytes(machine.gpu_memory * (not machine.unified) + machine.host_memory)}, of which "
-            f"{show_bytes(sum(margins(machine)))} are kept free: {show_bytes(self._more_bytes)} are missing"
+            f"{show_bytes(sum(margins(machine)))} are kept free: {show_bytes(self.more_bytes)} are missing"
         )
 
     @property
-    def _more_bytes(self) -> float:
+    def more_bytes(self) -> float:
         """Bytes of host memory with which the model fits."""
         if self.machine.host_memory:
             return self.missing_bytes + max(0.0, -self.host_free)
@@ -231,7 +216,7 @@ class Layout:
             return ""
         if not self.on_gpu and not machine.host_memory:
             return f"{self.shortage}, or --host-memory for a run on the CPU"
-        if machine.disk_gb_per_s and machine.host_memory:
+        if machine.disk_reads and machine.host_memory:
             least = profile.top_k * profile.expert_bytes * 2
             if self.host_free >= least:
                 return ""
@@ -241,7 +226,7 @@ class Layout:
                 f"them: {show_bytes(least - self.host_free)} are missing"
             )
         disk = " or --disk 3GB/s to read the rest from" if machine.host_memory else ""
-        memory = -(-int(machine.host_memory + self._more_bytes) // 2**30)
+        memory = -(-int(machine.host_memory + self.more_bytes) // 2**30)
         return f"{self.shortage}; give --host-memory {memory}GiB{disk}"
 
     @property
@@ -266,11 +251,6 @@ class Placement:
     cache_bytes: int
     parts: tuple[tuple[Setting, int, bool], ...]
 
-    @property
-    def mapped(self) -> Factor:
-        """How many times as long a token takes where the file is mapped, as llama.cpp does."""
-        return MMAP if self.kind == DISK else DIRECT
-
     def behind(self, context: int) -> "Placement":
         """Return the same placement while so many tokens are in the KV cache, for which it has more room."""
         parts = tuple((replace(setting, context=context), layers, added) for setting, layers, added in self.parts)
@@ -278,10 +258,10 @@ class Placement:
 
     def seconds(self, hardware: Hardware | None = None) -> float:
         """Return the seconds of a decoded token under llama.cpp."""
-        return self.simulated(hardware)[0] * self.mapped.middle
+        return self.simulated(hardware)[0]
 
     def simulated(self, hardware: Hardware | None = None) -> tuple[float, Outcome]:
-        """Return the seconds of a decoded token, reads past the page cache, and what came of the first part."""
+        """Return the seconds of a decoded token, and what came of the first part."""
         outcomes = [case.simulated(hardware or self.layout.hardware) for case in self.cases]
         signs = (1 if added else -1 for _, _, added in self.parts)
         return sum((one.seconds or 0.0) * sign for one, sign in zip(outcomes, signs, strict=True)), outcomes[0]
@@ -297,13 +277,27 @@ class Placement:
         return cases
 
     @property
+    def slowest(self) -> Case:
+        """The part that reads from the disk, if one does, else the first."""
+        reads = (case for case in self.cases if case.row.setting.host_cache or case.row.setting.misses_from)
+        return next(reads, self.cases[0])
+
+    @property
+    def assumed(self) -> list[Assumed]:
+        """What is not stated, of all parts."""
+        return list({fact.what: fact for case in self.cases for fact in errors.assumed(case)}.values())
+
+    @property
     def stand_in(self) -> str:
         """The model whose routing stands in; empty where no routing matters."""
         return next(filter(None, (case.stand_in for case in self.cases)), "")
 
 
-def today(layout: Layout) -> Placement:
-    """Return the placement that llama.cpp's flags make: as few whole layers' experts on the CPU as can be."""
+def today(layout: Layout, mmap: bool = True) -> Placement:
+    """Return the placement that llama.cpp's flags make: as few whole layers' experts on the CPU as can be.
+
+    mmap: what memory does not hold is read through the page cache, as llama.cpp does.
+    """
     context, L, n = layout.context, layout.profile.moe_layers, layout.host_layers
     static = Setting(host_layers=n, context=context) if layout.on_gpu else Setting(all_on="cpu", context=context)
     experts, parts = (L - n) * layout.profile.experts, [(static, L, True)]
@@ -311,7 +305,7 @@ def today(layout: Layout) -> Placement:
     if not layout.missing_bytes:
         return Placement(kind, "static", layout, experts, 0, tuple(parts))
     host = f"{int(layout.host_free)}B"
-    alike: dict[str, Any] = {"context": context, "tokens": TOKENS, "misses": layout.misses}
+    alike: dict[str, Any] = {"context": context, "tokens": TOKENS, "misses": layout.misses, "mmap": mmap}
     reading = Setting(policy="lru", cache=host, misses_from="disk", **alike)
     if layout.on_gpu:
         reading = Setting(policy="lru/host", cache="0", host_cache=host, **alike)
@@ -320,12 +314,27 @@ def today(layout: Layout) -> Placement:
     return Placement(DISK, policy, layout, experts, 0, tuple(parts))
 
 
+def break_even(layout: Layout) -> float | None:
+    """Return the share of drafted tokens, one a step, from which on speculation pays; None without MTP layers.
+
+    A step of two tokens uses the experts of two that are not alike, and drafting takes as long as a layer.
+    """
+    if not layout.profile.mtp_layers or layout.missing_bytes:
+        return None
+    plain = today(layout)
+    two = tuple((replace(setting, batch=2), layers, added) for setting, layers, added in plain.parts)
+    one = plain.seconds()
+    return replace(plain, parts=two).seconds() / one - 1 + 1 / len(layout.profile.order)
+
+
 def cached(layout: Layout) -> Placement | None:
     """Return llama.cpp's own expert cache in GPU memory (`--moe-cache-mib`); None where there is no room for one."""
     profile, L, n, sizes = layout.profile, layout.profile.moe_layers, layout.cached_layers, layout.layer_bytes
     size = min(int(layout.gpu_free) - sum(sizes[n:]), sum(sizes[:n]))
     if not layout.on_gpu or not layout.host_layers or size < profile.top_k * profile.expert_bytes:
         return None
+    if n < L and len(layout.machine.gpus) > 1:
+        return None  # layers that stay on the last GPU, and a share of the cache, cannot be split at once
     experts = size * n * profile.experts // sum(sizes[:n])
     resident = Setting(host_layers=0, context=layout.context)
     cache = Setting(policy="lru", cache=f"{size}B", context=layout.context, tokens=TOKENS, misses=layout.misses)
@@ -333,5 +342,5 @@ def cached(layout: Layout) -> Placement | None:
     if n < L:
         parts += [(resident, L, True), (resident, n, False)]
     if layout.missing_bytes:
-        parts = [(replace(cache, host_cache=f"{int(layout.host_free)}B"), L, True)]
+        parts = [(replace(cache, host_cache=f"{int(layout.host_free)}B", mmap=True), L, True)]
     return Placement(DISK if layout.missing_bytes else CACHE, "lru", layout, experts, size, tuple(parts))

@@ -12,7 +12,7 @@ from typing import Any
 
 from sim.planner import flags, placements, prefill
 from sim.planner.calibration import OFF, Calibration
-from sim.planner.placements import DIRECT, DISK, MMAP, Factor, Layout, Placement
+from sim.planner.placements import DISK, Layout, Placement
 from sim.planner.resources import GIB, SECOND_CARD, described, margins, resources, with_more
 from sim.prediction import errors
 from sim.prediction.described import Machine, Model
@@ -28,6 +28,9 @@ PROMPT = 2048
 
 FULL = 0.9
 """Share of host memory from which on a plan says that it fills it."""
+
+WIDE = 1.5
+"""Times what an expert needs from which on a plan says that the system's read-ahead is too wide."""
 
 SERVER = 256 * GIB
 """Host memory beyond which a machine may have several sockets."""
@@ -50,15 +53,16 @@ OVERHEADS = (
 )
 
 UNITS: Mapping[str, str] = {
-    "a second card": SECOND_CARD,
+    "one more card": SECOND_CARD,
     "twice the RAM": "host_memory",
     "RAM twice as fast": "host_reads",
     "a link twice as fast": "link_copies",
-    "a disk twice as fast": "disk_gb_per_s",
+    "a disk twice as fast": "disk_reads",
 }
 """What people buy next, and what of the machine that is."""
 
 PRECISIONS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "iq2_m")
+FOUR = "q4_k_m"
 GOOD = 4.0 / 8
 """Bytes of a parameter below which answers get noticeably worse."""
 
@@ -142,6 +146,7 @@ class Precision:
     name: str
     total_bytes: int
     fits: str
+    from_disk: bool
     tokens_per_s: float
     times: float
     loses_quality: bool
@@ -192,6 +197,12 @@ class Plan:
         """The next better precision, and what it costs: of more bits, the fastest."""
         better = [each for each in self.precisions if each.total_bytes > self.total_bytes]
         return max(better, key=lambda each: each.tokens_per_s, default=None)
+
+    @property
+    def fitting_precision(self) -> Precision | None:
+        """The best one that memory holds, where it does not hold the planned one."""
+        fitting = [each for each in self.precisions if self.disk_bytes and not each.from_disk]
+        return max(fitting, key=lambda each: each.total_bytes, default=None)
 
     @property
     def faster_precision(self) -> Precision | None:
@@ -280,7 +291,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
         host_margin_bytes=host_margin,
         wall=max(shares, key=lambda tier: shares[tier]),
         shares=shares,
-        past_cache=_expected(placement, mapped=DIRECT)[0] if placement.kind == DISK else None,
+        past_cache=_expected(past_cache(layout), past_cache)[0] if placement.kind == DISK else None,
         cache=cache and replace(cache, speed=cache.speed.times(times)),
         upgrades=_upgrades(layout, modelled, times),
         precisions=tuple(_at(each, modelled, times) for each in _others(layout) if not each.lack),
@@ -301,32 +312,33 @@ def quick(model: str, context: int = CONTEXT, precision: str | None = None, **ma
     return speed_of(placements.today(chosen(model, resources(**machine), context, precision)[0]))
 
 
+def past_cache(layout: Layout) -> Placement:
+    """Return the placement of today with reads past the page cache."""
+    return placements.today(layout, mmap=False)
+
+
 def speed_of(placement: Placement) -> Speed:
     return _expected(placement)[0]
 
 
 def _expected(
-    placement: Placement, again: Again = placements.today, mapped: Factor | None = None, kind: str = ""
+    placement: Placement, again: Again = placements.today, kind: str = ""
 ) -> tuple[Speed, tuple[AssumedFact, ...]]:
     """Return the speed with its interval, and what is assumed.
 
-    again: makes the placement on another machine; mapped: how much longer reads through mmap take, if not as placed;
-    kind: the class of its errors, if not that of the machine.
+    again: makes the placement on another machine; kind: the class of its errors, if not that of the machine.
     """
-    mapped = mapped or placement.mapped
-    times = mapped.middle / placement.mapped.middle
-    seconds, each = placement.seconds() * times, errors.interval(kind or _kind(placement))
-    facts = errors.assumed(placement.cases[0])
+    seconds, each = placement.seconds(), errors.interval(kind or _kind(placement))
+    facts = placement.assumed
 
     def otherwise(fields: Mapping[str, Any]) -> float:
         layout = placement.layout.changed(fields)
-        return seconds if layout.lack else again(layout).seconds() * times
+        return seconds if layout.lack else again(layout).seconds()
 
     spreads = [errors.effect(fact, seconds, otherwise) for fact in facts]
-    reads = errors.Spread(math.log(mapped.high / mapped.middle), math.log(mapped.middle / mapped.low))
 
     def speed(some: Sequence[errors.Spread]) -> Speed:
-        within = each.with_spread(errors.together([*some, reads]))
+        within = each.with_spread(errors.together(some))
         return Speed(1 / seconds, within.low / seconds, within.high / seconds)
 
     named = tuple(
@@ -349,7 +361,12 @@ def bottleneck(placement: Placement, own: Hardware) -> str:
 
 
 class TooSmallError(InputError):
-    """A machine holds a model at no precision."""
+    """A machine holds a model at no precision that keeps the quality. fits: the best one that it holds, if any."""
+
+    def __init__(self, text: str, fits: Layout | None = None) -> None:
+        at = f"; at --precision {fits.model.precision} it fits ({show_bytes(fits.total_bytes)})" if fits else ""
+        super().__init__(text + at)
+        self.fits = fits and fits.model.precision
 
 
 def chosen(text: str, machine: Machine, context: int, precision: str | None) -> tuple[Layout, list[str]]:
@@ -362,11 +379,11 @@ def chosen(text: str, machine: Machine, context: int, precision: str | None) -> 
     layout = Layout(_model(text, precision), machine, context)
     if layout.model.precision or is_gguf_file(text) or layout.profile.layer_expert_bytes:
         if layout.lack:
-            raise TooSmallError(layout.lack + _fits_at(layout))
+            raise TooSmallError(layout.lack, _fitting(layout))
         return layout, []
     good = [each for each in _good(layout) if not each.lack]
     if not good:
-        raise TooSmallError(layout.lack + _fits_at(layout))
+        raise TooSmallError(layout.lack, _fitting(layout))
     fastest = min(good, key=lambda each: placements.today(each).seconds())
     if fastest is layout:
         return layout, [f"{layout.precision}, as the model is published (--precision)"]
@@ -375,14 +392,23 @@ def chosen(text: str, machine: Machine, context: int, precision: str | None) -> 
 
 def _good(layout: Layout) -> list[Layout]:
     """Return the layout as its model is published and at precisions below that keep the quality, smallest last."""
-    lower = [each for each in _lower(layout) if not _loses_quality(each)]
+    lower = [each for each in _lower(layout) if not loses_quality(each)]
     is_whole = layout.profile.expert_width >= WHOLE and not layout.profile.precisions
     return lower if is_whole and lower else [layout, *lower]
 
 
-def _fits_at(layout: Layout) -> str:
-    lower = next((each for each in _lower(layout) if not each.lack), None)
-    return f"; at --precision {lower.model.precision} it fits ({show_bytes(lower.total_bytes)})" if lower else ""
+def _fitting(layout: Layout) -> Layout | None:
+    return next((each for each in _lower(layout) if not each.lack), None)
+
+
+def chosen_or_smaller(text: str, machine: Machine, context: int, precision: str | None) -> tuple[Layout, list[str]]:
+    """Return `chosen`, or, where none is stated and none of 4 bits fits, the model at the best that does."""
+    try:
+        return chosen(text, machine, context, precision)
+    except TooSmallError as error:
+        if precision or not error.fits:
+            raise
+        return chosen(text, machine, context, error.fits)
 
 
 def _model(text: str, precision: str | None) -> Model:
@@ -431,13 +457,14 @@ def _others(layout: Layout) -> list[Layout]:
     return [each for each in layouts if abs(each.experts_bytes / layout.experts_bytes - 1) > CLOSE]
 
 
-def _loses_quality(layout: Layout) -> bool:
+def loses_quality(layout: Layout) -> bool:
+    """Return whether answers get noticeably worse, since experts have less than 4 bits."""
     profile = layout.profile
     return layout.experts_bytes < GOOD * profile.moe_layers * profile.experts * profile.expert_parameters
 
 
 def _kind(placement: Placement) -> str:
-    return errors.class_of(placement.cases[0])
+    return errors.class_of(placement.slowest)
 
 
 def _words(placement: Placement) -> str:
@@ -466,9 +493,7 @@ def _notes(placement: Placement) -> list[str]:
         )
     if placement.kind == DISK:
         notes.append(
-            f"the disk's read_ahead_kb is 128, as on a PC: a token of llama.cpp, which reads through mmap, takes "
-            f"{MMAP.low} to {MMAP.high} times as long as with reads past the page cache; with 8192, 4.7 to 6.8 times "
-            f"(docs/planner.md)"
+            f"llama.cpp reads through mmap, {layout.hardware.read_ahead_kib:g} KiB at a missing page (read_ahead_kb)"
         )
     return notes
 
@@ -476,6 +501,10 @@ def _notes(placement: Placement) -> list[str]:
 def _advice(layout: Layout) -> list[str]:
     """Return what an engineer would say of such a machine."""
     machine, said = layout.machine, []
+    if loses_quality(layout):
+        four = replace(layout, model=replace(layout.model, precision=FOUR, dense_precision=""))
+        lacks = f": {show_bytes(four.more_bytes)} more memory would hold {FOUR}" if four.missing_bytes else ""
+        said.append(f"Below 4 bits answers get noticeably worse{lacks}.")
     held = layout.gpu_needs if machine.unified else layout.host_bytes if layout.on_gpu else layout.total_bytes
     share = held / machine.host_memory if machine.host_memory and not layout.missing_bytes else 0.0
     if share > FULL:
@@ -488,6 +517,14 @@ def _advice(layout: Layout) -> list[str]:
             f"On a Mac the GPU may use {machine.gpu_memory / machine.host_memory:.0%} of the memory "
             f"(sudo sysctl iogpu.wired_limit_mb={wired} changes that); MLX (mlx_lm.server) runs such models too."
         )
+    if layout.missing_bytes and (more := layout.hardware.mapped_more(layout.profile)) > WIDE:
+        said.append(
+            f"The system reads {layout.hardware.read_ahead_kib:g} KiB of the file at a missing page, {more:.1f} times "
+            f"what an expert needs: blockdev --setra 256 on the disk makes it 128."
+        )
+    if (accepted := placements.break_even(layout)) is not None:
+        pays = f"where more than {accepted:.0%} of drafts are accepted" if accepted < 1 else "with no share of drafts"
+        said.append(f"Speculation (--spec-type draft-mtp, a file with its MTP layers) pays {pays}.")
     if not machine.unified and machine.host_memory > SERVER and layout.host_bytes:
         said.append("On several sockets add --numa distribute.")
     return said
@@ -502,7 +539,7 @@ def _shares(placement: Placement, own: Hardware) -> dict[str, float]:
         if there.get(tier, True)
     }
     for tier in faster.keys() & {"link", "disk"}:
-        faster[tier][f"{tier}_latency_us"] = 0.0
+        faster[tier] |= {f"{tier}_latency_us": 0.0} | ({"page_fault_us": 0.0} if tier == "disk" else {})
     faster["overheads of launches and hops"] = dict.fromkeys(OVERHEADS, 0.0)
     seconds, shares = placement.seconds(own), dict.fromkeys(TIERS, 0.0)
     took = {tier: placement.seconds(replace(own, **changed)) for tier, changed in faster.items()}
@@ -550,7 +587,8 @@ def _at(layout: Layout, speed: float, times: float) -> Precision:
         name=layout.model.precision,
         total_bytes=int(layout.total_bytes),
         fits=f"{memory} with the disk" if layout.missing_bytes else memory,
+        from_disk=bool(layout.missing_bytes),
         tokens_per_s=faster * times,
         times=faster / speed,
-        loses_quality=_loses_quality(layout),
+        loses_quality=loses_quality(layout),
     )

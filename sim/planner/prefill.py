@@ -28,7 +28,7 @@ def _batch_s(layout: Layout, own: Hardware, tokens: int, before: float) -> float
     used = 1 - (1 - profile.top_k / profile.experts) ** tokens
     flop = (2 * weights + attended) * tokens + 2 * profile.head_weights
     dense = profile.layers_parameters * profile.dense_bytes_per_parameter + profile.head_bytes
-    disk = used * layout.missing_bytes / own.disk_bandwidth_gb_per_s if layout.missing_bytes else 0.0
+    disk = used * layout.missing_bytes / own.mapped(profile).disk_bandwidth_gb_per_s if layout.missing_bytes else 0.0
     if not layout.on_gpu:
         cores = own.host_compute_tflop_per_s * FACTORS.host_prefill_of_decode * 1e3
         reading = (dense + used * layout.experts_bytes) / own.host_memory_bandwidth_gb_per_s

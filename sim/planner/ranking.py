@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sim.planner import placements
 from sim.planner.placements import DISK
-from sim.planner.plan import Speed, TooSmallError, bottleneck, chosen, speed_of
+from sim.planner.plan import Speed, TooSmallError, bottleneck, chosen_or_smaller, loses_quality, speed_of
 from sim.prediction.described import Machine
 
 CURRENT = (
@@ -43,6 +43,7 @@ class Ranked:
     from_disk: bool = False
     not_understood: tuple[str, ...] = ()
     lack: str = ""
+    below_4_bits: bool = False
     cached: float = 0.0  # tokens a second with llama.cpp's expert cache, where that is faster
 
 
@@ -52,7 +53,7 @@ def ranked(
     """Yield each model. Raise InputError for an unknown one."""
     for name in models:
         try:
-            layout, _ = chosen(name, machine, context, precision)
+            layout, _ = chosen_or_smaller(name, machine, context, precision)
         except TooSmallError as error:
             yield Ranked(name, lack=str(error))
             continue
@@ -67,5 +68,6 @@ def ranked(
             bottleneck(placement, own),
             placement.kind == DISK,
             layout.profile.notes,
+            below_4_bits=loses_quality(layout),
             cached=cached if cached > speed.tokens_per_s else 0.0,
         )

@@ -48,6 +48,10 @@ def with_more(machine: Machine, resource: str) -> Machine:
     if resource == "host_reads":
         peak, stream = 2 * machine.host_peak_gb_per_s, 2 * machine.host_stream_gb_per_s
         return replace(machine, host_peak_gb_per_s=peak, host_stream_gb_per_s=stream)
+    if resource == "disk_reads":
+        return replace(
+            machine, disk_gb_per_s=2 * machine.disk_gb_per_s, disk_peak_gb_per_s=2 * machine.disk_peak_gb_per_s
+        )
     changed: dict[str, Any] = {resource: 2 * getattr(machine, resource)}
     return replace(machine, **changed)
 
@@ -63,6 +67,7 @@ def resources(
     threads: int | None = None,
     unified: bool = False,
     cpu: str | None = None,
+    read_ahead_kib: int | None = None,
 ) -> Machine:
     """Return the machine of these options. Raise InputError for what cannot be read or would do nothing.
 
@@ -111,6 +116,7 @@ def resources(
     else:
         lanes, carries = _link(link, gpus, assumed if host else [])
         peak, stream = _host_reads(cpu_bandwidth or ram, lanes, host, assumed if host else [])
+    sheet, reads = _disk(disk, assumed) if disk else (0.0, 0.0)
     return Machine(
         name="the machine of the plan",
         gpus=gpus,
@@ -120,9 +126,11 @@ def resources(
         host_stream_gb_per_s=stream,
         link=lanes,
         link_gb_per_s=carries,
-        disk_gb_per_s=_disk(disk, assumed) if disk else 0.0,
+        disk_peak_gb_per_s=sheet,
+        disk_gb_per_s=reads,
         host_threads=threads or 0,
         cpu=cpu or "",
+        read_ahead_kib=read_ahead_kib or 0,
         assumed=tuple(assumed),
     )
 
@@ -151,15 +159,16 @@ def _with_kind(text: str | None) -> tuple[str | None, str | None]:
     return kind[1], f"{ram_gb_per_s(f'{kind[2] or 2} x {kind[3]}')}GB/s"
 
 
-def _disk(text: str, assumed: list[Assumed]) -> float:
-    """Return GB/s of a disk, as stated or as is usual of its kind: nvme, ssd, hdd."""
-    named = {"nvme": "NVMe disk", "ssd": "SSD", "hdd": "hard disk"}.get(text.strip().lower())
-    if not named:
-        return parse_gb_per_s(text, "--disk")
+def _disk(text: str, assumed: list[Assumed]) -> tuple[float, float]:
+    """Return GB/s of a disk's data sheet, and what was measured of it or is usual of its kind; the other is 0."""
+    named = {"nvme": "NVMe disk", "ssd": "SSD", "hdd": "hard disk"}.get(text.strip().lower(), text)
+    if named not in DISKS:
+        rate = parse_gb_per_s(text.strip().removesuffix("measured"), "--disk")
+        return (0.0, rate) if text.strip().endswith("measured") else (rate, 0.0)
     rate = DISKS[named]
     low, high = ({"disk_gb_per_s": rate * times} for times in (0.4, 2.0))
     assumed.append(Assumed(f"a {named} reads {rate:g} GB/s", "--disk 3GB/s", low, high))
-    return rate
+    return 0.0, rate
 
 
 def _gpu(memory: int, sheet: Gpu | None, stated: str | None) -> Gpu:
@@ -242,4 +251,4 @@ def described(machine: Machine) -> str:
     has_link = machine.gpus and machine.host_memory and not machine.unified
     link = f", a link of {machine.link_copies:g} GB/s" if has_link else ""
     first = f"{host.replace('host', 'unified')}, {gpu}" if machine.unified else f"{gpu}, {host}"
-    return f"{first}{link}, " + (f"a disk of {machine.disk_gb_per_s:g} GB/s" if machine.disk_gb_per_s else "no disk")
+    return f"{first}{link}, " + (f"a disk of {machine.disk_reads:g} GB/s" if machine.disk_reads else "no disk")

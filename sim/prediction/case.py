@@ -120,7 +120,10 @@ class Case:
     def host_capacity(self) -> int | None:
         """That of host memory over the disk, likewise; None where host memory holds all."""
         size = self.row.setting.host_cache
-        return self._within(_bytes_of_cache(size, self._all_bytes, self.profile)) if size else None
+        if not size:
+            return None
+        kept = self.hardware.mapped_more(self.profile) if self.row.setting.mmap and self.hardware else 1.0
+        return self._within(_bytes_of_cache(size, self._all_bytes, self.profile) / kept)
 
     @property
     def _all_bytes(self) -> int:
@@ -278,7 +281,7 @@ class Case:
         if setting.copy_back:
             changed["link_bandwidth_gb_per_s"] = hardware.link_bandwidth_gb_per_s / 2
         if setting.mmap:
-            changed["disk_bandwidth_gb_per_s"] = hardware.disk_bandwidth_gb_per_s * FACTORS.mmap_of_disk
+            hardware = hardware.mapped(profile)
         hardware = replace(hardware, **changed)
         if self._shares_memory:
             alone, beside = hardware.host_expert_bandwidth_gb_per_s, hardware.host_beside_link_gb_per_s

@@ -73,8 +73,11 @@ class Machine:
     link: str = ""  # as in factors.toml: "PCIe 4.0 x16"
     link_gb_per_s: Number = 0.0
     link_latency_us: Number = -1.0
-    disk_gb_per_s: Number = 0.0
+    disk_peak_gb_per_s: Number = 0.0  # of its data sheet
+    disk_gb_per_s: Number = 0.0  # large reads, measured
     disk_latency_us: Number = -1.0
+    read_ahead_kib: Count = 0  # that the system reads of a mapped file at a missing page; 0: as is usual
+    page_fault_us: Number = 0.0  # until such a read has come, its bytes aside; 0: as is usual
     us_per_layer: Number = -1.0  # of the framework; -1: as its system's
     us_per_expert: Number = -1.0
     us_per_token: Number = -1.0
@@ -96,6 +99,11 @@ class Machine:
     def link_copies(self) -> float:
         """GB/s of copies over the link, as stated, else of the link of that name."""
         return self.link_gb_per_s or (LINKS[self.link].gb_per_s if self.link else 0.0)
+
+    @property
+    def disk_reads(self) -> float:
+        """GB/s of the disk, measured, else of its data sheet."""
+        return self.disk_gb_per_s or self.disk_peak_gb_per_s
 
     @property
     def host_reads(self) -> float:

@@ -19,15 +19,18 @@ from sim.prediction.case import Case
 from sim.prediction.described import Assumed, Machine
 from sim.prediction.machine import cpu_class, peak_of
 from sim.prediction.tables import FACTORS, table
+from sim.profiles.hardware_profile import Hardware
 
-CALIBRATED, MEASURED, DATA_SHEET, UNKNOWN = "calibrated", "measured", "data sheet", "engine unknown"
+CALIBRATED, MEASURED, DATA_SHEET = "calibrated", "measured", "data sheet"
+MAPPED, UNKNOWN = "through mmap", "engine unknown"
 """Classes: a parameter was fitted on the machine; memory, link or disk was measured, whichever the experts come from;
-it is its data sheet's; or nothing is known of the engine."""
+it is its data sheet's; experts are read through the page cache; or nothing is known of the engine."""
 
 NARROWER = {
     CALIBRATED: "nothing but the measured run itself",
     MEASURED: "one measured speed of the machine (fit = true, or moe-sim plan --calibrate)",
     DATA_SHEET: "a measured bandwidth (STREAM of the host's memory, copies over the link, reads of the disk)",
+    MAPPED: "a run with the model's own file (moe-sim plan --verify)",
     UNKNOWN: "what the engine takes a layer and a miss (engine, us_per_layer)",
 }
 """What would narrow the interval of each class."""
@@ -40,9 +43,11 @@ LEFT_OUT = 1.3
 machine 1.0 to 1.3, of rows 1.3 (blind tests) to 3.5 (`python -m benchmarks.factors`)."""
 
 THREADS, CORES, STREAM, MISSES = (0.4, 1.5), (0.6, 1.8), (0.62, 0.88), (0.6, 1.7)
-"""Between what lies, for four facts that are not stated: the CPU's threads, times the usual number; what a thread of an
+DISK, FAULT = (0.6, 0.9), (0.33, 2.4)
+"""Between what lies, for facts that are not stated: the CPU's threads, times the usual number; what a thread of an
 unknown CPU multiplies, likewise; STREAM of its memory's peak (0.62 to 0.88 on the back-test's machines); misses of
-another model's routing, times the stand-in's (two traces of one model differ by as much)."""
+another model's routing, times the stand-in's (two traces of one model differ by as much); reads of a disk's data sheet;
+the wait of a read through mmap, times the usual one."""
 
 
 class Spread(NamedTuple):
@@ -80,6 +85,7 @@ def assumed(case: Case) -> list[Assumed]:
     machine, setting, found = case.row.machine, case.row.setting, list[Assumed]()
     assert machine
     found += machine.assumed
+    from_disk = setting.misses_from == "disk" or setting.host_cache
     on_gpu = setting.all_on == "gpu" or setting.host_layers == 0 or not (case.static or case.policy.uses_host)
     if not on_gpu and not machine.host_gb_per_s:
         if not machine.host_stream_gb_per_s and (peak := peak_of(machine)):
@@ -90,6 +96,15 @@ def assumed(case: Case) -> list[Assumed]:
             )
         if not machine.host_gflop_per_s_per_thread:
             found += _assumed_cores(case, machine)
+    if from_disk and machine.disk_peak_gb_per_s and not machine.disk_gb_per_s:
+        low, high = ({"disk_gb_per_s": machine.disk_peak_gb_per_s * share} for share in DISK)
+        text = f"reads of the disk reach {FACTORS.disk_of_peak:.0%} of its data sheet"
+        found.append(Assumed(text, "--disk '3GB/s measured'", low, high))
+    if setting.mmap and not machine.page_fault_us:
+        hardware = case.hardware or Hardware
+        low, high = ({"page_fault_us": hardware.page_fault_us * times} for times in FAULT[::-1])
+        text = f"a read of {hardware.read_ahead_kib:g} KiB through mmap waits {hardware.page_fault_us:g} us"
+        found.append(Assumed(text, "moe-sim probe", low, high))
     if case.stand_in:
         low, high = ({"misses": times} for times in MISSES[::-1])
         source = table("reuse")[case.stand_in]["source"]
@@ -141,6 +156,8 @@ def class_of(case: Case) -> str:
     assert machine
     if case.engine.is_unknown:
         return UNKNOWN
+    if setting.mmap:
+        return MAPPED
     if setting.misses_from == "disk" or setting.host_cache:
         return MEASURED if machine.disk_gb_per_s else DATA_SHEET
     on_gpu = setting.all_on == "gpu" or setting.host_layers == 0

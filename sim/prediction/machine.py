@@ -82,6 +82,7 @@ def hardware_of(machine: Machine, engine: System, model: ModelProfile) -> Hardwa
     launches_us = kernels * (machine.launch_us or gpu.launch_us)
     waiting_us = factors.cpu_us_per_layer + kernels * threads * factors.barrier_us_per_thread
     link_rate = machine.link_gb_per_s or copies
+    disk = machine.disk_gb_per_s or machine.disk_peak_gb_per_s * factors.disk_of_peak
     at_once = machine.host_and_link_gb_per_s
     hop = factors.hop_us_on_chip if link_rate > ON_CHIP else factors.hop_us
     reached = Hardware(
@@ -99,8 +100,10 @@ def hardware_of(machine: Machine, engine: System, model: ModelProfile) -> Hardwa
         host_us_per_layer=stated("cpu_us_per_layer", waiting_us),
         link_bandwidth_gb_per_s=link_rate,
         link_latency_us=stated("link_latency_us", factors.link_latency_us),
-        disk_bandwidth_gb_per_s=machine.disk_gb_per_s or of_base("disk_bandwidth_gb_per_s"),
+        disk_bandwidth_gb_per_s=disk or of_base("disk_bandwidth_gb_per_s"),
         disk_latency_us=stated("disk_latency_us", factors.disk_latency_us),
+        read_ahead_kib=machine.read_ahead_kib or of_base("read_ahead_kib", Hardware.read_ahead_kib),
+        page_fault_us=machine.page_fault_us or of_base("page_fault_us", Hardware.page_fault_us),
         framework_us_per_layer=launches_us,
         framework_us_per_token=factors.us_per_token,
     ).under(engine.overheads)

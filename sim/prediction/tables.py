@@ -67,7 +67,7 @@ class Factors(Struct, forbid_unknown_fields=True):
     hop_us: float
     hop_us_on_chip: float
     us_per_token: float
-    mmap_of_disk: float
+    disk_of_peak: float
     link_latency_us: float
     disk_latency_us: float
     context: int

@@ -15,10 +15,9 @@ from typing import Any
 
 import psutil
 
-from sim.catalogue.parts import DISKS
 from sim.probe import busy, stream
 from sim.probe.cores import core_classes, processor
-from sim.probe.disk import kind_of
+from sim.probe.disk import kind_of, read_ahead_kib
 from sim.probe.limits import memory_limit
 from sim.profiles.hardware_profile import MACHINES, THIS_MACHINE, Hardware, gpu_of, hardware
 from traces.errors import InputError
@@ -64,7 +63,8 @@ def detected(folder: Path, quick: bool = True) -> Facts:
     facts["threads"] = Fact(len(classes[0].cpus), kinds)
     facts["cpu"] = Fact(processor() or None, "the system")
     kind = kind_of(folder)
-    facts["disk"] = Fact(f"{DISKS.get(kind, 1.0)}GB/s", f"assumed of a {kind or 'disk'}; moe-sim probe measures it")
+    facts["disk"] = Fact(kind or "virtual disk", "assumed of its kind; moe-sim probe measures it")
+    facts["read_ahead_kib"] = Fact(read_ahead_kib(folder), "the system: of a mapped file at a missing page")
     if found:
         source = f"probe of {found.calibration['date']}"
         measured = {key: value for key, value in found.calibration["plan"].items() if key in MEASURED}

@@ -54,15 +54,27 @@ def reads(folder: Path) -> list[Reads]:
 def kind_of(folder: Path) -> str:
     """Return what kind of disk a folder lies on: NVMe, SSD, hard disk, virtual; empty where nothing says it."""
     with suppress(OSError, AttributeError):
-        device = os.stat(folder).st_dev
-        place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve(strict=True)
-        block = place if (place / "queue").is_dir() else place.parent
+        block = _block(folder)
         if block.name.startswith(("vd", "xvd", "loop", "dm-", "md")):
             return "virtual disk"
         if (block / "queue" / "rotational").read_text().strip() == "1":
             return "hard disk"
         return "NVMe disk" if block.name.startswith("nvme") else "SSD"
     return ""
+
+
+def read_ahead_kib(folder: Path) -> int | None:
+    """Return how much the system reads of a mapped file at a missing page; None where nothing says it."""
+    with suppress(OSError, AttributeError, ValueError):
+        return int((_block(folder) / "queue" / "read_ahead_kb").read_text()) or None
+    return None
+
+
+def _block(folder: Path) -> Path:
+    """Return the device that a folder lies on. Raise OSError where there is none."""
+    device = os.stat(folder).st_dev
+    place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve(strict=True)
+    return place if (place / "queue").is_dir() else place.parent
 
 
 def _rate(file: int, size: int, each: int, lanes: int) -> float:

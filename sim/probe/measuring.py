@@ -67,7 +67,7 @@ def measured(folder: Path, say: Callable[[str], None]) -> Probe:
 def profile(probe: Probe, facts: Facts, was_busy: bool) -> str:
     """Return the hardware profile as TOML. facts: what was detected, as options of the planner."""
     plan = {name: fact.value for name, fact in facts.items() if fact.value is not None}
-    plan |= {"cpu_bandwidth": f"{probe.triad:.4g}GB/s measured", "disk": f"{probe.disk_gb_per_s:.4g}GB/s"}
+    plan |= {"cpu_bandwidth": f"{probe.triad:.4g}GB/s measured", "disk": f"{probe.disk_gb_per_s:.4g}GB/s measured"}
     if probe.link:
         plan["link"] = f"{probe.link:.4g}GB/s"
     total = psutil.virtual_memory().total / 2**30

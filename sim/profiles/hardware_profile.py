@@ -14,7 +14,7 @@ import platformdirs
 from msgspec import Meta
 
 from policies.core.systems import Overheads
-from sim.catalogue.parts import FOLDER, GPUS, HOSTS, LINKS, Gpu, gpu_name, plain, ram_gb_per_s
+from sim.catalogue.parts import DISKS, FOLDER, GPUS, HOSTS, LINKS, Gpu, gpu_name, plain, ram_gb_per_s
 from sim.profiles.measured import MeasuredModel
 from sim.quantities import SLOWEST_GB_PER_S
 from traces.errors import InputError, unknown
@@ -60,6 +60,10 @@ class Hardware:
     disk_bandwidth_gb_per_s: Bandwidth
     disk_latency_us: NotNegative
     host_memory_gib: NotNegative = 0.0  # 0: not stated
+    read_ahead_kib: Positive = 128.0  # that are read of a mapped file at a missing page: Linux's default
+    page_fault_us: NotNegative = 120.0
+    """Until such a read has come, its bytes aside: chosen; 40 on a desktop's NVMe disk, 150 on a laptop's, 280 on a
+    virtual one."""
     host_expert_share: Annotated[float, Meta(gt=0, le=1)] = 0.73
     """Of host memory's bandwidth, at which its cores read the experts that they compute."""
     host_hop_us: NotNegative = 30.0  # activations there and back, once an event
@@ -130,6 +134,16 @@ class Hardware:
             measured=(),
         )
 
+    def mapped(self, model: ModelProfile) -> "Hardware":
+        """Return the machine whose disk is read through mmap, one window of read-ahead after another."""
+        window = self.read_ahead_kib * 1024
+        ns = self.page_fault_us * 1e3 + window / self.disk_bandwidth_gb_per_s
+        return replace(self, disk_bandwidth_gb_per_s=window / ns / self.mapped_more(model))
+
+    def mapped_more(self, model: ModelProfile) -> float:
+        """Return how many times an expert's bytes are read through mmap, and kept: with a window around each matrix."""
+        return 1 + self.read_ahead_kib * 1024 * model.expert_matrices / model.expert_bytes
+
     def measured_with(self, profile: ModelProfile) -> MeasuredModel | None:
         """Return what was measured with that model here, if it was, with experts of those sizes."""
         wanted = profile.name, profile.expert_bytes, profile.differing_bytes
@@ -198,6 +212,6 @@ def _around(name: str, gpu: Gpu) -> Hardware:
         host_memory_bandwidth_gb_per_s=host.gb_per_s
         or (ram_gb_per_s(link.ram) * host.of_peak if link else gpu.gb_per_s * READ_OF_DATA_SHEET),
         host_memory_gib=host.memory_gib,
-        disk_bandwidth_gb_per_s=host.disk_gb_per_s,
+        disk_bandwidth_gb_per_s=DISKS[host.disk],
         disk_latency_us=100.0,
     )

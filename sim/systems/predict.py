@@ -159,6 +159,8 @@ class SystemRun:
         hardware = setting.loaded.hardware.under(system.overheads)
         if system.overheads.dequantises:
             hardware = hardware.dequantising(model)
+        if system.mmap:
+            hardware = hardware.mapped(model)
         loaded = replace(setting.loaded, profile=model, hardware=hardware.from_disk() if system.disk else hardware)
         policy = _policy(system, setting, host_layers, slots)
         loaded.require(policy, slots)

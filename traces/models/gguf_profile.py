@@ -91,6 +91,7 @@ class _Model:
         beyond = {place for place, block in self.blocks.items() if any(name.startswith("nextn.") for name in block)}
         if not beyond and len(self.blocks) == count:
             beyond = set(range(count - ahead, count))
+        self.ahead = len(beyond)
         self.unused = [tensor for place in beyond for tensor in self.blocks.pop(place).values()]
         self.cached = max(self.blocks, default=0) + 1 - self.number("attention.shared_kv_layers", 0)
 
@@ -139,6 +140,7 @@ class _Model:
             head_bytes_per_parameter=_width(head),
             embedding_bytes_per_parameter=_width(embedding),
             precision=_precision(self.keys.get("general.file_type")),
+            mtp_layers=self.ahead,
             unused_parameters=_elements([*self.unused, *self.rest.values()]),
             notes=tuple(self._notes()),
             **shape.fields(hidden),

@@ -66,6 +66,9 @@ FLAGS = {
 WIDTH = "routed_expert_hidden_size"
 """The key of Kimi-K3 for what its experts read and write, which transformers does not read."""
 
+MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"
+"""Keys for layers that predict further tokens."""
+
 MLP = {"mlp", "feed_forward", "ffn", "ff", "block_sparse_moe", "DenseReluDense"}
 """Names of what all tokens take in a layer without experts."""
 
@@ -83,7 +86,8 @@ def counted(config: Mapping[str, Any], name: str, precision: Precision) -> Model
         if isinstance(flags, list) and (stated := sum(map(bool, flags))) != profile.moe_layers:
             version, built = transformers.__version__, profile.moe_layers
             raise InputError(f"{key} names {stated} layers with experts, transformers {version} builds {built}")
-    return profile
+    ahead = (config.get(key) for key in MTP)
+    return replace(profile, mtp_layers=next((count for count in ahead if isinstance(count, int)), 0))
 
 
 def _translated(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ class ModelProfile:
     precision: str = ""  # of routed experts, as the model states it
     precisions: tuple[str, ...] = ()  # of routed experts in all published files; empty: the usual ones
     unused_parameters: Size = 0  # of what decoding never runs, such as an image encoder
+    mtp_layers: Size = 0  # that predict further tokens, for speculation alone
     kv_bytes_per_value: Positive = 2.0
     kv_heads: Size = 0  # 0: as many as heads
     kv_latent_size: Size = 0  # MLA; 0: keys and values by head
