@@ -43,11 +43,11 @@ LEFT_OUT = 1.3
 machine 1.0 to 1.3, of rows 1.3 (blind tests) to 3.5 (`python -m benchmarks.factors`)."""
 
 THREADS, CORES, STREAM, MISSES = (0.4, 1.5), (0.6, 1.8), (0.62, 0.88), (0.6, 1.7)
-DISK, FAULT = (0.6, 0.9), (0.33, 2.4)
+DISK, FAULT, NODES = (0.6, 0.9), (0.33, 2.4), (0.27, 0.8)
 """Between what lies, for facts that are not stated: the CPU's threads, times the usual number; what a thread of an
 unknown CPU multiplies, likewise; STREAM of its memory's peak (0.62 to 0.88 on the back-test's machines); misses of
 another model's routing, times the stand-in's (two traces of one model differ by as much); reads of a disk's data sheet;
-the wait of a read through mmap, times the usual one."""
+the wait of a read through mmap, times the usual one; what memory of several nodes reaches of its rate."""
 
 
 class Spread(NamedTuple):
@@ -94,6 +94,10 @@ def assumed(case: Case) -> list[Assumed]:
             found.append(
                 Assumed(f"host memory reaches {share} of its peak", "--cpu-bandwidth '60GB/s measured'", low, high)
             )
+        if machine.host_layout == "numa":
+            usual = FACTORS.host_experts_of_stream / FACTORS.host_layouts["numa"]
+            low, high = ({"host_experts_of_stream": usual * share} for share in NODES)
+            found.append(Assumed("memory of several nodes is not placed", "host_gb_per_s", low, high))
         if not machine.host_gflop_per_s_per_thread:
             found += _assumed_cores(case, machine)
     if from_disk and machine.disk_peak_gb_per_s and not machine.disk_gb_per_s:
