@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.blend import evidence, learning, neighbours
+from policies.blend import evidence, learning, neighbours, worth
 from policies.blend.evidence import Evidence, foresee, learn, weigh
-from policies.blend.learning import ENDS, LAYER, NUMBER, PASS, THIN, Learning
+from policies.blend.learning import ENDS, HORIZON, LAYER, NUMBER, PASS, THIN, Learning
 from policies.blend.neighbours import LATEST
 from policies.blend.series import near_chance, near_log
+from policies.blend.worth import CHARGE, WORKS, Worth
 from policies.core.compiled import compiled
 from policies.core.policy import Event, Float, Int, Shape, Single
 from policies.core.ranking import add
@@ -33,8 +34,9 @@ TOP_K, STEPS, DECODED, DECODES, NUMBERS = range(5)
 """Places in `Blend.numbers`: the most experts of a decoded token so far; steps so far, and those that decode; whether
 the one that runs does."""
 
-SCORE, TIE, CACHED = range(3)
-"""Rows of `Blend.keep`: the two that every policy has; 1 where the expert is in the cache, or on its way there."""
+SCORE, TIE, CACHED, LRU = range(4)
+"""Rows of `Blend.keep`: the two that every policy has; 1 where the expert is in the cache, or on its way there; LRU's
+score: the event that last used or fetched the expert."""
 
 NEAR, FURTHER, HEAD, GUESSED = range(4)
 """Kinds of guesses: at the layer that comes next, at one behind it, and at a layer of the next step."""
@@ -80,6 +82,7 @@ class Blend(NamedTuple):
 
     known: Evidence
     learning: Learning  # the weights
+    worth: Worth
     keep: Float  # [>= 1, L*E]
     predicted: Single  # [2, L, E]
     cached: Float  # [L, E] row CACHED of the keep scores when the latest event was looked up, in layers to come
@@ -103,7 +106,8 @@ def nothing_known(shape: Shape, distance: float, depth: int, later: float) -> Bl
     return Blend(
         known=evidence.nothing_known(shape),
         learning=learning.nothing_learned(shape),
-        keep=np.zeros((3, shape.total)),
+        worth=worth.nothing_saved(shape),
+        keep=np.zeros((4, shape.total)),
         predicted=np.zeros((2, shape.layers, shape.experts), np.float32),
         cached=np.zeros((shape.layers, shape.experts)),
         guesses=np.zeros((GUESSED, shape.layers, MADE, shape.experts)),
@@ -156,7 +160,7 @@ def even_odds(own: Blend) -> float:
 
 @compiled
 def begin_step(own: Blend, event: Event) -> None:
-    """Take note of it where a step begins with this event."""
+    """Take note of it where a step begins with this event, and whether what it does pays in this step."""
     numbers, decode, begins = own.numbers, event.phase == DECODE, False
     for r in range(len(event.batch_slots)):
         batch_slot = event.batch_slots[r]
@@ -166,10 +170,12 @@ def begin_step(own: Blend, event: Event) -> None:
                 begins = True
                 if numbers[DECODES]:
                     _set_aside(own)
-                numbers[DECODES] = decode
-                numbers[STEPS] += 1
-                numbers[DECODED] += decode
-            if decode:
+                _work_or_not(own, event.serial)
+                works = own.worth.numbers[WORKS] != 0
+                numbers[DECODES] = decode and works
+                numbers[STEPS] += works
+                numbers[DECODED] += decode and works
+            if numbers[DECODES]:
                 neighbours.begin_pass(own.known.passes, batch_slot)
                 if r == 0:
                     place = own.known.passes.request[batch_slot, LATEST]
@@ -187,16 +193,46 @@ def _set_aside(own: Blend) -> None:
                 own.keep[0, expert] -= SET_ASIDE
 
 
+@compiled
+def _work_or_not(own: Blend, serial: int) -> None:
+    """A step begins: start to work, or stop and do as LRU does, by what pays."""
+    keep, layers, (L, E), works = own.keep, own.layers, own.cached.shape, worth.pays(own.worth, own.cached.shape[0])
+    if works == own.worth.numbers[WORKS]:
+        return
+    own.worth.numbers[WORKS] = works
+    if not works:
+        for expert in range(L * E):
+            keep[SCORE, expert] = keep[LRU, expert]
+        return
+    own.numbers[DECODED] += HORIZON  # nothing that is recorded is judged by what comes now
+    own.learning.asked[LAYER] = NONE
+    for batch_slot in range(len(own.steps)):
+        neighbours.begin_request(own.known.passes, batch_slot)
+    for layer in range(L):
+        layers[ASIDE, layer] = own.made[NEAR, layer] = own.made[FURTHER, layer] = own.made[HEAD, layer] = 0
+        for expert in range(layer * E, (layer + 1) * E):  # until the layer runs: as if used once in so many passes
+            passes = 1.0 + (serial - keep[LRU, expert]) / L
+            keep[SCORE, expert] = -np.log(passes) - possible(own, layer, 1)
+
+
 # The keep scores: what each event teaches, and how it scores its layer's experts
 
 
 @compiled
-def observe(own: Blend, event: Event) -> None:
-    """Learn from the event, and score its layer's experts again."""
+def observe(own: Blend, event: Event) -> bool:
+    """Learn from the event, and score its layer's experts again. Return whether nothing of this was done."""
     layer, (L, E) = event.layer, own.cached.shape
     begin_step(own, event)
+    if own.worth.sums[CHARGE] > 0.0:
+        worth.count(own.worth, event, own.keep[CACHED], L)
+        for expert in event.experts:
+            own.keep[LRU, expert] = event.serial
+        if not own.worth.numbers[WORKS]:
+            for expert in event.experts:
+                own.keep[SCORE, expert] = event.serial
+            return True
     if len(event.experts) == 0:
-        return
+        return False
     own.layers[RAN, layer], own.layers[ASIDE, layer] = own.numbers[STEPS], 0
     for r in range(len(event.batch_slots)):
         first, last = event.offsets[r], event.offsets[r + 1]
@@ -206,12 +242,13 @@ def observe(own: Blend, event: Event) -> None:
         upcoming = (layer + ahead) % L
         for e in range(E):
             own.cached[upcoming, e] = own.keep[CACHED, upcoming * E + e]
+    return False
 
 
 @compiled
-def score(own: Blend, keep: Float, event: Event) -> None:
+def score(own: Blend, keep: Float, event: Event) -> bool:
     """`observe`, whose keep scores are these."""
-    observe(own, event)
+    return observe(own, event)
 
 
 @compiled
@@ -264,7 +301,7 @@ def _score(own: Blend, leads: bool, layer: int) -> None:
 @compiled
 def note_insert(keep: Float, expert: int, serial: int, start: int) -> None:
     """A transfer of the expert starts."""
-    keep[CACHED, expert] = 1.0
+    keep[CACHED, expert], keep[LRU, expert] = 1.0, serial
 
 
 @compiled
@@ -279,7 +316,7 @@ def note_eviction(keep: Float, expert: int) -> None:
 @compiled
 def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
     """Learn what the layer has just used, and fill ids and priorities with what pays; how many."""
-    if event.phase != DECODE:
+    if event.phase != DECODE or not own.worth.numbers[WORKS]:
         return 0
     layer, L = event.layer, own.layers.shape[1]
     _judge_guesses(own, event)

@@ -1,20 +1,17 @@
 """`eamc-blend`, our own: keep the experts that several kinds of evidence say will be used soonest, and fetch early only
 what is likely enough.
 
-The keep score of an expert is minus an estimate of the logarithm of the passes until its layer uses it again, less a
-share of a pass for the layers still to go before it can be used at all. The estimate has two parts: q, the chance of
-use in the next pass, a logistic function of the evidence of `policies.blend.evidence`, and g, the logarithm where it is
-not used then, linear in the evidence that needs no ids of tokens: (1 - q) g. A layer that a decoded token did not run,
+The keep score of an expert is the logarithm of the greatest of its chances of use within a number of passes, over the
+passes that are waited until then, less a share of a pass for the layers still to go before it can be used at all. The
+chances are logistic functions of the evidence of `policies.blend.evidence`. A layer that a decoded token did not run,
 as an encoder's, is set aside until it runs again: whatever else is worth more. Ties fall to the lower id.
 
 Prefetch, in decode, of the `depth` layers that come next, unless they are set aside, by their experts' chance of use:
-when a step starts and after each layer but the last from the ids of tokens, in the next layer also from what the
-layer before has used (without ids, from that alone, and in the first layer by q), and after the last layer, while the
-head computes, the first layers of the next step, whose token is not known yet, by q. One that the next layer's gate
-picks ahead of time, if the trace has lookahead, has at least the chance with which its picks of that layer have come
-true. What is not in the cache was thought unlikely, and what seems likely of it is more often wrong: for each kind of
-guess (the next layer, one behind it, the next step) a shift of the log odds is fitted, while the run lasts, to what
-came of the guesses at absent experts, as weights are in `policies.blend.learning`. Where the link carries r experts
+after each layer but the last in this pass, and after the last, while the head computes, in the next pass. One that the
+next layer's gate picks ahead of time, if the trace has lookahead, has at least the chance with which its picks of that
+layer have come true. What is not in the cache was thought unlikely, and what seems likely of it is more often wrong:
+for each kind of guess (the next layer, one behind it, the next step) a shift of the log odds is fitted, while the run
+lasts, to what came of the guesses at absent experts, as weights are in `policies.blend.learning`. Where the link carries r experts
 while a layer computes, a right guess saves so much of a transfer, and a wrong one delays the next miss and costs a
 slot, `wrong` transfers in all: it pays from a chance of wrong / (wrong + r). The head counts as `head` layers.
 Priorities are on the scale of the keep scores, so that a prefetch never takes the place
@@ -22,9 +19,9 @@ of what is worth as much (rule 6); each layer further away takes `later` from th
 
 Of a step of several requests each one's choice is a pass of its own; what is worth most to any of them counts.
 
-All weights begin as `python -m benchmarks.fit_blend` fitted them and learn from the run (`policies.blend.learning`), so
-that ids that foretell nothing soon count nothing. policies/README.md says what was left out. Causal; an event costs
-O(E * k) for its layer and the next ones.
+All weights begin as `python -m benchmarks.fit_blend` fitted them and learn from the run (`policies.blend.learning`).
+Where its time is worth more than what it saves it does as LRU does, and is free (`policies.blend.worth`). Causal; an
+event costs O(E * k) for its layer and the next ones.
 
 `policies.blend.decisions` is what a run knows and what the two halves decide from it.
 """
@@ -34,8 +31,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from policies.blend import evidence
+from policies.blend import evidence, worth
 from policies.blend.decisions import (
+    CACHED,
     NONE,
     Blend,
     learned,
@@ -86,6 +84,8 @@ def begin_request(own: Blend, batch_slot: int) -> None:
     evidence.begin_request(own.known, batch_slot)
     own.made[:] = 0  # guesses at the next step of the one before
     own.steps[batch_slot] = NONE
+    if not own.keep[CACHED].any():
+        worth.empty(own.worth)
 
 
 def profile_of(half: Listener, *sources: str) -> Profile:
@@ -113,15 +113,18 @@ class _StartsFromAProfile(Listener):
 
 @retention("eamc-blend")
 class BlendRetention(_StartsFromAProfile, ScorePolicy):
-    """Ours: recency, the request's frequencies, what follows what and ids of tokens; fetches what is likely enough."""
+    """Ours: recency, frequencies, what follows what, and passes that were alike; fetches what is likely enough."""
 
     compiled = Compiled(
-        begin, score, begin_request=begin_request, on_insert=note_insert, on_evict=note_eviction, more_rows=1
+        begin, score, begin_request=begin_request, on_insert=note_insert, on_evict=note_eviction, more_rows=2
     )
 
     def __init__(self, shape: Shape, options: BlendOptions) -> None:
         super().__init__(shape, options)
         self.keep = self.state.keep
+
+    def charged(self, transfers: float, slots: int) -> None:
+        self.state.worth.sums[worth.CHARGE], self.state.worth.numbers[worth.SLOTS] = transfers, slots
 
 
 @prefetcher("eamc-blend")

@@ -92,8 +92,10 @@ def no_passes(shape: Shape) -> Neighbours:
     )
 
 
+@compiled
 def begin_request(known: Neighbours, batch_slot: int) -> None:
-    known.request[batch_slot] = NONE, 0, 0, 0
+    known.request[batch_slot] = 0
+    known.request[batch_slot, LATEST] = NONE
     known.alike[batch_slot] = 0
     known.nearest[batch_slot] = NONE
 

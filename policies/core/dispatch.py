@@ -160,13 +160,11 @@ def _on_evict(scores: Any, expert: int, serial: int, start: int) -> int:
 
 
 def _observe(state: Any, scores: Any, event: Any, _: int) -> int:
-    function(value(state), value(scores).keep, value(event))
-    return 0
+    return 1 if function(value(state), value(scores).keep, value(event)) else 0
 
 
 def _observe_without_scores(state: Any, scores: Any, event: Any, _: int) -> int:
-    function(value(state), value(event))
-    return 0
+    return 1 if function(value(state), value(event)) else 0
 
 
 def _propose(state: Any, event: Any, proposal: Any, _: int) -> int:

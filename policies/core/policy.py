@@ -238,14 +238,18 @@ class Listener:
     def foresee(self, requests: Requests) -> None:
         """Oracles alone: the routing of the whole run, before it starts."""
 
+    def charged(self, transfers: float, slots: int) -> None:
+        """Before the run, from an engine that knows: the transfers that take as long as an event is charged for the
+        policy, and the slots of the cache."""
+
     def begin_request(self, request: int, batch_slot: int) -> None:
         """A request takes `batch_slot`, a place in the batch that is free; `request` is its ordinal in the run."""
         declared = type(self).compiled
         if declared and declared.begin_request and not self._state_is_shared:
             declared.begin_request(self.state, batch_slot)
 
-    def observe(self, event: Event) -> None:
-        """Rule 3: the router of an event is known."""
+    def observe(self, event: Event) -> bool | None:
+        """Rule 3: the router of an event is known. Return True where nothing was done, so that it is free (rule 14)."""
 
     def end_request(self, batch_slot: int) -> None:
         """The last step of the request in `batch_slot` has ended: the time to learn from it."""
@@ -290,10 +294,9 @@ class ScorePolicy(Policy):
         declared = type(self).compiled
         self.keep = np.zeros((KEEP_ROWS + (declared.more_rows if declared else 0), shape.total))
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: Event) -> bool | None:
         """Rule 3, of one that is compiled; others override this."""
-        if self._observe:
-            self._observe(self.state, self.keep, event)
+        return self._observe(self.state, self.keep, event) if self._observe else None
 
     def on_insert(self, expert: int, serial: int, start: int) -> None:
         """Raise TypeError for a policy that another one calls, where that cannot keep its scores up to date."""
@@ -336,10 +339,9 @@ class Prefetcher(Listener):
     def window(self, experts_per_layer: float) -> None:
         """Before the run, from an engine that knows: experts the link carries while one layer of a token computes."""
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: Event) -> bool | None:
         """Rule 3, of one that is compiled; others override this."""
-        if self._observe:
-            self._observe(self.state, event)
+        return self._observe(self.state, event) if self._observe else None
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """Rule 4: (experts [n], priorities [n]), asked after every event; distinct ids, higher priority first.

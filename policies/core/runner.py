@@ -19,6 +19,7 @@ class PolicyRunner:
     """Fresh instances of both halves of `spec`; oracles among them read the whole run now.
 
     silent: neither half wants to hear of events, so that an engine may spare itself the telling.
+    idle: no policy did anything of the latest event, so that it is free (rule 14).
     experts_per_layer: how many experts the link carries while one layer of a decoded token computes, which a prefetch
     budget (`policies.core.limits`) is a share of; an engine that cannot tell runs no policy with a budget.
     """
@@ -43,6 +44,7 @@ class PolicyRunner:
             self.prefetcher.window(experts_per_layer)
         self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
         self.silent = not self._observers and not self.prefetcher.proposes
+        self.may_be_idle, self.idle = spec.shares or not self.prefetcher.proposes, False
         self._limiter = limiter(self.prefetcher.options, shape, experts_per_layer)
         self._states = np.zeros(shape.total, np.int64)
 
@@ -71,8 +73,8 @@ class PolicyRunner:
 
     def observe(self, event: Event) -> None:
         self._take_states()
-        for observe in self._observers:
-            observe(event)
+        idle = [observe(event) for observe in self._observers]
+        self.idle = self.may_be_idle and bool(idle) and all(idle)
 
     def propose(self, event: Event) -> tuple[Int, Float] | None:
         """Rule 4, for the same event, within the prefetcher's limits; None from a prefetcher that never proposes."""
@@ -116,7 +118,7 @@ class AskedRunner:
         if question == OBSERVE:
             self._event = self.events.event(*divmod(number, self._layers))
             self._runner.observe(self._event)
-            return 0
+            return int(self._runner.idle)
         if question == START:
             self._event = self.events.start(number)
         assert self._event

@@ -180,7 +180,7 @@ class FixedOrder(Decider):
     """A decider of what was decided before: it ignores all events and proposes nothing."""
 
     silent = True
-    at_start = False
+    idle = at_start = False
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency

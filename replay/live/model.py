@@ -42,6 +42,7 @@ from replay.live.rows import measured
 from sim.api import RunResult
 from sim.loop.log import COLUMNS, MOVED, RunLog, StepRow
 from sim.loop.run import Run
+from sim.profiles.policy_overhead import cost_us
 from sim.results import steps
 from sim.results.metrics import Cell, Row
 from tracer.answers import LoadedModel, Runner
@@ -97,7 +98,9 @@ class LiveModel:
         self._names = [layer.name for layer in layers]
         self.transfers = self._time_transfers(run)
         """What an expert takes over the link, and what of it is latency, in ns: timed before the first request."""
-        self.run = replace(run, tiers=(replace(run.gpu, experts_per_layer=self._window(dense_ns)),))
+        charge = 1_000 * (cost_us(run.policy, run.shape.layers, run.shape.experts) or 0.0) / self.transfers[0]
+        gpu = replace(run.gpu, experts_per_layer=self._window(dense_ns), transfers_per_event=charge)
+        self.run = replace(run, tiers=(gpu,))
         self._experts = run.shape.experts
         self._require_unchanged = require_unchanged
         self._requests = self._tokens = self._context = 0  # of the forward pass

@@ -222,6 +222,7 @@ class Engine:
             event=self.event.address,
             asks=asked.address if asked else 0,
             hears=not runner.silent,
+            may_be_idle=runner.may_be_idle,
             at_start=prefetcher.proposes and prefetcher.at_start,
             proposal=self.proposal.address,
             ids=proposal.ids,

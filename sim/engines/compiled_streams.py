@@ -26,6 +26,9 @@ from sim.profiles.timing import Durations
 
 NEVER = np.iinfo(np.int64).max
 
+IDLE = -3
+"""Of what is proposed: nothing, and the event is free."""
+
 
 class Numbers:
     """Single numbers of the streams of one run, as the fields of a record (NUMBERS)."""
@@ -130,6 +133,7 @@ class Plan(NamedTuple):
     event: int  # room for the event at hand
     asks: int
     hears: bool  # either wants to know of events
+    may_be_idle: bool  # an event of which those that hear do nothing is free
     at_start: bool  # the prefetcher is asked when a step starts as well
     proposal: int  # room for one, of which these are the arrays
     ids: Int  # [L*E]
@@ -505,15 +509,17 @@ def disk_busy_until_now(n: Numbers) -> int:
 @apart
 @compiled
 def decide(run: Streams, plan: Plan, routing: Routing, step: int, layer: int, L: int) -> int:
-    """Rules 3 and 4: the policies hear of the event, and propose, if they are compiled; how many experts."""
+    """Rules 3 and 4: the policies hear of the event, and propose, if they are compiled; how many experts, or IDLE."""
     if plan.asks:
-        ask(plan.asks, OBSERVE, step * L + layer)
-        return 0
+        return IDLE if ask(plan.asks, OBSERVE, step * L + layer) else 0
+    idle = plan.may_be_idle
     put(event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL]), plan.event)
     if plan.keeps:
-        checked(call(plan.keeps, plan.keeper, run.m[core.ONE, core.SCORES], plan.event, 0))
+        idle &= checked(call(plan.keeps, plan.keeper, run.m[core.ONE, core.SCORES], plan.event, 0)) == 1
     if plan.listens:
-        checked(call(plan.listens, plan.fetcher, run.m[core.ONE, core.SCORES], plan.event, 0))
+        idle &= checked(call(plan.listens, plan.fetcher, run.m[core.ONE, core.SCORES], plan.event, 0)) == 1
+    if idle:
+        return IDLE
     if plan.fetches:
         return checked(call(plan.fetches, plan.proposer, plan.event, plan.proposal, 0))
     return 0
@@ -683,6 +689,8 @@ def run_steps(
             for c in range(K):
                 route_layer(like(cells[c], some), routing, durations, step, layer)
             n_proposed = decide(one, plan, routing, step, layer, L) if plan.hears else 0
+            overhead_ns = 0 if n_proposed == IDLE else predictor_ns
+            n_proposed = max(n_proposed, 0)
             if predictor_ns:
                 for c in range(K):
                     act_at_once(like(cells[c], some))
@@ -692,9 +700,9 @@ def run_steps(
                 write_proposal(one, plan, n_proposed)
             for c in range(K):
                 run = like(cells[c], some)
-                if predictor_ns:
-                    advance(run, run.n.now + predictor_ns, COMPUTE)
-                    run.stall[PREDICTOR] += predictor_ns
+                if overhead_ns:
+                    advance(run, run.n.now + overhead_ns, COMPUTE)
+                    run.stall[PREDICTOR] += overhead_ns
                 compute_layer(run, plan, routing, durations, step, layer)
         for c in range(K):
             run = like(cells[c], some)

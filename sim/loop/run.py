@@ -17,12 +17,14 @@ class Tier:
 
     slots: bytes, where experts differ in size (rule 19: `link.layer_bytes`). policy: None of host memory (rule 17).
     experts_per_layer: see `sim.profiles.timing.experts_per_layer`; a policy with a prefetch budget needs it.
+    transfers_per_event: how many transfers take as long as an event is charged for the policy (rule 14).
     """
 
     slots: int
     policy: PolicySpec | None
     link: Link
     experts_per_layer: float | None = None
+    transfers_per_event: float = 0.0
 
     @property
     def experts(self) -> int:
@@ -102,6 +104,9 @@ def gpu_run(
     users: Users | None = None,
 ) -> Run:
     """Return a run of GPU memory under a policy; `host`: host memory over a disk."""
-    tiers = (Tier(slots, policy, link, experts_per_layer), *([host] if host else []))
+    below = [host] if host else []
+    slowest_ns = max(each.used_ns(each.expert_bytes) for each in (link, *(tier.link for tier in below)))
+    charge = timing.predictor_ns / max(1, slowest_ns)
+    tiers = (Tier(slots, policy, link, experts_per_layer, charge), *below)
     shape = replace(shape, batch_slots=users.max_batch if users else 1)
     return Run(requests, shape, tiers, timing, cold, users)

@@ -47,6 +47,10 @@ class Decider(Protocol):
     def observe(self, event: Event) -> None:
         """Hear of an event (rule 3)."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was done of the latest event, so that it is free (rule 14)."""
+
     def propose(self, event: Event) -> tuple[Int, Float] | None:
         """Answer what to fetch early (rule 4); None: nothing is ever proposed."""
 
@@ -60,7 +64,10 @@ class Decider(Protocol):
 
 def decider_of(run: Run) -> PolicyRunner:
     """Return the policies of a run, fresh."""
-    return PolicyRunner(run.policy, run.shape, run.requests, experts_per_layer=run.gpu.experts_per_layer)
+    gpu = run.gpu
+    runner = PolicyRunner(run.policy, run.shape, run.requests, experts_per_layer=gpu.experts_per_layer)
+    runner.retention.charged(gpu.transfers_per_event, gpu.experts)
+    return runner
 
 
 class Session:
@@ -127,7 +134,7 @@ class Session:
             self._ask(step.event(layer))
         elif self._predicts:
             self._start_all()
-        if self.device.predict():
+        if not self.decider.idle and self.device.predict():
             self.submitting(PREDICTOR_ENDED)
             self._turn(PREDICTING)
         elif self._proposal is not None:
