@@ -8,15 +8,19 @@ steps each takes one of Newton's method on the log likelihood, where WEIGHTS cou
 logistic regression of Bayes with a normal prior, one batch at a time (Spiegelhalter and Lauritzen 1990).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from policies.blend.evidence import CONSTANT, HERE, KINDS
 from policies.blend.neighbours import Neighbours
 from policies.blend.series import near_chance
 from policies.core.compiled import apart, compiled
 from policies.core.policy import Float, Int, Shape, Single
+
+UNIT = np.float32(4096.0)
+"""Evidence is below 8 (`near_log`), and fits 16 bits."""
 
 ENDS = (0, 1, 2, 4, 8, 16, 32, 64)
 """A span ends with so many passes, and begins after the one before it."""
@@ -76,11 +80,12 @@ class Learning(NamedTuple):
     weights: Single  # [MODELS, KINDS]
     fits: Float  # [MODELS + 1, 1 + KINDS, KINDS] gradient and curvature; the last is scratch
     biases: Single  # [2, MODELS, L] what a layer adds to the log odds; the curvature of the log likelihood of that
-    records: Single  # [HORIZON, ceil(L / THIN), KINDS, E] evidence by decoded step
+    records: NDArray[np.int16]  # [HORIZON, ceil(L / THIN), KINDS, E] evidence by decoded step, in parts of 1 / UNIT
     recorded: Int  # [HORIZON, ceil(L / THIN)] the step, from 1
     leaders: Int  # [2, HORIZON] by decoded step the place of its first request's pass, and the number of that
     question: Single  # [KINDS, E] evidence that PASS is asked to judge
     asked: Int  # [2]
+    recalled: Single  # [KINDS, E] scratch
     labels: Single  # [E] scratch
     scratch: Single  # [3, E]
 
@@ -93,11 +98,12 @@ def nothing_learned(shape: Shape) -> Learning:
         weights=WEIGHTS.astype(np.float32),
         fits=fits,
         biases=np.stack([np.zeros((MODELS, L), np.float32), np.full((MODELS, L), BIAS_PRIOR, np.float32)]),
-        records=np.zeros((HORIZON, rows, KINDS, E), np.float32),
+        records=np.zeros((HORIZON, rows, KINDS, E), np.int16),
         recorded=np.zeros((HORIZON, rows), np.int64),
         leaders=np.zeros((2, HORIZON), np.int64),
         question=np.zeros((KINDS, E), np.float32),
         asked=np.full(2, NONE),
+        recalled=np.zeros((KINDS, E), np.float32),
         labels=np.zeros(E, np.float32),
         scratch=np.zeros((3, E), np.float32),
     )
@@ -118,11 +124,11 @@ def log_odds(own: Learning, model: int, layer: int, evidence: Single, even: floa
 
 
 @compiled
-def _copy(evidence: Single, kept: Single) -> None:
+def _copy(evidence: Any, kept: Any, unit: np.float32) -> None:
     for kind in range(KINDS):
         row, copied = evidence[kind], kept[kind]
-        for e in range(len(row)):
-            copied[e] = row[e]
+        for e in range(copied.shape[0]):
+            copied[e] = row[e] * unit
 
 
 @apart
@@ -137,12 +143,12 @@ def learn(own: Learning, passes: Neighbours, layer: int, step: int, evidence: Si
         if before > 0 and (layer + before) % THIN == 0:
             place = before % HORIZON
             if own.recorded[place, layer // THIN] == before and _label(own, passes, layer, before, span):
-                _settle(own, span, layer, step, own.records[place, layer // THIN], even)
+                _copy(own.records[place, layer // THIN], own.recalled, ONE / UNIT)
+                _settle(own, span, layer, step, own.recalled, even)
     if (layer + step) % THIN == 0:
-        _copy(evidence, own.records[step % HORIZON, layer // THIN])
+        _copy(evidence, own.records[step % HORIZON, layer // THIN], UNIT)
         own.recorded[step % HORIZON, layer // THIN] = step
-        for e in range(own.labels.shape[0]):
-            own.records[step % HORIZON, layer // THIN, HERE, e] = ZERO
+        own.records[step % HORIZON, layer // THIN, HERE] = 0
 
 
 @compiled
@@ -169,7 +175,7 @@ def _label(own: Learning, passes: Neighbours, layer: int, step: int, span: int) 
 @compiled
 def ask(own: Learning, layer: int, number: int, evidence: Single) -> None:
     """Record the evidence on a layer that comes next in the pass of that number."""
-    _copy(evidence, own.question)
+    _copy(evidence, own.question, ONE)
     own.asked[LAYER], own.asked[NUMBER] = layer, number
 
 

@@ -16,7 +16,7 @@ from policies.core.policy import Shape
 from traces.arrays import read_described
 from traces.errors import InputError
 
-FORMAT = "moe-expert-cache eamc-blend profile 2"
+FORMAT = "moe-expert-cache eamc-blend profile 3"
 ADVICE = "make one with moe-sim profile build TRACE --out FILE"
 
 
