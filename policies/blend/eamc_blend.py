@@ -11,9 +11,10 @@ after each layer but the last in this pass, and after the last, while the head c
 next layer's gate picks ahead of time, if the trace has lookahead, has at least the chance with which its picks of that
 layer have come true. What is not in the cache was thought unlikely, and what seems likely of it is more often wrong:
 for each kind of guess (the next layer, one behind it, the next step) a shift of the log odds is fitted, while the run
-lasts, to what came of the guesses at absent experts, as weights are in `policies.blend.learning`. Where the link carries r experts
-while a layer computes, a right guess saves so much of a transfer, and a wrong one delays the next miss and costs a
-slot, `wrong` transfers in all: it pays from a chance of wrong / (wrong + r). The head counts as `head` layers.
+lasts, to what came of the guesses at absent experts, as weights are in `policies.blend.learning`. Where the link
+carries r experts while a layer computes, a right guess saves so much of a transfer, and a wrong one delays the next
+miss and costs a slot, `wrong` transfers in all: it pays from a chance of wrong / (wrong + r). The head counts as `head`
+layers.
 Priorities are on the scale of the keep scores, so that a prefetch never takes the place
 of what is worth as much (rule 6); each layer further away takes `later` from them.
 
