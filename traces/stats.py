@@ -5,6 +5,7 @@ their EAMs) are what MoE-Infinity (arXiv 2401.14361) observes and builds on. Wor
 beyond the token before. Phases are kept apart.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.steps import DECODE, PREFILL
+from traces.steps import DECODE, PREFILL, Int
 from traces.trace import Trace
 
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -97,76 +98,159 @@ SCORES = (None, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 """Least scores of picks whose quality is stated."""
 
 
+class _Foresight:
+    """The quality of picks over the traces added, all of one model, by distance and least score."""
+
+    def __init__(self) -> None:
+        self._needed: dict[int, int] = {}
+        self._picked: dict[tuple[int, float | None], Int] = {}  # right ones, and all
+
+    def add(self, trace: Trace) -> None:
+        if trace.lookahead is None or trace.lookahead_scores is None or trace.meta.lookahead is None:
+            return
+        for place, distance in enumerate(trace.meta.lookahead.distances):
+            ids, scores = trace.lookahead[:, distance:, place], trace.lookahead_scores[:, distance:, place]
+            chosen, here = trace.experts[:, distance:], ids != trace.sentinel
+            right = np.zeros(ids.shape, bool)
+            for rank in range(trace.top_k):
+                right |= here & (ids == chosen[..., rank, None])
+            needed = np.count_nonzero((chosen != trace.sentinel) & here.any(-1, keepdims=True))
+            self._needed[distance] = self._needed.get(distance, 0) + int(needed)
+            for least in SCORES:
+                picked = here & (np.arange(ids.shape[-1]) < trace.top_k if least is None else scores >= least)
+                counts = np.array([np.count_nonzero(right & picked), np.count_nonzero(picked)])
+                self._picked[distance, least] = self._picked.get((distance, least), 0) + counts
+
+    def found(self) -> list[Foresight]:
+        return [
+            Foresight(distance, least, hits / self._needed[distance], hits / total if total else None)
+            for (distance, least), (hits, total) in ((key, counts.tolist()) for key, counts in self._picked.items())
+            if self._needed[distance]
+        ]
+
+
 def foresight(trace: Trace) -> list[Foresight]:
     """Return the quality of the trace's picks, over all its tokens, by distance and least score; none without."""
-    if trace.lookahead is None or trace.lookahead_scores is None or trace.meta.lookahead is None:
-        return []
-    found = []
-    for place, distance in enumerate(trace.meta.lookahead.distances):
-        ids, scores = trace.lookahead[:, distance:, place], trace.lookahead_scores[:, distance:, place]
-        chosen, here = trace.experts[:, distance:], ids != trace.sentinel
-        right = np.zeros(ids.shape, bool)
-        for rank in range(trace.top_k):
-            right |= here & (ids == chosen[..., rank, None])
-        needed = int(np.count_nonzero((chosen != trace.sentinel) & here.any(-1, keepdims=True)))
-        for least in SCORES if needed else ():
-            picked = here & (np.arange(ids.shape[-1]) < trace.top_k if least is None else scores >= least)
-            hits, total = int(np.count_nonzero(right & picked)), int(np.count_nonzero(picked))
-            found.append(Foresight(distance, least, hits / needed, hits / total if total else None))
-    return found
+    found = _Foresight()
+    found.add(trace)
+    return found.found()
 
 
 def statistics(trace: Trace) -> dict[str, PhaseStats]:
     """Return the statistics of each phase that the trace holds, by its name."""
-    names = {PREFILL: "prefill", DECODE: "decode"}
-    held = {
-        phase: (trace.phase == phase).any() if trace.aggregate is None else trace.aggregate[phase].any()
-        for phase in names
-    }
-    return {name: _of_phase(trace, phase) for phase, name in names.items() if held[phase]}
+    return {name: sums.found() for name, phase in PHASES.items() if (sums := _PhaseSums(phase, [trace])).there}
 
 
-def summary(trace: Trace) -> dict[str, Any]:
-    """Return what `moe-trace info` prints, as plain values that JSON can hold."""
-    meta, requests = trace.meta, trace.requests
+def summary(pieces: Iterable[Trace]) -> dict[str, Any]:
+    """Return what `moe-trace info` prints of the pieces of a trace, as plain values that JSON can hold."""
+    sums, seen = [_PhaseSums(phase) for phase in PHASES.values()], _Foresight()
+    labels: dict[str, set[str]] = {"dataset": set(), "task": set()}
+    requests = 0
+    for piece in pieces:
+        requests += len(piece.requests)
+        for name, known in labels.items():
+            known.update(piece.requests[name])
+        for each in (*sums, seen):
+            each.add(piece)
+    tokens = [each.tokens for each in sums]
+    phases = "both" if all(tokens) else "prefill" if tokens[PREFILL] else "decode"
+    aggregate = piece.aggregate is not None
     return {
-        "name": trace.name,
-        **asdict(meta),
-        "requests": len(requests),
-        "datasets": sorted({name for name in requests["dataset"] if name}),
-        "tasks": sorted({name for name in requests["task"] if name}),
-        "phase": trace.phases if trace.aggregate is None else "EAMs only",
-        "tokens": len(trace.experts) if trace.aggregate is None else None,
-        **{name: asdict(stats) for name, stats in statistics(trace).items()},
-        "foresight": [asdict(each) for each in foresight(trace)],
+        "name": piece.name,
+        **asdict(piece.meta),
+        "requests": requests,
+        **{f"{name}s": sorted(known - {""}) for name, known in labels.items()},
+        "phase": "EAMs only" if aggregate else phases,
+        "tokens": None if aggregate else sum(tokens),
+        **{name: asdict(sums[phase].found()) for name, phase in PHASES.items() if sums[phase].there},
+        "foresight": [asdict(each) for each in seen.found()],
     }
 
 
-def _of_phase(trace: Trace, phase: int) -> PhaseStats:
-    eams = trace.eams(phase)
-    eams, tasks = eams[used := eams.any(axis=(1, 2))], _tasks(trace)[used]
-    return PhaseStats(
-        requests=len(eams),
-        tokens=int(np.count_nonzero(trace.phase == phase)) if trace.aggregate is None else None,
-        activated=_mean(eams > 0),
-        repeated=_mean(eams > 1),
-        popular=_popular(eams.sum(axis=0)),
-        reuse=Reuse(_reuse(trace, phase), trace.top_k / trace.num_experts),
-        working_sets=_working_sets(trace, phase),
-        similarity=_similarity(eams, tasks),
-    )
+PHASES = {"prefill": PREFILL, "decode": DECODE}
 
 
-def _tasks(trace: Trace) -> NDArray[np.int64]:
-    """[requests] a number for each task; -1: no label."""
-    labels = trace.requests["task"].where(trace.requests["task"] != "", trace.requests["dataset"])
-    return pd.factorize(labels.where(labels != ""))[0]
+class _PhaseSums:
+    """What the statistics of a phase are made of, added up over the pieces of a trace."""
+
+    def __init__(self, phase: int, pieces: Iterable[Trace] = ()) -> None:
+        self.tokens = self.requests = 0
+        self.there = False
+        self._phase = phase
+        self._counted = np.zeros(3, np.int64)  # experts of requests, and those activated, and repeatedly
+        self._popular: Int = np.zeros((1, 1), np.int64)  # [L, E] lookups
+        self._reuse = np.zeros(2, np.int64)  # experts in common with the token before, of so many
+        self._windows = np.zeros((2, len(WINDOWS)), np.int64)  # kept and hits
+        self._lookups = 0
+        self._sample, self._labels = list[NDArray[np.uint32]](), list[str]()  # of every `_every`-th request
+        self._every = 1
+        for piece in pieces:
+            self.add(piece)
+
+    def add(self, trace: Trace) -> None:
+        self._trace, here = trace, trace.phase == self._phase
+        self.tokens += int(np.count_nonzero(here))
+        eams = trace.eams(self._phase)
+        self.there |= bool(eams.any() if trace.aggregate is not None else here.any())
+        used = eams.any(axis=(1, 2))
+        eams, labels = eams[used], _labels(trace)[used]
+        self._counted += eams.size, np.count_nonzero(eams), np.count_nonzero(eams > 1)
+        self._popular = self._popular + eams.sum(axis=0)
+        self._reuse += _reuse(trace, here)
+        self._add_windows(trace, here)
+        for eam, label in zip(eams, labels, strict=True):
+            if self.requests % self._every == 0:
+                self._sample.append(eam.astype(np.uint32).ravel())
+                self._labels.append(label)
+            self.requests += 1
+            if len(self._sample) > SAMPLE:
+                self._sample, self._labels, self._every = self._sample[::2], self._labels[::2], 2 * self._every
+
+    def found(self) -> PhaseStats:
+        """Return the statistics of the phase. At least one piece was added."""
+        trace, (size, activated, repeated), (common, routed) = self._trace, self._counted.tolist(), self._reuse.tolist()
+        return PhaseStats(
+            requests=self.requests,
+            tokens=self.tokens if trace.aggregate is None else None,
+            activated=activated / size if size else None,
+            repeated=repeated / size if size else None,
+            popular=_popular(self._popular),
+            reuse=Reuse(common / routed if routed else None, trace.top_k / trace.num_experts),
+            working_sets=self._working_sets(trace.layers * trace.num_experts),
+            similarity=_similarity(self._sample, self._labels, self._every == 1),
+        )
+
+    def _add_windows(self, trace: Trace, here: NDArray[np.bool_]) -> None:
+        for first, last in pairwise(trace.offsets.tolist()):
+            ids = trace.experts[first:last][here[first:last]]
+            token, layer, _ = np.nonzero(ids != trace.sentinel)
+            expert = layer * trace.num_experts + ids[ids != trace.sentinel]
+            order = np.argsort(expert, kind="stable")
+            expert, token = expert[order], token[order]
+            again = expert[1:] == expert[:-1]
+            gaps, rest = np.diff(token)[again], len(ids) - token[np.append(~again, True)[: len(token)]]
+            self._lookups += len(token)
+            for i, window in enumerate(WINDOWS):
+                kept = np.minimum(gaps, window).sum() + np.minimum(rest, window).sum()
+                self._windows[:, i] += kept, np.count_nonzero(gaps <= window)
+
+    def _working_sets(self, total: int) -> list[WorkingSet] | None:
+        if not self._lookups:
+            return None
+        return [
+            WorkingSet(n, kept / self.tokens / total, hits / self._lookups)
+            for n, kept, hits in zip(WINDOWS, *self._windows.tolist(), strict=True)
+        ]
 
 
-def _reuse(trace: Trace, phase: int) -> float | None:
-    """Return `Reuse.share`, over all pairs of adjacent tokens and all layers that the first of them uses."""
+def _labels(trace: Trace) -> NDArray[Any]:
+    """[requests] the task, or the dataset in its place; "": no label."""
+    return trace.requests["task"].where(trace.requests["task"] != "", trace.requests["dataset"]).to_numpy(object)
+
+
+def _reuse(trace: Trace, here: NDArray[np.bool_]) -> tuple[int, int]:
+    """Return the experts of `Reuse.share`, and of how many, over all pairs of adjacent tokens."""
     request = np.repeat(np.arange(len(trace.requests)), np.diff(trace.offsets))
-    here = trace.phase == phase
     second = np.flatnonzero((request[1:] == request[:-1]) & here[1:] & here[:-1]) + 1
     common = routed = 0
     for rows in np.array_split(second, max(1, len(second) // 4096)):
@@ -175,7 +259,7 @@ def _reuse(trace: Trace, phase: int) -> float | None:
             common += int(np.count_nonzero((before == now[..., j : j + 1]) & (before != trace.sentinel)))
         uses = (before != trace.sentinel).any(axis=2, keepdims=True)
         routed += int(np.count_nonzero((now != trace.sentinel) & uses))
-    return common / routed if routed else None
+    return common, routed
 
 
 def _popular(counts: NDArray[np.int64]) -> float | None:
@@ -185,38 +269,14 @@ def _popular(counts: NDArray[np.int64]) -> float | None:
     return float(np.sort(counts, axis=1)[:, -quarter:].sum() / total) if total else None
 
 
-def _working_sets(trace: Trace, phase: int) -> list[WorkingSet] | None:
-    kept, hits, lookups = np.zeros(len(WINDOWS), np.int64), np.zeros(len(WINDOWS), np.int64), 0
-    for first, last in pairwise(trace.offsets.tolist()):
-        ids = trace.experts[first:last][trace.phase[first:last] == phase]
-        token, layer, _ = np.nonzero(ids != trace.sentinel)
-        expert = layer * trace.num_experts + ids[ids != trace.sentinel]
-        order = np.argsort(expert, kind="stable")
-        expert, token = expert[order], token[order]
-        again = expert[1:] == expert[:-1]
-        gaps, rest = np.diff(token)[again], len(ids) - token[np.append(~again, True)[: len(token)]]
-        lookups += len(token)
-        for i, window in enumerate(WINDOWS):
-            kept[i] += np.minimum(gaps, window).sum() + np.minimum(rest, window).sum()
-            hits[i] += np.count_nonzero(gaps <= window)
-    tokens, total = int(np.count_nonzero(trace.phase == phase)), trace.layers * trace.num_experts
-    if not lookups:
-        return None
-    return [
-        WorkingSet(n, float(h / tokens / total), float(x / lookups))
-        for n, h, x in zip(WINDOWS, kept, hits, strict=True)
-    ]
-
-
-def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity:
-    """eams: [requests, L, E], none of them zero; tasks: [requests]."""
-    chosen = np.linspace(0, len(eams) - 1, min(len(eams), SAMPLE)).astype(np.int64)
-    flat, tasks = eams[chosen].reshape(len(chosen), eams.shape[1] * eams.shape[2]).astype(np.float64), tasks[chosen]
-    flat /= np.linalg.norm(flat, axis=1, keepdims=True)
+def _similarity(eams: Sequence[NDArray[np.uint32]], labels: Sequence[str], all_: bool) -> Similarity:
+    """eams: of each request [L * E], none of them zero; labels: of each, "" without; all_: none is left out."""
+    flat, tasks = np.array(eams, np.float64), pd.factorize(np.array([label or None for label in labels], object))[0]
+    flat /= np.linalg.norm(flat, axis=-1, keepdims=True)
     cosine = flat @ flat.T
-    other = ~np.eye(len(chosen), dtype=bool)
+    other = ~np.eye(len(eams), dtype=bool)
     if not other.any():
-        return Similarity(None, None, None, None, None, None, None, len(chosen))
+        return Similarity(None, None, None, None, None, None, None, len(eams))
     labelled = np.flatnonzero(tasks >= 0)
     tasks = tasks[labelled]
     of_tasks, apart = cosine[np.ix_(labelled, labelled)], other[np.ix_(labelled, labelled)]
@@ -225,12 +285,12 @@ def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity
     return Similarity(
         all_pairs=_mean(cosine[other]),
         nearest=_mean(np.where(other, cosine, -1.0).max(axis=1)),
-        next=_mean(np.diag(cosine, 1)) if len(chosen) == len(eams) else None,
+        next=_mean(np.diag(cosine, 1)) if all_ else None,
         within_task=_mean(of_tasks[same & apart]) if several else None,
         across_tasks=_mean(of_tasks[~same]),
         nearest_same_task=_mean(tasks[np.where(apart, of_tasks, -1.0).argmax(axis=1)] == tasks) if several else None,
         chance=_mean(same[apart]) if several else None,
-        compared=len(chosen),
+        compared=len(eams),
     )
 
 

@@ -75,10 +75,10 @@ def test_similarity_is_not_told_where_there_is_nothing_to_compare() -> None:
 
 
 def test_what_a_trace_does_not_show_is_null_in_json() -> None:
-    facts = json.loads(json.dumps(summary(synthetic(2, 1, 2, 8, 2, seed=0)), allow_nan=False))
+    facts = json.loads(json.dumps(summary([synthetic(2, 1, 2, 8, 2, seed=0)]), allow_nan=False))
     assert facts["decode"]["reuse"]["share"] is None
     unrouted = replace(TRACE, experts=np.full_like(TRACE.experts, TRACE.sentinel))
-    facts = json.loads(json.dumps(summary(unrouted), allow_nan=False))
+    facts = json.loads(json.dumps(summary([unrouted]), allow_nan=False))
     assert facts["decode"]["tokens"] == 240
     assert facts["decode"]["activated"] is None
     assert facts["decode"]["repeated"] is None
@@ -101,8 +101,8 @@ def test_picks_ahead_of_time_are_as_good_as_the_experts_chosen_say() -> None:
 
 
 def test_a_summary_holds_each_phase_and_is_json() -> None:
-    facts = json.loads(json.dumps(summary(TRACE)))
+    facts = json.loads(json.dumps(summary([TRACE])))
     assert facts["phase"] == "both"
     assert facts["prefill"]["tokens"] == 60
     assert facts["decode"]["tokens"] == 240
-    assert "prefill" not in summary(synthetic(2, 4, 2, 8, 2, seed=0))
+    assert "prefill" not in summary([synthetic(2, 4, 2, 8, 2, seed=0)])

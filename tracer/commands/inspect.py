@@ -14,10 +14,9 @@ from tracer.commands.shared import TraceArgument, size, warn_if_unfinished
 from traces.defects import of_trace
 from traces.importers import Options, read_dump
 from traces.reader import EXTRA, open_folder
-from traces.schema import GROWING, REQUESTS, ROUTING
+from traces.schema import AGGREGATE, GROWING, REQUESTS, ROUTING
 from traces.stats import summary
 from traces.stream import pieces
-from traces.trace import Trace
 
 
 def info(
@@ -30,13 +29,12 @@ def info(
     """
     folder = open_folder(trace)
     warn_if_unfinished(folder)
-    held = Trace.read(trace, [name for name in folder.optional if name.startswith("lookahead")])
-    facts = summary(held)
+    facts = summary(pieces(trace, [name for name in folder.optional if name.startswith("lookahead")]))
     if as_json:
         console.say_json(facts)
     else:
         _print_info(facts)
-        if held.aggregate is None:
+        if folder.meta.mode != AGGREGATE:
             console.say(f"next: moe-sim {'analyze' if 'hits' in folder.optional else 'sweep'} {trace}")
 
 
