@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
@@ -237,8 +238,15 @@ def _last_step(parts: list[Path], requests: int) -> int:
 
 
 def write_trace(trace: Trace, folder: Path, overwrite: bool = False) -> None:
-    with TraceWriter(folder, trace.meta, overwrite, whole=True) as writer:
-        writer.add(trace)
+    write_traces(iter([trace]), folder, overwrite)
+
+
+def write_traces(traces: Iterator[Trace], folder: Path, overwrite: bool = False) -> None:
+    """Write pieces of a trace, one or more, which appears when all are written."""
+    first = next(traces)
+    with TraceWriter(folder, first.meta, overwrite, whole=True) as writer:
+        for trace in chain([first], traces):
+            writer.add(trace)
 
 
 def _routing_table(trace: Trace, first: int) -> pa.Table:

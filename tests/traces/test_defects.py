@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces import DECODE, PREFILL, InputError, Trace, demo_trace, write_trace
+from traces import DECODE, PREFILL, InputError, Trace, demo_trace
 from traces.defects import CHECKS, Finding, Routing, find
 from traces.importers import Options, Source, read_dump
 from traces.synthetic import synthetic
+from traces.writer import write_traces
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
 REAL = ("gpt-oss-20b-decode", "deepseek-v2-lite-prefill", "mixtral-8x7b")
@@ -207,7 +208,7 @@ def test_the_shipped_trace_and_the_real_ones_have_no_defect(tmp_path: Path) -> N
     for name in REAL if SHARED.is_dir() else ():
         meta = SHARED / f"{name}.json"
         source = Source.of(SHARED / f"{name}.npz", meta if meta.is_file() else None, Options(), None)
-        read_dump(source)
+        list(read_dump(source))
         assert not source.findings
 
 
@@ -217,9 +218,9 @@ def test_import_refuses_repeats_and_fixes_them_when_told_to(tmp_path: Path) -> N
     np.savez(tmp_path / "x.npz", experts=held.experts.astype(np.int16), offsets=held.offsets, phase=held.phase)
     (tmp_path / "x.json").write_text(json.dumps({"experts": 32, "top_k": 4}))
     with pytest.raises(InputError, match=r"row 5, layer 1 .* a repeated expert .* --fix"):
-        read_dump(Source.of(tmp_path / "x.npz", tmp_path / "x.json", Options(), None))
+        list(read_dump(Source.of(tmp_path / "x.npz", tmp_path / "x.json", Options(), None)))
     source = Source.of(tmp_path / "x.npz", tmp_path / "x.json", Options(fix=True), None)
-    write_trace(read_dump(source), tmp_path / "t")
+    write_traces(read_dump(source), tmp_path / "t")
     trace = Trace.read(tmp_path / "t")
     assert trace.experts[5, 1].tolist() == [held.experts[5, 1, 0], trace.sentinel, *held.experts[5, 1, 2:]]
     assert [finding.name for finding in source.findings] == ["fill values and repeats"]
@@ -229,5 +230,5 @@ def test_a_phase_that_is_stated_beside_a_dump_counts(tmp_path: Path) -> None:
     prompts = last_only(healthy())
     np.savez(tmp_path / "x.npz", experts=prompts.experts.astype(np.int16), offsets=prompts.offsets)
     source = Source.of(tmp_path / "x.npz", None, Options(phase="prefill", experts=32), None)
-    read_dump(source)
+    list(read_dump(source))
     assert [finding.name for finding in source.findings] == ["last token only"]

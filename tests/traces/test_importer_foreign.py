@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from traces import DECODE, PREFILL, Trace, write_trace
+from traces import DECODE, PREFILL, Trace
 from traces.importers import Options, Source, read_dump
+from traces.writer import write_traces
 
 FOREIGN = Path(__file__).parents[2].parent / "shared" / "foreign"
 pytestmark = pytest.mark.skipif(not FOREIGN.is_dir(), reason=f"other people's files are not at {FOREIGN}")
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(not FOREIGN.is_dir(), reason=f"other people's fi
 def read(path: str, folder: Path, **options: Any) -> tuple[Trace, Source]:
     """Import a file, write it, and return it as it is read again."""
     source = Source.of(FOREIGN / path, None, Options(**options), None)
-    write_trace(read_dump(source), folder / "t", overwrite=True)
+    write_traces(read_dump(source), folder / "t", overwrite=True)
     return Trace.read(folder / "t", ("weights", "token_id") if not options.get("top_k") else ()), source
 
 

@@ -17,7 +17,7 @@ from traces.importers.files import KINDS
 from traces.importers.words import KNOWN
 from traces.reader import open_folder
 from traces.trace import Trace
-from traces.writer import check_target, write_trace
+from traces.writer import check_target, write_traces
 
 
 def import_(
@@ -41,14 +41,14 @@ def import_(
     """Turn routing that another tool dumped into a trace: any engine's rows, nested records, arrays or counts.
 
     Columns and keys are found by their names, or named by --columns. What was found, and what is wrong with the
-    recording, is printed before anything is written.
+    recording, is printed. Arrays in one .npz or .npy may be larger than memory.
 
     Example: moe-trace import answers.jsonl --experts 128 --out traces/recorded/qwen3
     """
     source = source_of(file, meta, options, quiet)
     folder = out or RECORDED / source.stem
     check_target(folder, overwrite)
-    made = read_dump(source)
+    write_traces(read_dump(source), folder, overwrite)
     if not quiet:
         for text in dict.fromkeys(source.found):
             console.note(f"found: {text}")
@@ -56,7 +56,6 @@ def import_(
         console.warn(text)
     for finding in source.findings:
         console.warn(f"fixed: {finding.name}: {finding.what}" if options.fix and finding.fixed else str(finding))
-    write_trace(made, folder, overwrite)
     report(folder, quiet)
 
 

@@ -55,10 +55,11 @@ def check(
     file = Path(trace)
     if file.exists() and not (file.is_dir() and any((file / name).exists() for name in (REQUESTS, GROWING, ROUTING))):
         source = source_of(file, meta, replace(options, fix=True), quiet=False)
-        made, findings = read_dump(source), source.findings
+        lengths = [(len(made.requests), len(made.experts)) for made in read_dump(source)]
+        findings, (requests, tokens) = source.findings, map(sum, zip(*lengths, strict=True))
         for text in dict.fromkeys(source.found):
             console.note(f"found: {text}")
-        what, following = f"{len(made.requests)} requests, {len(made.experts)} tokens", "import"
+        what, following = f"{requests} requests, {tokens} tokens", "import"
     else:
         findings, tokens = of_trace(pieces(trace, EXTRA))
         folder = open_folder(trace)

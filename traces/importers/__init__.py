@@ -5,7 +5,7 @@ SGLang records (`answers`, `recorder`). Rows and records name their columns by `
 (`table`). Behind all, `traces.defects` checks and `build` makes the trace.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from traces.defects import Routing
 from traces.errors import InputError, located
 from traces.files import unpacked, unpacked_name
 from traces.importers import answers, plain, recorder, tree
-from traces.importers.build import aggregate_of, trace_of
-from traces.importers.dump import Counts
+from traces.importers.build import aggregate_of, traces_of
+from traces.importers.dump import Again, Counts
 from traces.importers.files import ARRAYS, files_of, frame_of, records_of
 from traces.importers.source import Options, Source
 from traces.importers.table import routing_of
 from traces.importers.words import Columns, format_of
-from traces.trace import Trace
+from traces.trace import Trace, concatenate
 
 __all__ = ["Options", "Source", "import_dump", "read_dump"]
 
@@ -40,24 +40,32 @@ def import_dump(
     package knows no torch). Raises InputError.
     """
     source = Source.of(path, meta, options or Options(), load_pt)
-    return read_dump(source), list(dict.fromkeys(source.notes))
+    return concatenate(list(read_dump(source))), list(dict.fromkeys(source.notes))
 
 
-def read_dump(source: Source) -> Trace:
-    """Return the dump as a trace; what was found, assumed and is wrong is added to the source. Raises InputError."""
+def read_dump(source: Source) -> Iterator[Trace]:
+    """Yield the dump as traces, one behind the other: one, unless it is large and of arrays. Raises InputError.
+
+    What was found, assumed and is wrong is added to the source meanwhile.
+    """
     if not source.path.exists():
         raise InputError(f"no file {source.path} to import")
     dump = _read(source)
-    return aggregate_of(dump, source) if isinstance(dump, Counts) else trace_of(dump, source)
+    if isinstance(dump, Counts):
+        yield aggregate_of(dump, source)
+    else:
+        yield from traces_of([dump] if isinstance(dump, Routing) else dump, source)
 
 
-def _read(source: Source) -> Routing | Counts:
+def _read(source: Source) -> Routing | Counts | Again:
     files = files_of(source.path)
     arrays = [[path for path in files if path.suffix == kind] for kind in (".npz", ".npy")]
     others = [path for path in files if unpacked_name(path).suffix.lower() != ".json"]  # beside others it states facts
-    loaded = [(path, _content(source, path)) for path in next(filter(None, (*arrays, others, files)), ())]
-    if not loaded:
+    chosen = next(filter(None, (*arrays, others, files)), ())
+    if not chosen:
         raise InputError(f"{source.path} holds no files that could be dumps")
+    stored = plain.stored(chosen[0]) if len(chosen) == 1 and chosen[0].suffix in ARRAYS[:2] else None
+    loaded = [(path, _content(source, path) if stored is None else [stored]) for path in chosen]
     first = loaded[0][1][0] if isinstance(loaded[0][1], list) else None
     if recorder.reads(first):
         return recorder.read(source, [(path, content) for path, (content,) in loaded])

@@ -1,10 +1,12 @@
-"""A dump becomes a trace: layers, ids and facts are compared with each other, and what disagrees is refused before
-anything is written.
+"""A dump becomes a trace: layers, ids and facts are compared with each other, and what disagrees is refused.
+
+A dump that is larger than memory comes in parts, from its file each time: one pass decides for all of them how ids are
+read, the next gives the traces.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
@@ -16,12 +18,12 @@ from numpy.typing import NDArray
 from traces.check import check_steps
 from traces.defects import Routing, find, layer_map, parts_of_counts
 from traces.errors import InputError, located
-from traces.importers.dump import Counts
+from traces.importers.dump import Again, Counts
 from traces.importers.plain import token_ids
 from traces.importers.source import Request, Source
 from traces.index import Index
 from traces.schema import AGGREGATE, TraceMeta
-from traces.steps import DECODE, PREFILL
+from traces.steps import DECODE, PREFILL, Int
 from traces.trace import Trace, in_turn, listed
 
 BF16_BYTES = 2
@@ -34,22 +36,86 @@ _AS_STATED = ("expert_bytes", "layer_expert_bytes", "dtype", "revision", "hidden
 """Facts of the JSON that are taken as they are."""
 
 
-def trace_of(dump: Routing, source: Source) -> Trace:
-    where, layers = str(source.path), _layers(source, dump.experts.shape[1])
-    if dump.phase is not None and source.options.phase is not None:
-        raise InputError(f"{where} says itself which tokens are prompt: leave --phase out")
-    if source.options.token_ids is not None:
-        dump = replace(dump, token_id=token_ids(source.options.token_ids, len(dump.experts)))
-    if layers is not None:
-        numbers = layers if dump.layers is None else tuple(dump.layers[each] for each in layers)
-        dump = replace(dump.choices(lambda held: held[:, layers]), layers=numbers)
-    E, profile = source.agreed("experts", dump.E), source.profile
-    if E is None and profile is not None and dump.experts.max(initial=-1) < profile.experts:
+Parts = Iterable[Routing]
+"""A dump in parts of whole requests: in memory a list, else read from its file each time."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What decides of all parts how their ids are read. Ids below 0: nothing was routed."""
+
+    least: Int  # [L] of the ids that are routed; where there are none, no less than any id
+    most: Int  # [L]
+    used: NDArray[np.bool_]  # [k] slots that hold more than -1
+    choices: Int  # [k + 1] how many name so many experts
+
+    @staticmethod
+    def of(dump: Parts) -> "Extent":
+        parts = []
+        for part in dump:
+            ids, routed = part.experts, part.routed
+            top = np.iinfo(ids.dtype).max
+            least = np.where(routed, ids, top).min(axis=(0, 2), initial=top)
+            most, used = ids.max(axis=(0, 2), initial=-1), (ids != -1).any(axis=(0, 1))
+            parts.append((least, most, used, np.bincount(routed.sum(axis=2).ravel(), minlength=ids.shape[2] + 1)))
+        least, most, used, choices = zip(*parts, strict=True)
+        return Extent(np.min(least, axis=0), np.max(most, axis=0), np.any(used, axis=0), np.sum(choices, axis=0))
+
+    @property
+    def routed(self) -> int:
+        return int(self.choices @ np.arange(len(self.choices)))
+
+    @property
+    def largest(self) -> int:
+        return int(self.most.max(initial=-1))
+
+
+def traces_of(dump: Parts, source: Source) -> Iterator[Trace]:
+    """Yield the traces of the parts of a dump, one behind the other. Raises InputError."""
+    where = str(source.path)
+    dump = _again(dump, lambda parts: _stated(parts, source))
+    extent, E, profile = Extent.of(dump), source.agreed("experts", next(iter(dump)).E), source.profile
+    if E is None and profile is not None and extent.largest < profile.experts:
         E = profile.experts
-    if dump.phase is None and source.phase is not None:
-        dump = replace(dump, phase=np.full(len(dump.experts), _phase(source), np.uint8))
-    dump = _sound(dump, source, E)
-    E = source.experts_of(dump.experts) if E is None else E
+    dump, E = _sound(dump, extent, source, E)
+    E = source.experts_of(np.array([part.experts.max(initial=-1) for part in dump])) if E is None else E
+    steps, names = 0, set[str]()
+    for part in dump:
+        trace = _trace(part, source, E, steps)
+        steps += int(trace.step[-1]) + 1 - steps if part.step is None and len(trace.step) else 0
+        if repeated := names.intersection(trace.requests["id"]):
+            raise InputError(f"{where}: the request id {min(repeated)!r} occurs twice")
+        names.update(trace.requests["id"])
+        yield trace
+
+
+def _again(dump: Parts, change: Callable[[Parts], Iterator[Routing]]) -> Parts:
+    """Return a dump with its parts changed, in memory where it is."""
+    return list(change(dump)) if isinstance(dump, list) else Again(lambda: change(dump))
+
+
+def _stated(dump: Parts, source: Source) -> Iterator[Routing]:
+    """Yield parts with the phase, the ids of tokens and the layers that the user states."""
+    ids, row = None, 0
+    if source.options.token_ids is not None:
+        ids = token_ids(source.options.token_ids, sum(len(part.experts) for part in dump))
+    for part in dump:
+        rows, layers = len(part.experts), _layers(source, part.experts.shape[1])
+        if part.phase is not None and source.options.phase is not None:
+            raise InputError(f"{source.path} says itself which tokens are prompt: leave --phase out")
+        if ids is not None:
+            part, row = replace(part, token_id=ids[row : row + rows]), row + rows
+        if layers is not None:
+            numbers = layers if part.layers is None else tuple(part.layers[each] for each in layers)
+            part = replace(part.choices(lambda array, layers=layers: array[:, layers]), layers=numbers)
+        if part.phase is None and source.phase is not None:
+            part = replace(part, phase=np.full(rows, source.phase, np.uint8))
+        yield part
+
+
+def _trace(dump: Routing, source: Source, E: int, steps: int) -> Trace:
+    """Return a part as a trace of a model of E experts; steps: those of the parts before it."""
+    where = str(source.path)
     phase = dump.phase if dump.phase is not None else np.full(len(dump.experts), _phase(source), np.uint8)
     _, L, k = dump.experts.shape
     meta = _meta(source, L, k, E, dump.layers, IMPORT)
@@ -59,7 +125,7 @@ def trace_of(dump: Routing, source: Source) -> Trace:
     if position is None:  # after the prompt where only decoded tokens are there
         before = np.where(prefilled > 0, 0, requests["prompt_tokens"].fillna(0).to_numpy(np.int64))
         position = columns["position"] + np.repeat(before, lengths).astype(np.uint32)
-    step = dump.step if dump.step is not None else columns["step"]
+    step = dump.step if dump.step is not None else columns["step"] + np.uint32(steps)
     index = Index(len(requests))
     index.add(np.repeat(np.arange(len(requests)), lengths), position, phase)
     index.check(meta, requests, where)
@@ -79,42 +145,53 @@ def trace_of(dump: Routing, source: Source) -> Trace:
     )
 
 
-def _sound(dump: Routing, source: Source, E: int | None) -> Routing:
-    """Return the dump as `traces.defects` leaves it: its findings are the source's, and those unfixed may refuse it."""
-    experts = dump.experts
-    routed = experts[experts >= 0]
-    if E is not None and routed.size >= 64 and routed.min() == 1 and routed.max() == E:
+def _sound(dump: Parts, extent: Extent, source: Source, E: int | None) -> tuple[Parts, int | None]:
+    """Return the dump as `traces.defects` leaves it, and E: the findings are the source's, and may refuse it."""
+    if E is not None and extent.routed >= 64 and extent.least.min() == 1 and extent.largest == E:
         source.notes.append(f"expert ids run from 1 to {E}: they are taken as 0 to {E - 1}")
-        experts = np.where(experts > 0, experts.astype(np.int64) - 1, -1)
-    dump = _chosen(_by_layer(replace(dump, experts=experts, E=E), source), source)
-    experts, E = dump.experts, dump.E
+        dump, extent = _with_ids(dump, lambda ids: np.where(ids > 0, ids.astype(np.int64) - 1, -1))
+    dump, extent, E = _by_layer(dump, extent, source, E)
+    dump, extent = _chosen(dump, extent, source, E)
     stated, profile = source.agreed("top_k") or 0, source.profile
-    used = int((experts != -1).any(axis=(0, 1)).nonzero()[0].max(initial=0)) + 1
-    used = min(experts.shape[2], max(used, stated))  # slots behind are padding
+    used = int(extent.used.nonzero()[0].max(initial=0)) + 1
+    used = min(len(extent.used), max(used, stated))  # slots behind are padding
     top_k = max(stated, 0 if profile is None else profile.top_k) or None
-    held = replace(dump.choices(lambda held: held[:, :, :used]), model_top_k=top_k)
+
+    def checked(part: Routing) -> Routing:
+        held = replace(part.choices(lambda array: array[:, :, :used]), model_top_k=top_k, E=E)
+        return _checked(held, source)
+
+    return _again(dump, lambda parts: map(checked, parts)), E
+
+
+def _with_ids(dump: Parts, change: Callable[[NDArray[Any]], NDArray[Any]]) -> tuple[Parts, Extent]:
+    dump = _again(dump, lambda parts: (replace(part, experts=change(part.experts)) for part in parts))
+    return dump, Extent.of(dump)
+
+
+def _checked(held: Routing, source: Source) -> Routing:
+    """Return a part without what is wrong with it; what is found is the source's, each defect where it is first."""
     findings, sound = find(held, source.options.fix)
     if source.facts.layer_names is not None:  # who names the layers says that they are MoE layers
         findings = [one for one in findings if one.name != "dense layer"]
     # rows are named as they are in the dump, before others were left out
-    source.findings.extend(find(held)[0] if source.options.fix and len(findings) > 1 else findings)
+    found = find(held)[0] if source.options.fix and len(findings) > 1 else findings
+    source.findings.extend(one for one in found if one.name not in {known.name for known in source.findings})
     for one in findings:
         if one.unusable and (one.fixed is None or not source.options.fix):
             raise InputError(f"{source.path}: {one}")
-    if len(sound.requests) == len(dump.requests) and len(sound.experts) == len(experts):
+    if len(sound.requests) == len(held.requests) and len(sound.experts) == len(held.experts):
         return sound
     parts = (one if isinstance(one, Request) else Request(one, dataset="", task="") for one in sound.requests)
     return replace(sound, requests=[replace(one, output_tokens=None) for one in parts])
 
 
-def _by_layer(dump: Routing, source: Source) -> Routing:
+def _by_layer(dump: Parts, extent: Extent, source: Source, E: int | None) -> tuple[Parts, Extent, int | None]:
     """Return ids that count through all layers as ids within theirs. Raises InputError if nothing says how many."""
-    routed, profile = dump.routed, source.profile
-    least = np.where(routed, dump.experts, np.iinfo(np.int64).max).min(axis=(0, 2))
-    most = dump.experts.max(axis=(0, 2), initial=-1).astype(np.int64)
-    if len(most) < 2 or routed.sum() < 64 or (most < 0).any() or (most[:-1] >= least[1:]).any():
-        return dump
-    E = dump.E or (None if profile is None else profile.experts)
+    least, most, profile = extent.least, extent.most, source.profile
+    if len(most) < 2 or extent.routed < 64 or (most < 0).any() or (most[:-1] >= least[1:]).any():
+        return dump, extent, E
+    E = E or (None if profile is None else profile.experts)
     first = np.arange(len(most)) * (E or 0)
     if E is None or (least < first).any() or (most >= first + E).any():
         raise InputError(
@@ -122,31 +199,37 @@ def _by_layer(dump: Routing, source: Source) -> Routing:
             "say how many experts a layer has with --experts"
         )
     source.notes.append(f"expert ids count through all layers: {E} of each")
-    return replace(dump, experts=np.where(routed, dump.experts - first[:, None], -1), E=E)
+    return *_with_ids(dump, lambda ids: np.where(ids >= 0, ids - first[:, None], -1)), E
 
 
-def _chosen(dump: Routing, source: Source) -> Routing:
+def _chosen(dump: Parts, extent: Extent, source: Source, E: int | None) -> tuple[Parts, Extent]:
     """Return the k experts of the largest weights where most choices name all experts. Raises InputError without k."""
-    routed = dump.routed.sum(axis=2)
-    E = dump.E or int(dump.experts.max(initial=0)) + 1
-    if E < 2 or 2 * (routed == E).sum() <= (routed > 0).sum():
-        return dump
+    E = E or max(extent.largest, 0) + 1
+    named = extent.choices[E] if len(extent.choices) > E else 0
+    if E < 2 or 2 * named <= extent.choices[1:].sum():
+        return dump, extent
     profile = source.profile
     k = source.agreed("top_k") or (None if profile is None else profile.top_k)
     if k == E:
-        return dump
-    if k is None or k > E or dump.weights is None:
+        return dump, extent
+    if k is None or k > E or next(iter(dump)).weights is None:
         raise InputError(
             f"{source.path} names all {E} experts in a choice, so not which were chosen: "
             + (
                 "it has no weights that say so (numbers of uses are read from columns count_0, count_1, ...)"
-                if dump.weights is None
+                if next(iter(dump)).weights is None
                 else "say how many of the largest with --top-k"
             )
         )
     source.notes.append(f"all {E} experts have weights: the {k} largest are taken as chosen")
-    order = np.argsort(-dump.weights, axis=2, kind="stable")[:, :, :k]
-    return dump.choices(lambda held: np.take_along_axis(held, order, axis=2))
+
+    def largest(part: Routing) -> Routing:
+        assert part.weights is not None
+        order = np.argsort(-part.weights, axis=2, kind="stable")[:, :, :k]
+        return part.choices(lambda array: np.take_along_axis(array, order, axis=2))
+
+    dump = _again(dump, lambda parts: map(largest, parts))
+    return dump, Extent.of(dump)
 
 
 def aggregate_of(counts: Counts, source: Source) -> Trace:

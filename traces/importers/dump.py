@@ -2,6 +2,7 @@
 and generated tokens, the unit of what servers answer, become a Routing.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,16 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Again:
+    """A dump that is read anew each time, in parts of whole requests."""
+
+    parts: Callable[[], Iterator[Routing]]
+
+    def __iter__(self) -> Iterator[Routing]:
+        return self.parts()
+
+
+@dataclass(frozen=True)
 class Sequence:
     """Routing of one request: its prompt and its generated tokens but the last, which is never fed back."""
 
@@ -40,16 +51,23 @@ class Sequence:
 
 
 def integers(
-    array: NDArray[Any], place: str, what: str = "experts", ndim: int = 3, least: int = -(2**31), most: int = UINT32
+    array: NDArray[Any],
+    place: str,
+    what: str = "experts",
+    ndim: int = 3,
+    least: int = -(2**31),
+    most: int = UINT32,
+    first: int = 0,
 ) -> NDArray[np.integer]:
     """Return an array as signed integers in the machine's byte order. Raises InputError for other types and axes, and
-    for the first number outside the range.
+    for the first number outside the range. first: number of its first row.
     """
     if array.dtype.kind not in "iu" or array.ndim != ndim:
         raise InputError(f"{place}: {what} is {array.dtype} {array.shape}; integers with {ndim} axes are needed")
     if (beyond := np.argwhere((array < least) | (array > most))).size:
         at = beyond[0].tolist()
-        raise InputError(f"{place}: {what}{at} is {array[tuple(at)]}, not from {least} to {most}")
+        value, at[0] = array[tuple(at)], at[0] + first
+        raise InputError(f"{place}: {what}{at} is {value}, not from {least} to {most}")
     size = array.dtype.itemsize * (2 if array.dtype.kind == "u" else 1)
     return array.astype(f"i{min(8, size)}", copy=False)
 

@@ -5,6 +5,10 @@
 A .npz with other names is read as nested records are (`traces.importers.tree`).
 """
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces import arrays
-from traces.defects import Routing
+from traces.arrays import Stored
+from traces.defects import PER_CHOICE, Routing
 from traces.errors import InputError
 from traces.importers.cells import FLOAT16, INT32, UINT32
-from traces.importers.dump import Sequence, integers, join
+from traces.importers.dump import Again, Sequence, integers, join
 from traces.importers.source import Request, Source
 from traces.importers.words import layer_number
 from traces.steps import DECODE, PREFILL
@@ -33,24 +38,38 @@ _PER_TOKEN: dict[str, tuple[type[np.integer], int, int]] = {
 """Optional arrays [tokens]: their types in a trace, and what they hold."""
 
 
+PART = 2**24
+"""Expert ids of a part of a dump, about: larger ones are read in parts of whole requests."""
+
+Array = NDArray[Any] | Stored
+
+
+def stored(path: Path) -> Any:
+    """Return the content of a file of arrays with its routing left in the file; None where that is small."""
+    held = Stored.of(path, ("", *PER_CHOICE))
+    if not any(
+        array.ndim == 3 and name in ("", "experts") and math.prod(array.shape) > PART for name, array in held.items()
+    ):
+        return None
+    return held[""] if "" in held else {**arrays.read_npz(path, held), **held}
+
+
 def reads(content: Any) -> bool:
     """Return whether the content of a file is routing as arrays."""
-    return isinstance(content, np.ndarray) or (
-        isinstance(content, dict) and isinstance(content.get("experts"), np.ndarray)
-    )
+    return isinstance(content.get("experts") if isinstance(content, dict) else content, np.ndarray | Stored)
 
 
-def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Routing:
+def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Routing | Again:
     """Return arrays by name, one file behind the other, or files of one array each. Raises InputError."""
     held = [content for _, (content,) in files]
-    if isinstance(held[0], np.ndarray):
+    if isinstance(held[0], np.ndarray | Stored):
         return _of_arrays(source, dict(zip([path for path, _ in files], held, strict=True)))
-    names = [name for name in ("experts", "weights", "hits", *_PER_TOKEN) if name in held[0]]
-    whole = {name: np.concatenate([each[name] for each in held]) for name in names}
+    names = [name for name in (*PER_CHOICE, *_PER_TOKEN) if name in held[0]]
+    whole = {name: held[0][name] if len(held) == 1 else np.concatenate([each[name] for each in held]) for name in names}
     return _dump(source, whole, np.concatenate([_lengths(each) for each in held]))
 
 
-def _of_arrays(source: Source, files: dict[Path, NDArray[Any]]) -> Routing:
+def _of_arrays(source: Source, files: dict[Path, Any]) -> Routing | Again:
     """Return arrays with offsets beside them or in the JSON, of a layer each, or of a request each."""
     own, layers = source.path.with_suffix(BESIDE), None
     files |= {own: arrays.read_npy(own)} if own.is_file() else {}
@@ -79,7 +98,7 @@ def token_ids(path: Path, tokens: int) -> NDArray[np.int32]:
     return _column(path, "token_id", held, tokens)
 
 
-def _lengths(values: dict[str, NDArray[Any]]) -> NDArray[Any]:
+def _lengths(values: dict[str, Any]) -> NDArray[Any]:
     """Return how many tokens each request has: by offsets, as stated, or those of one request."""
     if "offsets" in values:
         return np.diff(integers(values["offsets"], "offsets", ndim=1))
@@ -87,14 +106,16 @@ def _lengths(values: dict[str, NDArray[Any]]) -> NDArray[Any]:
 
 
 def _dump(
-    source: Source, values: dict[str, NDArray[Any]], lengths: NDArray[Any], layers: tuple[int, ...] | None = None
-) -> Routing:
-    path, weights = source.path, values.get("weights")
-    experts, lengths = integers(values["experts"], str(path)), integers(lengths, str(path), "offsets", ndim=1)
-    if weights is not None and (weights.shape != experts.shape or weights.dtype.kind != "f"):
+    source: Source, values: dict[str, Array], lengths: NDArray[Any], layers: tuple[int, ...] | None = None
+) -> Routing | Again:
+    path, experts = source.path, values["experts"]
+    lengths = integers(lengths, str(path), "offsets", ndim=1)
+    if (weights := values.get("weights")) is not None and (weights.shape != experts.shape or weights.dtype.kind != "f"):
         raise InputError(f"{path}: weights is {weights.dtype} {weights.shape}; floats {experts.shape} are needed")
     if not len(lengths) or lengths.min() < 0 or lengths.sum() != len(experts):
         raise InputError(f"{path}: offsets must rise from 0 to the {len(experts)} tokens, [requests + 1]")
+    if "hits" in values and values["hits"].shape != experts.shape:
+        raise InputError(f"{path}: hits is {values['hits'].shape}, but experts {experts.shape}")
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]).astype(np.int64)
     columns: dict[str, Any] = {
         name: _column(path, name, values[name], len(experts)) for name in _PER_TOKEN if name in values
@@ -103,17 +124,40 @@ def _dump(
     requests = source.requests([Request()] * len(lengths))
     if any(one.start for one in requests):
         raise InputError(f"{path} is of no server, and only servers leave leading tokens out: leave `start` out")
-    position = columns.get("position")  # that of the file is taken where it ascends within requests
+    position, again = columns.get("position"), None  # that of the file is taken where it ascends within requests
     if position is not None:
         again = np.setdiff1d(np.flatnonzero(position[1:] <= position[:-1]) + 1, offsets)
-        columns |= {"position": None, "restarts": again} if again.size else {}
-    if weights is not None and (odd := np.argwhere(~(np.abs(weights) <= FLOAT16))).size:
+        columns |= {"position": None} if again.size else {}
+    ends, rows = [0], max(1, PART // max(1, math.prod(experts.shape[1:])))
+    while ends[-1] < len(lengths):
+        whole = int(np.searchsorted(offsets, offsets[ends[-1]] + rows, "right")) - 1
+        ends.append(max(whole, ends[-1] + 1))
+
+    def parts() -> Iterator[Routing]:
+        cuts = offsets[ends].tolist()
+        stored = [arrays.parts(values[name], cuts) for name in PER_CHOICE if name in values]
+        names = [name for name in PER_CHOICE if name in values]
+        for (a, b), (first, last), held in zip(pairwise(ends), pairwise(cuts), zip(*stored, strict=True), strict=True):
+            choices = {name: _choices(path, name, array, first) for name, array in zip(names, held, strict=True)}
+            here = {name: None if column is None else column[first:last] for name, column in columns.items()}
+            restarts = again[(again >= first) & (again < last)] - first if again is not None and again.size else None
+            part = Routing(choices.pop("experts"), offsets[a : b + 1] - first, requests[a:b], layers=layers)
+            yield replace(part, restarts=restarts, **choices, **here)
+
+    return Again(parts) if len(ends) > 2 else next(parts())
+
+
+def _choices(path: Path, name: str, values: NDArray[Any], first: int) -> NDArray[Any]:
+    """Return an array as `experts`; first: number of its first row. Raises InputError for what it cannot hold."""
+    if name != "weights":
+        return (
+            integers(values, str(path), name, 3, -1, 1) if name == "hits" else integers(values, str(path), first=first)
+        )
+    if (odd := np.argwhere(~(np.abs(values) <= FLOAT16))).size:
         at = odd[0].tolist()
-        raise InputError(f"{path}: weights{at} is {weights[tuple(at)]}, no number that float16 holds")
-    hits = integers(values["hits"], str(path), "hits", 3, -1, 1) if "hits" in values else None
-    if hits is not None and hits.shape != experts.shape:
-        raise InputError(f"{path}: hits is {hits.shape}, but experts {experts.shape}")
-    return Routing(experts, offsets, requests, weights=weights, hits=hits, layers=layers, **columns)
+        value, at[0] = values[tuple(at)], at[0] + first
+        raise InputError(f"{path}: weights{at} is {value}, no number that float16 holds")
+    return values
 
 
 def _column(path: Path, name: str, values: NDArray[Any], tokens: int) -> NDArray[Any]:
