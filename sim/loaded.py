@@ -38,6 +38,9 @@ from traces.trace import Trace
 
 NONE: Mapping[str, float] = MappingProxyType({})
 
+SAMPLE, IN_A_ROW = 2**24, 16
+"""Lookups of a sample of requests, about, and how many requests it has in a row."""
+
 
 @dataclass(frozen=True)
 class Loaded(ABC):
@@ -56,6 +59,18 @@ class Loaded(ABC):
         trace = _cut(self.experiment, Trace.read(self.experiment.trace, RUN))
         assert isinstance(trace, Trace)
         return trace
+
+    def sampled(self) -> Self:
+        """Return the same with some of the requests, from all over the trace; itself where it has few lookups."""
+        count = len(self.trace.requests)
+        every = -(-int(self.trace.offsets[-1]) * self.trace.layers * self.trace.top_k // SAMPLE)
+        if every <= 1:
+            return self
+        runs = np.arange(count) // max(1, min(IN_A_ROW, count // every))
+        chosen = np.flatnonzero(runs % every == 0)
+        warmup = int(np.count_nonzero(chosen < self.experiment.warmup_requests))
+        experiment = replace(self.experiment, warmup_requests=warmup)
+        return replace(self, trace=self.trace.select(chosen), experiment=experiment)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -369,6 +384,12 @@ class TimedRun(Loaded):
         predictor_us = self.timing(policy).predictor_ns / 1_000
         cell = super().cell(policy, slots)
         return replace(cell, hardware=machine, predictor_us=predictor_us, fits=self.fits(slots))
+
+
+def sample_text(sample: Loaded, whole: Loaded) -> str:
+    """Return which requests a sample has."""
+    requests = f"{len(sample.trace.requests):,} of {len(whole.trace.requests):,} requests, from all over the trace"
+    return f"{requests}, {sample.trace.offsets[-1]:,} tokens"
 
 
 def timed(loaded: CountedRun | TimedRun) -> TimedRun:

@@ -85,7 +85,7 @@ class Shards(AnyTrace):
     def _decoded(self, name: str) -> "Shards":
         return replace(self, name=name, _prompts=np.zeros_like(self._prompts))
 
-    def _rows_of(self, i: int) -> Arrays:
+    def rows(self, i: int) -> Arrays:
         """Return the rows of request `i`, by column; copies if it spans several blocks, which then need not stay."""
         number = int(self._numbers[i])
         first, last = np.searchsorted(self._rows.starts, self._span[:, number], "right") - 1

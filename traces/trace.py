@@ -117,7 +117,7 @@ class AnyTrace(ABC):
 
     def steps(self, i: int) -> RequestSteps:
         """Return request `i` as an engine runs it: prefill as one step, then token by token, unless `in_steps` says."""
-        rows, prompt = self._rows_of(i), int(self.prompts[i])
+        rows, prompt = self.rows(i), int(self.prompts[i])
         steps = steps_of_rows(i, rows, prompt, self.meta, self.prefill_chunk)
         if not self.drafts:
             return steps
@@ -139,7 +139,7 @@ class AnyTrace(ABC):
     def _decoded(self, name: str) -> Self: ...
 
     @abstractmethod
-    def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
+    def rows(self, i: int) -> dict[str, NDArray[Any]]:
         """Return the rows of request `i` by column: experts, position, and what there is of `traces.reader.RUN`."""
 
 
@@ -320,7 +320,7 @@ class Trace(AnyTrace):
         requests = self.requests.assign(output_tokens=0) if phase == PREFILL else self.requests
         return replace(self, requests=requests, offsets=offsets, **held)
 
-    def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
+    def rows(self, i: int) -> dict[str, NDArray[Any]]:
         rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         return {name: getattr(self, name)[rows] for name in {"experts", "position", *RUN} & self.columns}
 

@@ -5,13 +5,14 @@ text is silent, the authors' code (github.com/ljcleo/moe-lrc: `srp_calc`, `calc_
 its place. A sequence is a request, all its tokens in order of execution, prefill and decode alike.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.core.compiled import allocating
-from traces.trace import Trace
+from traces.trace import AnyTrace
 
 SEGMENTS = (4, 16, 64)
 """Lengths of segments, in tokens."""
@@ -33,7 +34,7 @@ class Locality:
     sch2: float
 
 
-def locality(trace: Trace, segments: tuple[int, ...] = SEGMENTS) -> list[Locality]:
+def locality(trace: AnyTrace, segments: tuple[int, ...] = SEGMENTS) -> list[Locality]:
     total, active = trace.layers * trace.num_experts, trace.layers * trace.top_k
     found = []
     for m in segments:
@@ -43,7 +44,7 @@ def locality(trace: Trace, segments: tuple[int, ...] = SEGMENTS) -> list[Localit
     return found
 
 
-def srp(trace: Trace, m: int) -> tuple[float | None, float | None]:
+def srp(trace: AnyTrace, m: int) -> tuple[float | None, float | None]:
     """Segment routing best performance, and the size ratio of the router that reaches it (equations 5 and 6).
 
     SRP(E, m) = max over a of 2 * sum_{f >= a} f / (sum_{f >= a} m + sum f), over all (segment, expert): f is the number
@@ -63,7 +64,7 @@ def srp(trace: Trace, m: int) -> tuple[float | None, float | None]:
     return float(f1[best]), float(predicted[best] / active)
 
 
-def sch(trace: Trace, m: int, slots: int) -> NDArray[np.float64]:
+def sch(trace: AnyTrace, m: int, slots: int) -> NDArray[np.float64]:
     """Segment cache best hit rate of caches up to `slots`, float64[slots + 1], that of none first: mean over requests.
 
     The cache is shared by all layers and looked up for a token at once (section 2.3); then it takes in the token's
@@ -71,22 +72,19 @@ def sch(trace: Trace, m: int, slots: int) -> NDArray[np.float64]:
     token, m tokens long, less what has been served of it; ties to the least recently used. As in the authors' code,
     free slots are filled ahead of time: the n-th distinct expert of a request hits if the cache has n slots.
     """
-    total = trace.layers * trace.num_experts
-    routed = [ids for ids in _sequences(trace) if (ids >= 0).any()]
+    total, routed = trace.layers * trace.num_experts, (ids for ids in _sequences(trace) if (ids >= 0).any())
     rates = [_segment_hits(ids, m, total, slots) / np.count_nonzero(ids >= 0) for ids in routed]
     by_place = np.mean(rates, axis=0) if rates else np.zeros(slots)
     return np.concatenate([[0.0], np.cumsum(by_place)])
 
 
-def _sequences(trace: Trace) -> list[Int]:
+def _sequences(trace: AnyTrace) -> Iterator[Int]:
     """For each request the ids of its tokens' experts, int64[tokens, L * k], ascending; -1: nothing routed."""
     first = np.arange(trace.layers, dtype=np.int64)[:, None] * trace.num_experts
-    found = []
-    for start, end in zip(trace.offsets[:-1], trace.offsets[1:], strict=True):
-        chosen = trace.experts[start:end].astype(np.int64)
+    for i in range(len(trace.requests)):
+        chosen = trace.rows(i)["experts"].astype(np.int64)
         ids = np.where(chosen == trace.sentinel, -1, chosen + first)
-        found.append(np.sort(ids.reshape(len(ids), trace.layers * trace.top_k), axis=1))
-    return found
+        yield np.sort(ids.reshape(len(ids), trace.layers * trace.top_k), axis=1)
 
 
 @allocating

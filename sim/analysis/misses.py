@@ -144,7 +144,7 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
         smallest=smallest,
         demand=loaded.token_experts,
         reuse=reuse(accesses),
-        locality=locality(loaded.whole),
+        locality=locality(loaded.trace),
         splits=[
             split(
                 {

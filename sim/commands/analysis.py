@@ -13,7 +13,7 @@ from sim.analysis import recorded_hits
 from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentences, to_play
 from sim.commands import options
 from sim.commands.printed import progress, table, written
-from sim.loaded import Loaded, load
+from sim.loaded import Loaded, load, sample_text
 from sim.results import plot
 from sim.results.compare import Difference, SweptRun, choose, differences, pairs_across, pairs_within, read, split_name
 from sim.results.files import write_figure
@@ -42,14 +42,17 @@ def analyze(
 
     Prints misses by cause, and the hit rates of LRU and Belady at all sizes; of a dump in which an engine said what it
     had cached, first the policy and cache size that count the same hits. Writes misses.parquet, curves.parquet,
-    reuse.parquet, locality.parquet and curves.png.
+    reuse.parquet, locality.parquet and curves.png. Of a large trace it takes a sample of requests, which it names.
 
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
     """
     stated_sizes = load(options.experiment(stated, trace, untimed=True))
-    loaded, sizes = stated_sizes.alike(), split_list(cache_sizes)
-    if loaded is not stated_sizes:
+    alike, sizes = stated_sizes.alike(), split_list(cache_sizes)
+    if alike is not stated_sizes:
         output.note("experts differ in size: the curves count experts, here of their mean size")
+    loaded = alike.sampled()
+    if loaded is not alike:
+        output.note(f"of a sample: {sample_text(loaded, alike)}")
     grid = grid_of(loaded, specs(split_list(policies), scope), sizes)
     output.note(*stated_sizes.notes, *notes.sizes_note(loaded, grid, sizes))
     output.note(*notes.untimed_note(loaded, grid.policies))

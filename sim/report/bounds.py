@@ -2,7 +2,8 @@
 
 The floor is the longer of computing with every expert at hand, and moving what Belady would miss in decoding alone, at
 the link's bandwidth without latencies; where a policy computes misses on the CPU, at link and CPU together, with one
-slot more, through which they would pass. What a prefill or the warm-up leaves in the cache costs a token nothing.
+slot more, through which they would pass. What a prefill or the warm-up leaves in the cache costs a token nothing. Of a
+large trace it is that of a sample of requests (`Loaded.sampled`).
 """
 
 from collections.abc import Sequence
@@ -17,25 +18,18 @@ from sim.results.metrics import Row
 from traces.steps import RequestSteps
 
 
-def belady(loaded: Loaded, sizes: Sequence[Row]) -> list[Row]:
-    """Return Belady's hit rate over all lookups but those of warm-up requests, a row for each size."""
-    requests = Requests(loaded.trace)
-    accesses = Accesses.of(requests, loaded.trace.layers, loaded.trace.num_experts)
-    first = sum(len(request.experts) for request in requests[: loaded.experiment.warmup_requests])
-    counted = len(accesses.experts) - first
-    if not counted:
-        return []
-    misses = belady_misses(accesses.experts, accesses.total, first)  # of one access at a time: a bound at any size
-    exact = belady_misses(accesses.experts, accesses.total, first, accesses.ends)
-    misses[accesses.largest_event :] = exact[accesses.largest_event :]
-    return [_row(row, hit_rate=1 - int(misses[row["cache_experts"]]) / counted) for row in sizes]
+def belady(loaded: Loaded, rows: Sequence[Row]) -> list[Row]:
+    """Return the hit rate of Belady as the sweep ran it, a row for each size that holds every event: a bound there."""
+    trace = loaded.trace
+    largest = trace.top_k if trace.phases == "decode" and not trace.drafts else trace.num_experts
+    return [_row(row, hit_rate=row["belady_hit_rate"]) for row in rows if row["cache_experts"] >= largest]
 
 
 def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
     """Return the least mean TPOT, a row for each size; none where nothing is decoded or nothing is timed."""
     if not isinstance(loaded, TimedRun) or loaded.sizes is not None or loaded.trace.phases == "prefill":
         return []
-    misses, lookups, tokens = _unavoidable(loaded)
+    misses, lookups, tokens = _unavoidable(loaded.sampled())
     if not tokens:
         return []
     timing = loaded.timing()

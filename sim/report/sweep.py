@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from policies.core.grammar import policy_title
-from sim.loaded import Loaded, TimedRun
+from sim.loaded import Loaded, TimedRun, sample_text
 from sim.loop.log import STALLS
 from sim.quantities import show_gap, show_ms, show_share
 from sim.report import bounds
@@ -88,10 +88,15 @@ def _against_size(sweep: Results) -> Iterator[Item]:
         fastest = min(best, key=lambda row: row["tpot_mean_ms"])
         least = next(row for row in lowest if row["cache_experts"] == fastest["cache_experts"])
         ratio = fastest["tpot_mean_ms"] / least["tpot_mean_ms"]
+        assert loaded
+        sample = loaded.sampled()
+        of = "" if sample is loaded else f" (of a sample: {sample_text(sample, loaded)})"
         yield Item(
             "text",
             f"At {size_text(fastest)} {fastest['policy']} takes {ratio:.2f} times the least possible time, the "
-            "physical floor: the longer of computing with every expert at hand, and moving what Belady would miss.",
+            "physical floor: the longer of computing with every expert at hand, and moving what Belady would miss"
+            + of
+            + ".",
         )
 
 

@@ -54,6 +54,19 @@ def test_misses_split_into_parts_that_sum_to_the_untimed_count(loaded):
         assert min(one["compulsory"], one["capacity"], one["policy_misses"]) >= 0
 
 
+def test_of_a_large_trace_a_sample_from_all_over_it_is_analysed(home, monkeypatch):
+    made = synthetic(70, tokens=20, layers=3, experts=16, top_k=2, seed=4)
+    write_trace(made, home / "many")
+    monkeypatch.setattr("sim.loaded.SAMPLE", 2_900)
+    whole = load(Experiment(trace=home / "many", untimed=True, warmup_requests=20))
+    few = whole.sampled()
+    assert few.trace.requests.index.tolist() == [*range(16), *range(48, 64)]
+    assert few.experiment.warmup_requests == 16
+    found, grid = analyse(few, GRID), replace(few, trace=made.select(few.trace.requests.index.to_numpy()))
+    assert found.lookups == 32 * 20 * 3 * 2
+    assert (found.splits, found.locality) == ((again := analyse(grid, GRID)).splits, again.locality)
+
+
 def test_with_room_for_all_only_first_uses_miss(loaded):
     for one in analyse(loaded, GRID).splits:
         if one["cache_experts"] == 48:

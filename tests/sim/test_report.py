@@ -106,23 +106,17 @@ def test_no_cell_is_faster_than_the_floor_nor_hits_more_than_belady(swept):
 
 
 def test_what_prefills_and_warm_up_requests_load_is_in_no_bound():
-    """Of a long prompt and few tokens prefill loads most; the Belady of a run counts as the report's."""
+    """Of a long prompt and few tokens prefill loads most."""
     trace = synthetic(3, tokens=3, layers=2, experts=8, top_k=2, seed=5, prompt_tokens=40)
     meta = replace(trace.meta, hidden_size=1024, expert_intermediate_size=1024, expert_bytes=6 * 2**20)
     trace = replace(trace, meta=meta)
     for warmup, as_decode in ((0, False), (1, False), (2, True)):
         setup = Experiment("x", warmup_requests=warmup, as_decode=as_decode, predictor_us=0.0)
-        counts = load(Experiment("x", warmup_requests=warmup, as_decode=as_decode, untimed=True), trace)
         loaded = load(setup, trace)
         for slots in (4, 8, 16):
             row = summarise(loaded.log(parse("belady"), slots), loaded.cell(parse("belady"), slots), trace.requests)[0]
             floor = bounds.floor(loaded, [row], on_host=False)[0]["tpot_mean_ms"]
             assert row["tpot_mean_ms"] >= floor
-            exact = summarise(counts.log(parse("belady"), slots), counts.cell(parse("belady"), slots), trace.requests)[
-                0
-            ]["hit_rate"]
-            bound = bounds.belady(loaded, [row])[0]["hit_rate"]
-            assert bound == pytest.approx(exact) if slots >= 8 else bound >= exact, "a prefill uses all 8 of a layer"
 
 
 def test_what_decoded_tokens_do_not_compute_is_not_in_the_floor():

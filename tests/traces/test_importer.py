@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from traces import DECODE, PREFILL, InputError, Trace, write_trace
-from traces.importers import Options, import_dump
+from traces.importers import Options, Source, import_dump, plain, read_dump
+from traces.writer import write_traces
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"real traces are not at {SHARED}")
@@ -125,6 +126,37 @@ def test_an_npy_has_its_offsets_beside_it_or_in_the_json(tmp_path: Path) -> None
     for made in (beside, stated):
         assert np.array_equal(made.experts, whole.experts)
         assert np.array_equal(made.offsets, whole.offsets)
+
+
+@pytest.mark.parametrize("case", ["ids from 1", "ids through all layers", "all experts have weights", "E is not known"])
+def test_a_large_file_gives_the_same_trace_in_parts(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+    rng = np.random.default_rng(1)
+    ids = rng.random((90, 2, 8)).argsort(axis=2).astype(np.uint8)
+    arrays = {"offsets": np.array([0, 0, 41, 44, 70, 90]), "token_id": np.arange(90), "weights": rng.random(ids.shape)}
+    if case != "all experts have weights":
+        ids, arrays["weights"] = ids[..., :3], arrays["weights"][..., :3]
+    first = {"ids from 1": 1, "ids through all layers": 8 * np.arange(2)[:, None]}.get(case, 0)
+    arrays["experts"] = ids + np.asarray(first, np.uint8)
+    files = dump(tmp_path, {"experts": None if case == "E is not known" else 8, "top_k": 3}, **arrays)
+    np.save(tmp_path / "y.npy", arrays["experts"])
+    np.save(tmp_path / "y.offsets.npy", arrays["offsets"])
+    for file in files[0], tmp_path / "y.npy":
+        if file.suffix == ".npy" and case == "all experts have weights":
+            continue
+        monkeypatch.setattr(plain, "PART", 2**24)
+        whole, assumed = import_dump(file, files[1])
+        monkeypatch.setattr(plain, "PART", 60)
+        source = Source.of(file, files[1], Options(token_ids=tmp_path / "few.npy"), None)
+        np.save(tmp_path / "few.npy", np.arange(90))
+        parts = list(read_dump(source))
+        assert (len(parts), list(dict.fromkeys(source.notes))) == (5, assumed)
+        write_traces(iter(parts), tmp_path / "t", overwrite=True)
+        made = Trace.read(tmp_path / "t", ["token_id", *(["weights"] if file.suffix == ".npz" else [])])
+        assert (made.meta, made.requests.to_dict("list")) == (whole.meta, whole.requests.to_dict("list"))
+        for name in ("experts", "offsets", "position", "step", "phase", "weights"):
+            np.testing.assert_array_equal(getattr(made, name), getattr(whole, name), name)
+        assert made.token_id is not None
+        assert made.token_id.tolist() == list(range(90))
 
 
 def test_token_ids_may_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
