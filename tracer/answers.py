@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig
 
 from tracer.blaming import blaming
 from tracer.hook import ExpertsHook
@@ -352,7 +352,7 @@ class Runner:
 
 
 def _config(**settings: Any) -> Any:
-    untyped: Any = GenerationConfig
+    untyped: Any = transformers.GenerationConfig
     return untyped(**settings)
 
 

@@ -16,14 +16,6 @@ import torch
 import transformers
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-)
 
 from tracer.answers import LoadedModel
 from tracer.blaming import blaming
@@ -33,7 +25,7 @@ from traces.errors import InputError
 SMALL = 50_000_000
 """Parameters below which operations are too small to share among threads, which would wait for each other."""
 
-ANSWERING = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+ANSWERING = [f"AutoModelFor{kind}" for kind in ("CausalLM", "Seq2SeqLM", "ImageTextToText", "MultimodalLM")]
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -102,7 +94,7 @@ def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bo
             get_hf_file_metadata(hf_hub_url(source, "config.json"))
     with blaming(f"cannot load the model {source}"):
         try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
@@ -110,7 +102,7 @@ def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bo
             raise InputError(f"{source} {reason}") from error
         tokenizer = None
         if needs_tokenizer or not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZER_FILES):
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         name = folder.resolve().name if folder.is_dir() else source
         return Found(name, source, config, tokenizer, _class_for(source, config))
 
@@ -118,10 +110,9 @@ def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bo
 def _class_for(source: str, config: Any) -> Any:
     """Return the auto class that loads a model which answers: that it was saved from, if any. Raise InputError."""
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
-        return AutoModelForCausalLM
-    fitting: dict[Any, Any] = {
-        auto: auto._model_mapping[type(config)] for auto in ANSWERING if type(config) in auto._model_mapping
-    }
+        return transformers.AutoModelForCausalLM
+    answering: list[Any] = [getattr(transformers, name) for name in ANSWERING]
+    fitting = {auto: auto._model_mapping[type(config)] for auto in answering if type(config) in auto._model_mapping}
     if not fitting:
         raise InputError(f"{source} is a {config.model_type}, which transformers cannot let answer a text")
     saved_from = getattr(config, "architectures", None) or []

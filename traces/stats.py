@@ -150,7 +150,8 @@ def summary(pieces: Iterable[Trace]) -> dict[str, Any]:
         requests += len(piece.requests)
         for name, known in labels.items():
             known.update(piece.requests[name])
-        for each in (*sums, seen):
+        seen.add(piece)
+        for each in sums:
             each.add(piece)
     tokens = [each.tokens for each in sums]
     phases = "both" if all(tokens) else "prefill" if tokens[PREFILL] else "decode"
@@ -194,7 +195,7 @@ class _PhaseSums:
         self.there |= bool(eams.any() if trace.aggregate is not None else here.any())
         used = eams.any(axis=(1, 2))
         eams, labels = eams[used], _labels(trace)[used]
-        self._counted += eams.size, np.count_nonzero(eams), np.count_nonzero(eams > 1)
+        self._counted += np.array([eams.size, np.count_nonzero(eams), np.count_nonzero(eams > 1)])
         self._popular = self._popular + eams.sum(axis=0)
         self._reuse += _reuse(trace, here)
         self._add_windows(trace, here)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers.quantizers.auto import AutoQuantizationConfig
 
 from replay.devices.expert_file import ExpertFile, StoredModel, write
 from replay.devices.store import Bytes
@@ -121,7 +121,7 @@ def _dequantised(checkpoint: Found) -> dict[str, Any]:
     stated = getattr(checkpoint.config, "quantization_config", None)
     if not stated:
         return {}
-    config = AutoQuantizationConfig.from_dict({**stated, "dequantize": True})
+    config = transformers.quantizers.auto.AutoQuantizationConfig.from_dict({**stated, "dequantize": True})
     if not getattr(config, "dequantize", False):
         method = stated.get("quant_method")
         read = "only MXFP4, fp8 and compressed-tensors are read"

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from policies.core.policy import Shape
 from policies.core.spec import FETCHED, PolicyLike, PolicySpec, parse
@@ -194,6 +193,8 @@ def _prepared(target: DeviceChoice, policy: str | PolicySpec, profile: Path | No
     require_causal(spec, lookahead)
     if target.device == "cuda":
         require_cuda("disk")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # it takes as long as all of torch
+
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _live_experts)
     return spec
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
 from policies.core.compiled import compiled
 from replay.live.shards import lead_of
@@ -68,9 +67,9 @@ class Packing:
                 continue
             source, dtype, packed = self._packed[name]
             content = {each.pattern: views[each.row] if each.is_stacked else views[each.row][0] for each in packed}
-            kinds = [type(kind) for kind in getattr(source.converter, "operations", [])]
+            kinds = [type(kind).__name__ for kind in getattr(source.converter, "operations", [])]
             is_short = dtype.itemsize == 2 and not any(each.is_cuda for each in content.values())
-            made[name] = (self._from_table if kinds == [Mxfp4Dequantize] and is_short else self._made)(name, content)
+            made[name] = (self._from_table if kinds == ["Mxfp4Dequantize"] and is_short else self._made)(name, content)
         return made
 
     def _made(self, name: str, content: dict[str, Tensor]) -> Tensor:

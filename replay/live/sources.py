@@ -13,15 +13,8 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from replay.devices.store import Bytes
 from replay.live.shards import ALIGNMENT, ShardTensor, lead_of
@@ -73,6 +66,9 @@ class Readable(Protocol):
 Range = tuple[Readable, int, int]
 """Bytes that lie together in a file: from where on, and how many."""
 
+Converter = Any
+"""A WeightConverter or WeightRenaming of transformers, imported where it is used, since that takes a second."""
+
 OfExpert = tuple[list[Range], int]
 """Where a row of an expert lies in a checkpoint, and how far behind a multiple of ALIGNMENT in transformers' model."""
 
@@ -82,7 +78,7 @@ class Source:
     """Where loading would take one stacked parameter from: `tensors` by the converter's patterns, in its order."""
 
     parameter: str  # full name
-    converter: WeightConverter | WeightRenaming
+    converter: Converter
     tensors: dict[str, list[ShardTensor]] = field(default_factory=dict)
 
     def rows(self, row: Row, experts: int) -> list[OfExpert]:
@@ -93,10 +89,10 @@ class Source:
         every = [tensor for tensors in self.tensors.values() for tensor in tensors]
         if any(tensor.dtype != row.dtype for tensor in every):
             return []
-        kinds = [] if isinstance(self.converter, WeightRenaming) else self.converter.operations
-        merges = bool(kinds) and isinstance(kinds[0], MergeModulelist) and kinds[0].dim == 0
+        kinds, loading = getattr(self.converter, "operations", []), transformers.core_model_loading
+        merges = bool(kinds) and isinstance(kinds[0], loading.MergeModulelist) and kinds[0].dim == 0
         rest = kinds[1:] if merges else kinds
-        joins = len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1
+        joins = len(rest) == 1 and isinstance(rest[0], loading.Concatenate) and rest[0].dim == 1
         if (rest and not joins) or (len(self.tensors) > 1 and not joins):
             return []
         patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.tensors]
@@ -126,7 +122,7 @@ class Source:
 
     def made(
         self,
-        converter: WeightConverter | WeightRenaming,
+        converter: Converter,
         contents: Mapping[str, Sequence[tuple[str, Callable[[], Tensor]]]],
         model: nn.Module,
         config: object,
@@ -172,19 +168,19 @@ def sources(
 
     As `transformers.core_model_loading.convert_and_load_state_dict_in_model` assigns them.
     """
-    mapping = load_config.weight_mapping or []
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    mapping, loading = load_config.weight_mapping or [], transformers.core_model_loading
+    renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
     wanted_sources: dict[str, Source] = {}
     by_target: dict[str, Source] = {}  # of each converter's first pattern
     others: dict[str, ShardTensor] = {}
-    for name in sorted(tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
-        converter = by_pattern[pattern] if pattern else WeightRenaming(name, target)
+            target, pattern = loading.rename_source_key(name, [], [], prefix, state)
+        converter = by_pattern[pattern] if pattern else loading.WeightRenaming(name, target)
         made = wanted.intersection(_targets(target, converter))
         if not made:
             others[name] = tensors[name]
@@ -195,7 +191,7 @@ def sources(
     return wanted_sources, others
 
 
-def _targets(first: str, converter: WeightConverter | WeightRenaming) -> list[str]:
+def _targets(first: str, converter: Converter) -> list[str]:
     """Return all parameters that a converter makes together; first: that of its first pattern."""
     named, *patterns = converter.target_patterns
     return [first, *(first.replace(named, pattern, 1) for pattern in patterns)]

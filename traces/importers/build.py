@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def _stated(dump: Parts, source: Source) -> Iterator[Routing]:
             part, row = replace(part, token_id=ids[row : row + rows]), row + rows
         if layers is not None:
             numbers = layers if part.layers is None else tuple(part.layers[each] for each in layers)
-            part = replace(part.choices(lambda array, layers=layers: array[:, layers]), layers=numbers)
+            part = replace(part.choices(itemgetter((slice(None), layers))), layers=numbers)
         if part.phase is None and source.phase is not None:
             part = replace(part, phase=np.full(rows, source.phase, np.uint8))
         yield part

@@ -7,7 +7,6 @@ A .npz with other names is read as nested records are (`traces.importers.tree`).
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,6 @@ _PER_TOKEN: dict[str, tuple[type[np.integer], int, int]] = {
 
 PART = 2**24
 """Expert ids of a part of a dump, about: larger ones are read in parts of whole requests."""
-
-Array = NDArray[Any] | Stored
 
 
 def stored(path: Path) -> Any:
@@ -106,7 +103,7 @@ def _lengths(values: dict[str, Any]) -> NDArray[Any]:
 
 
 def _dump(
-    source: Source, values: dict[str, Array], lengths: NDArray[Any], layers: tuple[int, ...] | None = None
+    source: Source, values: dict[str, Any], lengths: NDArray[Any], layers: tuple[int, ...] | None = None
 ) -> Routing | Again:
     path, experts = source.path, values["experts"]
     lengths = integers(lengths, str(path), "offsets", ndim=1)
@@ -138,11 +135,13 @@ def _dump(
         stored = [arrays.parts(values[name], cuts) for name in PER_CHOICE if name in values]
         names = [name for name in PER_CHOICE if name in values]
         for (a, b), (first, last), held in zip(pairwise(ends), pairwise(cuts), zip(*stored, strict=True), strict=True):
-            choices = {name: _choices(path, name, array, first) for name, array in zip(names, held, strict=True)}
-            here = {name: None if column is None else column[first:last] for name, column in columns.items()}
+            made: dict[str, Any] = {
+                name: _choices(path, name, array, first) for name, array in zip(names, held, strict=True)
+            }
+            made |= {name: None if column is None else column[first:last] for name, column in columns.items()}
             restarts = again[(again >= first) & (again < last)] - first if again is not None and again.size else None
-            part = Routing(choices.pop("experts"), offsets[a : b + 1] - first, requests[a:b], layers=layers)
-            yield replace(part, restarts=restarts, **choices, **here)
+            bounds = offsets[a : b + 1] - first
+            yield Routing(offsets=bounds, requests=requests[a:b], layers=layers, restarts=restarts, **made)
 
     return Again(parts) if len(ends) > 2 else next(parts())
 
