@@ -33,6 +33,8 @@ SCHEMA = pa.schema(
         ("resumed_steps", COUNT),  # measured before a run was cut off, and kept
         ("host_ms", MS),  # nothing was submitted and nothing awaited: bookkeeping on the host
         ("host_us_per_layer", pa.float64()),  # bookkeeping, calls of device and policy apart, whatever runs beside it
+        ("others_processors", pa.float64()),  # that other programs took during the run
+        ("other_program", TEXT),  # which took most
         ("computed_in", TEXT),  # packed experts: the type of the matrices that are multiplied in their place
         ("dense", TEXT),  # real or none
         ("fallbacks", TEXT),  # what is launched kernel by kernel for lack of graphs or a fused kernel, and why

@@ -22,6 +22,7 @@ from sim.engines import compiled_engine
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import Driver
 from sim.loop.log import PREDICTOR, RunLog, StepRow, counting
+from sim.probe import busy
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
 from sim.results.metrics import Cell, Row, summarise
@@ -88,8 +89,10 @@ def replay(
         driver = Driver(run, SimpyDevice.of(run) if done else device, observer=observer)
         if done:
             driver.resume(done, device)
+        others = busy.Others()
         with counting(run):
             log = driver.run(pausing(opened, paces, on_step or (lambda row: None)), done)
+        beside = others.seen()
         if observer:
             observer.close()
         if choice.device != "virtual":
@@ -102,6 +105,7 @@ def replay(
     row["copy_gb_per_s"] = copy_gb_per_s(log)
     row["host_ms"] = host_ms(log, log.request >= cell.warmup_requests)
     if calibrations:
+        row["others_processors"], row["other_program"] = beside
         row["copy_gb_per_s_alone"] = link.expert_bytes / max(1, link.used_ns(link.expert_bytes))
         row["host_us_per_layer"] = bookkeeping_us(driver, log, len(done))
         row["resumed_steps"] = len(done)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from replay.run import Outcome
 from sim.loop.log import RunLog
+from sim.probe.busy import QUIET
 from sim.quantities import show_bytes
 from sim.results.metrics import Row, cell_text
 
@@ -125,6 +126,10 @@ def notes(outcome: Outcome) -> list[str]:
         for other in outcome.predictions[1:]
         if (ms := other.row["tpot_mean_ms"]) is not None
     ]
+    if (others := row.get("others_processors") or 0.0) > QUIET:
+        lines.append(
+            f"other programs took {others:.1f} processors during the run ({row['other_program']} most), which slows it"
+        )
     if row["device"] == "cpu":
         lines.append("on the cpu device the link is memcpy and the GPU is this CPU")
     if row.get("computed_in"):

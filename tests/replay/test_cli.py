@@ -67,6 +67,7 @@ def test_the_cpu_moves_bytes_and_sets_predicted_beside_measured(command, tmp_pat
     assert re.match(verdict, out.splitlines()[0])
     row = pd.read_parquet(tmp_path / "results/demo-replay/results.parquet").iloc[0]
     assert row["device"] == "cpu"
+    assert row["others_processors"] >= 0
     assert row["hardware"] == row["device_name"]
     assert row["cache_experts"] == 40
     assert row["lookups"] == row["hits"] + row["late"] + row["misses"]
