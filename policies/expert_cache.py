@@ -41,6 +41,8 @@ class ExpertCache:
         spec = make_policy(policy)
         if spec.oracle:
             raise ValueError(f"{spec.text} needs to know what comes later")
+        if spec.admits:
+            raise ValueError(f"{spec.text}: this cache admits every miss: leave the admission out")
         self.shape = Shape(layers, experts)
         spec.require(self.shape)
         self._runner = PolicyRunner(spec, self.shape, ())

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from policies.core.policy import Int, Shape
-from policies.core.spec import FETCHED, PolicySpec
+from policies.core.spec import PolicySpec
 from policies.overhead import measured_us
 from sim.engines import compiled_engine, untimed
 from sim.experiment import Experiment
@@ -80,7 +80,7 @@ class Loaded(ABC):
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.trace.layers, self.trace.num_experts)
+        return Shape(self.trace.layers, self.trace.num_experts, top_k=self.trace.top_k)
 
     @property
     def all_experts(self) -> int:
@@ -236,7 +236,8 @@ class CountedRun(Loaded):
 
     def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
         shape, size, cold = (self.trace.layers, self.trace.num_experts), self.expert_bytes or 0, self.experiment.cold
-        untimed.play(Requests(self.trace), *shape, slots, policy, ended, cold, size, self.sizes)
+        top_k = self.trace.top_k
+        untimed.play(Requests(self.trace), *shape, slots, policy, ended, cold, size, self.sizes, top_k)
 
 
 @dataclass(frozen=True)
@@ -333,12 +334,13 @@ class TimedRun(Loaded):
 
     def versions(self, policies: Iterable[PolicySpec]) -> list[bool]:
         more = self.experiment.host_memory is not None or self.sizes is not None
-        return [more or policy.placement != FETCHED for policy in policies]
+        return [more or policy.uses_host or policy.admits is not None for policy in policies]
 
     def simulated_alone(self, policy: PolicySpec) -> str | None:
         """Return what of a cell no real device runs so far; None: nothing."""
         reasons = {
-            f"the placement {policy.placement.term}": policy.placement != FETCHED,
+            f"the placement {policy.placement.term}": policy.uses_host,
+            f"the admission {policy.admission.term}": policy.admits is not None,
             "a disk below host memory (`host_memory`)": self.experiment.host_memory is not None,
             "several users (`max_batch`)": self.experiment.max_batch is not None,
         }

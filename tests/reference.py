@@ -10,6 +10,8 @@ Beyond the format a case may have, for fuzzing:
 - prefetch "scripted" with `proposals`: for each event its [id, priority] pairs; in a batch those of all
   its requests, an expert at the highest of its priorities; with `at_start` one more a step, made when it starts;
 - `partitions`: the slots of each layer, where layers share none; else all layers share `slots`;
+- `admission`, with `window`, `insert_cap` and `staging` (rule 21; by default as many slots as the most
+  experts of an event of one request); `own` admits even ids;
 - placement "layers": the misses of the first `host_layers` layers are computed on the host;
 - `layer_bytes`, `capacity_bytes` and `host_capacity_bytes` (rule 19), in place of `expert_bytes`,
   `slots` and `host_slots`. Of prefetches (and of reads for them) the best that can have room is taken.
@@ -34,6 +36,7 @@ class Transfer:
     expert: int
     bytes: int
     prefetched: bool  # what started it, for its bytes
+    copy: bool = False  # in the background (rule 21): as a prefetch on the link
     late: bool = False  # a prefetch that was looked up on its way
     moved: int = 0  # bytes, at the end of the present chunk
     chunk_end: int = 0  # time
@@ -68,6 +71,13 @@ class Reference:
         self.moving: Transfer | None = None
         self.paused: Transfer | None = None
 
+        # Admission.
+        self.step_number = 0
+        self.missed_in: dict[int, int] = {}  # the step of each expert's last miss
+        self.bypassed: set[int] = set()  # fetched and not admitted, not computed yet
+        self.copies: list[int] = []  # in the background, in order
+        self.copies_started = 0  # in the step
+
         # The disk.
         self.demanded_reads: list[int] = []  # in order; also the one under way, until it is READY
         self.reading: int | None = None
@@ -93,6 +103,9 @@ class Reference:
         self.stalls = dict.fromkeys(CAUSES, 0)
         counted = ("hits", "late", "misses", "on_host", "bytes_demand", "bytes_prefetch", "reads_demand")
         self.counts = dict.fromkeys((*counted, "reads_prefetch"), 0)
+        self.admits = case.get("admission") not in (None, "always")
+        if self.admits:
+            self.counts |= dict.fromkeys(("admitted", "bypassed", "copied_bytes"), 0)
 
     def run(self) -> dict[str, Any]:
         self.next_step()
@@ -153,6 +166,8 @@ class Reference:
         self.batch.admit(self.now)
         if self.batch.stepping:
             self.step_start = self.now
+            self.step_number += 1
+            self.copies_started = 0
             self.layer = 0
             self.begin_dense()
             if self.case.get("at_start"):
@@ -176,6 +191,7 @@ class Reference:
         if self.host_memory is not None:
             for expert in self.host_memory.loading | self.host_memory.ready:
                 self.host_memory.leave(expert)
+        self.copies = []
         self.moving = self.paused = self.reading = None
         self.heap = [event for event in self.heap if event[1] not in (LINK, DISK)]
         heapq.heapify(self.heap)
@@ -206,7 +222,11 @@ class Reference:
         return int(self.case["expert_ns"] + self.tokens[expert] * self.case["expert_ns_per_token"])
 
     def on_expert_end(self, expert: int) -> None:
-        self.gpu.pinned.remove(expert)
+        if expert in self.bypassed:
+            self.bypassed.remove(expert)
+            self.gpu.staged.remove(expert)
+        else:
+            self.gpu.pinned.remove(expert)
         self.stream = "waiting"
 
     def on_combine_end(self) -> None:
@@ -223,8 +243,10 @@ class Reference:
         experts = sorted(self.tokens)
         misses = self.look_up(experts)
         self.on_host = self.placed_on_host(misses)
-        self.demand(misses)
         self.gpu.observe(experts, self.on_host)
+        if self.admits:
+            self.admit(misses)
+        self.demand(misses)
         for expert in experts:
             self.events_used[expert] = self.events_used.get(expert, 0) + 1
         proposal = self.ask_prefetcher()
@@ -236,6 +258,7 @@ class Reference:
     def look_up(self, experts: list[int]) -> list[int]:
         """The misses, in ascending id."""
         misses = []
+        self.copies = [copy for copy in self.copies if copy not in experts]
         for expert in experts:
             if expert in self.gpu.ready:
                 self.counts["hits"] += 1
@@ -292,6 +315,25 @@ class Reference:
             self.host_stream = "hop"
             self.at(self.given("hop_ns"), HOST, 0, self.on_hop_end)
 
+    def admit(self, misses: list[int]) -> None:
+        """Rule 21: what becomes of each miss."""
+        for expert in misses:
+            admitted = self.is_admitted(expert)
+            self.missed_in[expert] = self.step_number
+            self.counts["admitted" if admitted else "bypassed"] += 1
+            if expert in self.on_host and admitted:
+                self.copies.append(expert)
+            elif expert not in self.on_host and not admitted:
+                (self.on_host if self.case.get("placement") == "admitted" else self.bypassed).add(expert)
+
+    def is_admitted(self, expert: int) -> bool:
+        if self.case["admission"] == "second":
+            missed = self.missed_in.get(expert)
+            return missed is not None and self.step_number - missed <= self.case["window"]
+        if self.case["admission"] == "own":
+            return expert % 2 == 0
+        return self.case["admission"] == "score" and self.gpu.is_worth_its_slot(expert)
+
     def ask_prefetcher(self) -> list[tuple[int, float]]:
         if self.case["prefetch"] == "scripted":
             return self.scripted(self.layer)
@@ -319,7 +361,7 @@ class Reference:
     def queue(self, proposal: list[tuple[int, float]]) -> None:
         """In place of all prefetches that have not started."""
         self.gpu.proposal = {expert for expert, _priority in proposal}
-        known = self.gpu.ready | self.gpu.loading | set(self.demands)
+        known = self.gpu.ready | self.gpu.loading | self.gpu.staged | set(self.demands)
         self.prefetches = sorted((-priority, expert) for expert, priority in proposal if expert not in known)
 
     # The link (rules 5, 12 and 17)
@@ -334,25 +376,49 @@ class Reference:
             return
         late = self.paused is not None and self.paused.late
         demand = min((expert for expert in self.demands if self.is_below(expert)), default=None)
-        if demand is not None and not late and self.gpu.take_room(demand, None):
+        if demand is not None and not late and self.has_room(demand):
             self.demands.remove(demand)
             self.start_transfer(demand, prefetched=False)
         elif self.paused is not None:
             self.moving, self.paused = self.paused, None
             self.move_chunk(self.moving)
-        elif demand is None:
+        elif demand is None and not self.start_copy():
             for queued in self.prefetches:  # the best that can have room
                 if self.is_below(queued[1]) and self.gpu.take_room(queued[1], -queued[0]):
                     self.prefetches.remove(queued)
                     self.start_transfer(queued[1], prefetched=True)
                     break
 
-    def start_transfer(self, expert: int, prefetched: bool) -> None:
-        self.moving = Transfer(expert, bytes_of(self.case, expert), prefetched)
-        self.gpu.start_loading(expert, prefetched)
+    def has_room(self, demand: int) -> bool:
+        if demand in self.bypassed:
+            return self.gpu.has_staging_room(demand)
+        return self.gpu.take_room(demand, None)
+
+    def start_copy(self) -> bool:
+        """Start the first background copy that can have room, if the step may start one more."""
+        cap = self.case.get("insert_cap")
+        if cap is not None and self.copies_started >= cap:
+            return False
+        for expert in self.copies:
+            if self.is_below(expert) and self.gpu.take_room(expert, -float("inf")):
+                self.copies_started += 1
+                self.prefetches = [queued for queued in self.prefetches if queued[1] != expert]
+                self.start_transfer(expert, prefetched=True, copy=True)
+                return True
+        return False
+
+    def start_transfer(self, expert: int, prefetched: bool, copy: bool = False) -> None:
+        self.moving = Transfer(expert, bytes_of(self.case, expert), prefetched, copy)
+        self.copies = [queued for queued in self.copies if queued != expert]
+        if expert in self.bypassed:
+            self.gpu.staged.add(expert)
+            self.gpu.staged_loading.add(expert)
+        else:
+            self.gpu.start_loading(expert, prefetched and not copy)
         if self.host_memory is not None:
             self.host_memory.touch(expert)
-        self.counts["bytes_prefetch" if prefetched else "bytes_demand"] += self.moving.bytes
+        counted = "copied_bytes" if copy else "bytes_prefetch" if prefetched else "bytes_demand"
+        self.counts[counted] += self.moving.bytes
         self.move_chunk(self.moving)
 
     def move_chunk(self, transfer: Transfer) -> None:
@@ -379,6 +445,11 @@ class Reference:
             self.move_chunk(transfer)
 
     def on_transfer_end(self, expert: int) -> None:
+        if expert in self.bypassed:
+            self.gpu.staged_loading.remove(expert)
+            self.awaited.remove(expert)
+            self.to_compute.append(expert)
+            return
         self.gpu.loading.remove(expert)
         self.gpu.ready.add(expert)
         if expert in self.awaited:
@@ -395,7 +466,7 @@ class Reference:
         memory = self.host_memory
         if memory is None or self.reading is not None:
             return
-        pinned = set(self.demands) | self.on_host | self.gpu.loading
+        pinned = set(self.demands) | self.on_host | self.gpu.loading | self.gpu.staged_loading
         if self.demanded_reads:
             if memory.take_room(self.demanded_reads[0], pinned):
                 self.start_read(memory, self.demanded_reads[0], "reads_demand")

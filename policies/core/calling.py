@@ -32,7 +32,7 @@ pointer_to: Any = types.CPointer
 
 QUESTION = CFUNCTYPE(c_int64, c_int64, c_int64, c_int64, c_int64)
 
-OBSERVE, PROPOSE, START, HIT, INSERT, EVICT, VICTIM = range(7)
+OBSERVE, PROPOSE, START, HIT, INSERT, EVICT, VICTIM, ADMIT = range(8)
 """The questions, each with a number: of an event (step * L + layer), of a step that starts, or of an expert."""
 
 RAISED, NO_EXPERTS = -1, -2

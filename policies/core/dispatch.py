@@ -18,7 +18,7 @@ from policies.core.policy import NO_INTS, Compiled, Event, Int, Listener, Policy
 HOOKS = ("on_lookup", "on_host_lookup", "on_insert", "on_evict")
 """Bookkeeping in the keep scores (rule 8), by the name that a policy declares."""
 
-IN_PYTHON = ("observe", "propose", "on_hit", "on_insert", "on_evict", "on_need", "victim")
+IN_PYTHON = ("observe", "propose", "on_hit", "on_insert", "on_evict", "on_need", "admit", "victim")
 """Methods with which a class takes a decision from compiled code."""
 
 EVENT = Event._make((0, 0, 0, *[NO_INTS.copy() for _ in Event._fields[3:-2]], np.zeros(0), np.zeros(0)))

@@ -1,10 +1,11 @@
 """The syntax of policies as text; what the names mean is known to `policies.core.spec` alone.
 
-    EVICT[:options][+PREFETCH[:options]][@SCOPE[:options]][/PLACEMENT[:options]]
-    PRESET[:options][@SCOPE[:options]][/PLACEMENT[:options]]
+    EVICT[:options][+PREFETCH[:options]][@SCOPE[:options]][/PLACEMENT[:options]][/ADMISSION[:options]]
+    PRESET[:options][@SCOPE[:options]][/PLACEMENT[:options]][/ADMISSION[:options]]
 
 Options are `name=value` between colons, and may list alternatives between bars: `n=1|2`. A class in a user's file is
-named `path/my_file.py:MyPolicy`. What follows the last / is a placement if it is the name of one. The first @ begins
+named `path/my_file.py:MyPolicy`. What follows the last / is an admission if it is the name of one, what follows the /
+before it, or the last one, is a placement likewise. The first @ begins
 the scope and the first + before it divides the halves, so no path on the left of either has one. Commas divide lists.
 """
 
@@ -45,18 +46,28 @@ class Expression:
     halves: tuple[Term, ...]  # one or two
     scope: Term | None = None  # None: it names none
     placement: Term | None = None
+    admission: Term | None = None
 
     def __str__(self) -> str:
         scope = f"@{self.scope}" if self.scope else ""
-        return "+".join(map(str, self.halves)) + scope + (f"/{self.placement}" if self.placement else "")
+        last = (f"/{term}" for term in (self.placement, self.admission) if term)
+        return "+".join(map(str, self.halves)) + scope + "".join(last)
 
 
-def read(text: str, placements: Container[str] = ()) -> Expression:
-    """Return the expression that `text` writes; any text is one. placements: names of such."""
-    policy, slash, last = text.rpartition("/")
-    placement = read_scope(last) if slash and read_scope(last).name in placements else None
-    policy, at, scope = (policy if placement else text).partition("@")
-    return Expression(tuple(map(read_term, policy.split("+", 1))), read_scope(scope) if at else None, placement)
+def read(text: str, placements: Container[str] = (), admissions: Container[str] = ()) -> Expression:
+    """Return the expression that `text` writes; any text is one. placements, admissions: names of such."""
+    text, admission = _split_last(text, admissions)
+    text, placement = _split_last(text, placements)
+    policy, at, scope = text.partition("@")
+    halves = tuple(map(read_term, policy.split("+", 1)))
+    return Expression(halves, read_scope(scope) if at else None, placement, admission)
+
+
+def _split_last(text: str, names: Container[str]) -> tuple[str, Term | None]:
+    """Return what stands before the last /, and the term behind it if that has one of these names."""
+    before, slash, last = text.rpartition("/")
+    term = read_scope(last)
+    return (before, term) if slash and term.name in names else (text, None)
 
 
 def read_term(text: str) -> Term:

@@ -20,7 +20,7 @@ from traces.errors import InputError
 from traces.steps import Lookahead, RequestSteps
 
 OF_VICTIMS = ("on_hit", "on_insert", "on_evict", "on_need", "victim")
-METHODS = ("foresee", "begin_request", "observe", "end_request", "save", "window", "propose", *OF_VICTIMS)
+METHODS = ("foresee", "begin_request", "observe", "end_request", "save", "window", "propose", "admit", *OF_VICTIMS)
 """All that engines call of policies: of a `ScorePolicy`, which the compiled residency serves, none of OF_VICTIMS."""
 
 FIRST_ARRAY = Event._fields.index("experts")
@@ -167,7 +167,7 @@ def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> Non
             return lambda event: _proposal(call(passed(event)), shape.total)
         if method == "victim":
             return lambda evictable: _victim(call(read_only(evictable)), evictable)
-        if method == "observe":
+        if method in ("observe", "admit"):
             return scored(lambda event: call(passed(event)))
         return scored(call)
 

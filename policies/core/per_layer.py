@@ -42,6 +42,9 @@ class PerLayer(Policy):
     def observe(self, event: Event) -> None:
         self._of[event.layer].observe(event)
 
+    def admit(self, event: Event) -> Int:
+        return self._of[event.layer].admit(event)
+
     def victim(self, evictable: Int) -> int:
         """Of the offered experts' layer, which is one and the same."""
         return self._of[int(evictable[0]) // self.shape.experts].victim(evictable)

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from policies.core.policy import Options, bounded
 
-FETCH, HOST, SPLIT, LAYERS = range(4)
+FETCH, HOST, SPLIT, LAYERS, ADMITTED = range(5)
 """Placements that the compiled engine runs."""
 
 
@@ -102,4 +102,10 @@ class Layers(Placement):
         return list(misses) if layer < self.options.n else []
 
 
-PLACEMENTS: dict[str, type[Placement]] = {cls.name: cls for cls in (Fetch, Host, Split, Layers)}
+class Admitted(Fetch):
+    """Fetch what is admitted, and compute the other misses on the host: each is read once (rule 21)."""
+
+    name, number = "admitted", ADMITTED
+
+
+PLACEMENTS: dict[str, type[Placement]] = {cls.name: cls for cls in (Fetch, Host, Split, Layers, Admitted)}

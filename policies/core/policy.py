@@ -47,12 +47,13 @@ class Shape:
     """A model as policies see it: L MoE layers of E experts; expert `e` of layer `l` has the id `l * E + e`.
 
     layers: MoE layers, L. experts: of each layer, E. batch_slots: requests that the batch of this run holds at most,
-    which says nothing of the model.
+    which says nothing of the model. top_k: experts that a token chooses in a layer.
     """
 
     layers: int
     experts: int
     batch_slots: int = field(default=1, compare=False)
+    top_k: int = field(default=1, compare=False)
 
     @property
     def total(self) -> int:
@@ -276,6 +277,10 @@ class Policy(Listener, ABC):
 
     def on_need(self, expert: int) -> None:
         """The transfer of `expert` needs a slot and none is free: `victim` is asked next."""
+
+    def admit(self, event: Event) -> Int:
+        """Return the experts of the event that are worth a slot, should they have missed: ids (admission `own`)."""
+        raise NotImplementedError
 
     @abstractmethod
     def victim(self, evictable: Int) -> int:

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from policies.core import grammar, user_file
+from policies.core.admission import ADMISSIONS, Admission
 from policies.core.placement import PLACEMENTS, Placement
 from policies.core.policy import Compiled, Listener, Policy, Prefetcher
 from policies.core.scope import SCOPES, Scope
@@ -146,6 +147,11 @@ def scope(name: str | type[Scope]) -> type[Scope]:
 def placement(name: str | type[Placement]) -> type[Placement]:
     """Return the placement of that name; a class stands for itself. Raise InputError."""
     return _known("placement", name, PLACEMENTS)
+
+
+def admission(name: str | type[Admission]) -> type[Admission]:
+    """Return the admission of that name; a class stands for itself. Raise InputError."""
+    return _known("admission", name, ADMISSIONS)
 
 
 def _known(kind: str, name: str | type[C], table: Mapping[str, type[C]]) -> type[C]:

@@ -32,6 +32,7 @@ import numpy as np
 
 from policies.core import dispatch
 from policies.core import residency_compiled as core
+from policies.core.admission import Admission
 from policies.core.calling import HIT, INSERT, VICTIM, Asked, Held, Scores
 from policies.core.compiled import entry_point
 from policies.core.host_memory import HostMemory
@@ -147,7 +148,7 @@ class PolicyResidency:
     partitions: slots of each, in the order of the experts that share them: one for all layers or one for each.
     one_scale: keep scores and prefetch priorities compare, so a prefetch never evicts what is worth as much (rule 6);
     it has no meaning for a policy without scores. sizes: bytes of each expert, int64[L*E], where they differ; then
-    `partitions` are bytes too (rule 19).
+    `partitions` are bytes too (rule 19). admission: of rule 21, with its options.
 
     The calls of the hot path are attributes, bound once.
     """
@@ -159,6 +160,7 @@ class PolicyResidency:
         policy: Policy,
         one_scale: bool = False,
         sizes: Int | None = None,
+        admission: Admission | None = None,
     ) -> None:
         if len(partitions) not in (1, shape.layers) or min(partitions) < 1:
             raise ValueError(f"a cache needs at least one slot for all layers or for each, not {tuple(partitions)}")
@@ -170,7 +172,8 @@ class PolicyResidency:
         self.proposals = core.new_proposals(shape.total)
         declared = vars(type(policy)).get("compiled")  # a class that inherits it may write scores of its own
         in_order = scored and bool(declared and declared.in_order) and not policy.observes
-        self.m = m = core.new(shape.total, partitions, in_order, sizes)
+        staging = (admission.options.staging or shape.top_k) if admission else 0
+        self.m = m = core.new(shape.total, partitions, in_order, sizes, staging)
         self.slots = int(m[core.ONE, core.SLOTS])
         self._wanted, self._hits = memoryview(m[core.WANTED]), m[core.HITS]
         self._one = memoryview(m[core.ONE])
@@ -182,6 +185,9 @@ class PolicyResidency:
         self.slot: Callable[[int], int] = memoryview(m[core.SLOT]).__getitem__
         self.land: Callable[[], None] = partial(core.land, m)
         self.interrupt: Callable[[], tuple[int, int]] = partial(core.interrupt, m, keep, self.proposals)
+        self._stages = admission is not None
+        if admission:
+            m[core.ONE, core.ADMITTING] = admission.numbers
         self._asked: Asked | None = None
         if not scored:
             self._asked = Asked(self._answer, self.failed, self._instead)
@@ -217,8 +223,22 @@ class PolicyResidency:
         return self._hits[:hits].tolist(), self._one[core.LAST_DEMAND]
 
     def computed(self, expert: int) -> None:
-        """The compute of `expert` in its event has ended: unpin it (rule 2)."""
+        """The compute of `expert` in its event has ended: unpin it (rule 2); it leaves its staging slot (rule 21)."""
         self._wanted[expert] = 0
+        if self._stages:
+            core.computed(self.m, expert)
+
+    def begin_step(self) -> None:
+        """A step begins (rule 21)."""
+        core.begin_step(self.m)
+
+    def admit(self, experts: Int, named: Int) -> int:
+        """Decide what becomes of an event's misses after rule 3 (rule 21). Return how many demands are queued now.
+
+        experts: of the event, ascending; named: those that the policy itself admits.
+        """
+        core.admit(self.m, self.keep, self.proposals, experts, 0, len(experts), named)
+        return self._one[core.LAST_DEMAND]
 
     def victims(self) -> list[int]:
         """Return who left for the transfer that has just begun: several where experts differ in size (rule 19)."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from policies.core.admission import OWN, SCORE, SECOND
 from policies.core.calling import EVICT, HIT, INSERT, VICTIM, ask, checked
 from policies.core.calling import call as call_address
 from policies.core.compiled import allocating, apart, compiled, inlined
@@ -27,19 +28,20 @@ from policies.core.policy import READY as READY
 from policies.core.policy import Float, Int
 
 # Rows of m. By expert:
-STATE, SLOT, WANTED, UNUSED, LEFT, PARTITION, KIND, SIZE, BELOW, BEFORE, AFTER = range(11)
+STATE, SLOT, WANTED, UNUSED, LEFT, PARTITION, KIND, SIZE, BELOW, BEFORE, AFTER, HOME, MISSED = range(13)
 # by partition (its slots are FIRST to END - 1; FREE: room that no partition holds);
-FIRST, END, FREE = range(11, 14)
+FIRST, END, FREE = range(13, 16)
 # by kind (experts of one partition and size; SHUT: the attempt that found no slot for them);
-SHUT = 14
+SHUT = 16
 # by slot (the expert that holds it, or -1); by place in a queue; by block of experts; and single numbers:
-HELD, DEMANDS, HITS, VICTIMS, GREATEST, ONE = range(15, 21)
-ROWS = 21
+HELD, DEMANDS, HITS, VICTIMS, COPIES, GREATEST, ONE = range(17, 24)
+ROWS = 24
 
 # States of an expert. WANTED marks one that the current event looked up and has not computed yet (ON_GPU or ON_HOST
 # says where it will be), so a pin is READY and WANTED; UNUSED one that was prefetched and not looked up since;
 # LEFT the proposal in force when it last left the cache; BELOW one that the tier below can give. From the first
-# search in a proposal on, no queued prefetch of a block has a `rank` above GREATEST.
+# search in a proposal on, no queued prefetch of a block has a `rank` above GREATEST. An expert that is not admitted has
+# the partition STAGING in place of its HOME; MISSED is the step of its last miss (rule 21).
 ON_GPU, ON_HOST = 1, 2
 
 # Single numbers, m[ONE, ...]
@@ -56,13 +58,18 @@ SIZED, EVICTED, PARTIAL, ASKED, HEARS_HIT, HEARS_INSERT, HEARS_EVICT, FAILED, HI
 ON_LOOKUP, ON_HOST_LOOKUP, ON_INSERT, ON_EVICT = range(21, 25)
 HOOKS = slice(ON_LOOKUP, ON_EVICT + 1)
 # and the counters of the run:
-# (the last three in slots, or in bytes where experts differ in size)
+# (the last four in slots, or in bytes where experts differ in size)
 N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(25, 33)
-DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(33, 36)
-COUNTERS = slice(N_HITS, WASTED_ROOM + 1)
-SCORES = 36  # the address of the keep scores (`policies.core.calling.Scores`)
-SEARCHED = 37
-WIDTH = 38  # columns that row ONE needs
+N_ADMITTED, N_BYPASSED, N_COPIES = range(33, 36)
+DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM, COPIED_ROOM = range(36, 40)
+COUNTERS = slice(N_HITS, COPIED_ROOM + 1)
+SCORES = 40  # the address of the keep scores (`policies.core.calling.Scores`)
+SEARCHED = 41
+# of rule 21: the kind of admission (`policies.core.admission`), its window, its cap, and whether the host computes what
+# is not admitted; the staging partition or -1; copies that are queued, and that have started in the step; its number
+ADMISSION, WINDOW, INSERT_CAP, OTHERS_ON_HOST, STAGING, QUEUED_COPIES, STEP_COPIES, STEP = range(42, 50)
+ADMITTING = slice(ADMISSION, OTHERS_ON_HOST + 1)
+WIDTH = 50  # columns that row ONE needs
 
 NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is there for it
@@ -76,23 +83,29 @@ RANK_NOT_PROPOSED = int(np.array(NOT_PROPOSED).view(np.int64)) ^ MOST  # its `ra
 BLOCK = 64  # experts whose priorities are looked at together
 
 
-def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None = None) -> Int:
+def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None = None, staging: int = 0) -> Int:
     """The residency of a model of `total` experts, everything absent.
 
     partitions: slots of each; the experts are divided among them evenly, in ascending ids.
     listed: the residents of each partition are kept in a list (see `first_in_order`).
     sizes: bytes of every expert, [total]; `partitions` are bytes then too (rule 19), and slots mere places.
+    staging: room in slots of the largest expert for what is not admitted (rule 21), the last partition; 0: none.
     """
     n = len(partitions)
     of = _partition_of(total, n)
     room = np.array(partitions, np.int64)
     places = places_of(total, partitions, sizes)
+    if staging:
+        n += 1
+        most = staging if sizes is None else staging * int(sizes.max())
+        room, places = np.append(room, most), np.append(places, places_of(total, [most], sizes))
     slots = int(places.sum())
     m = np.zeros((ROWS, max(total + n, slots, WIDTH)), np.int64)
     m[SLOT] = m[HELD] = NO_EXPERT
     m[BEFORE] = m[AFTER] = np.arange(m.shape[1])
     m[ONE, SLOTS], m[ONE, LISTS] = slots, total * listed
-    m[PARTITION, :total] = m[KIND, :total] = of
+    m[PARTITION, :total] = m[HOME, :total] = m[KIND, :total] = of
+    m[ONE, STAGING] = n - 1 if staging else NO_EXPERT
     m[SIZE, :total], m[BELOW] = 1, 1
     m[FREE, :n] = room
     m[END, :n] = np.cumsum(places)
@@ -135,6 +148,8 @@ def route(m: Int, keep: Float, experts: Int, first: int, last: int) -> int:
     hits = misses = on_host = 0
     for i in range(first, last):
         expert = experts[i]
+        if one[QUEUED_COPIES]:
+            withdraw(m, expert)
         state = m[STATE, expert]
         if state == READY:
             m[HITS, hits] = expert
@@ -164,6 +179,90 @@ def route(m: Int, keep: Float, experts: Int, first: int, last: int) -> int:
     one[N_MISSES] += misses + on_host
     one[N_ON_HOST] += on_host
     return hits
+
+
+@apart
+@compiled
+def admit(m: Int, keep: Float, proposals: Float, experts: Int, first: int, last: int, named: Int) -> None:
+    """Rule 21, after rule 3: what becomes of the misses among experts[first:last]. named: what the policy admits."""
+    one = m[ONE]
+    one[LAST_DEMAND] = 0
+    for i in range(first, last):
+        expert = experts[i]
+        if m[STATE, expert] >= LOADING:
+            continue
+        admitted = is_admitted(m, keep, proposals, expert, named)
+        m[MISSED, expert] = one[STEP]
+        one[N_ADMITTED] += admitted
+        one[N_BYPASSED] += not admitted
+        if m[STATE, expert] == DEMANDED and not admitted and one[OTHERS_ON_HOST]:
+            m[STATE, expert], m[WANTED, expert] = ABSENT, ON_HOST
+            one[N_ON_HOST] += 1
+        elif m[STATE, expert] == DEMANDED:
+            m[PARTITION, expert] = m[HOME, expert] if admitted else one[STAGING]
+            m[DEMANDS, one[LAST_DEMAND]] = expert
+            one[LAST_DEMAND] += 1
+        elif admitted:
+            m[COPIES, one[QUEUED_COPIES]] = expert
+            one[QUEUED_COPIES] += 1
+
+
+@compiled
+def is_admitted(m: Int, keep: Float, proposals: Float, expert: int, named: Int) -> bool:
+    """Whether rule 21 admits a miss."""
+    admission = m[ONE, ADMISSION]
+    if admission == SECOND:
+        within: bool = m[MISSED, expert] > 0 and m[ONE, STEP] - m[MISSED, expert] <= m[ONE, WINDOW]
+        return within
+    if admission == OWN:
+        for other in named:
+            if other == expert:
+                return True
+    if admission != SCORE:
+        return False
+    partition = m[HOME, expert]
+    if m[FREE, partition] >= m[SIZE, expert]:
+        return True
+    victim = first_to_go(m, keep, proposals, partition, True)
+    if victim == NO_EXPERT:
+        return False
+    greater: bool = keep[0, expert] > keep[0, victim]
+    return greater or (keep[0, expert] == keep[0, victim] and keep[1, expert] > keep[1, victim])
+
+
+@compiled
+def withdraw(m: Int, expert: int) -> None:
+    """Rule 21: forget the background copy of `expert` if it is queued; the order of the others stays."""
+    kept = 0
+    for place in range(m[ONE, QUEUED_COPIES]):
+        if m[COPIES, place] != expert:
+            m[COPIES, kept] = m[COPIES, place]
+            kept += 1
+    m[ONE, QUEUED_COPIES] = kept
+
+
+@compiled
+def begin_step(m: Int) -> None:
+    """Rule 21: a step begins."""
+    m[ONE, STEP] += 1
+    m[ONE, STEP_COPIES] = 0
+
+
+@inlined
+def computed(m: Int, expert: int) -> None:
+    """The compute of `expert` in its event has ended: unpin it (rule 2); what is not admitted leaves (rule 21)."""
+    m[WANTED, expert] = 0
+    if m[PARTITION, expert] == m[ONE, STAGING]:
+        leave_staging(m, expert)
+
+
+@apart
+@compiled
+def leave_staging(m: Int, expert: int) -> None:
+    m[FREE, m[ONE, STAGING]] += m[SIZE, expert]
+    m[PARTITION, expert] = m[HOME, expert]
+    m[STATE, expert], m[LEFT, expert] = ABSENT, m[ONE, PROPOSAL]
+    m[HELD, m[SLOT, expert]] = m[SLOT, expert] = NO_EXPERT
 
 
 @compiled
@@ -429,10 +528,10 @@ def evict(m: Int, keep: Float, victim: int) -> None:
 
 
 @compiled
-def start(m: Int, keep: Float, expert: int, victim: int) -> None:
+def start(m: Int, keep: Float, expert: int, victim: int, copy: bool = False) -> None:
     """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot.
 
-    Where sizes differ the victims have left already, and a slot is any free place.
+    Where sizes differ the victims have left already, and a slot is any free place. copy: for rule 21.
     """
     one, partition = m[ONE], m[PARTITION, expert]
     if victim != NO_EXPERT and not one[SIZED]:
@@ -447,6 +546,9 @@ def start(m: Int, keep: Float, expert: int, victim: int) -> None:
         one[NEXT_DEMAND] += 1
         one[N_DEMAND] += 1
         one[DEMAND_ROOM] += m[SIZE, expert]
+    elif copy:
+        one[N_COPIES] += 1
+        one[COPIED_ROOM] += m[SIZE, expert]
     else:
         m[UNUSED, expert] = 1
         one[N_PREFETCH] += 1
@@ -454,8 +556,12 @@ def start(m: Int, keep: Float, expert: int, victim: int) -> None:
     m[STATE, expert] = LOADING
     m[SLOT, expert] = slot
     m[HELD, slot] = expert
-    one[STARTS] += 1
     one[ACTIVE] = expert
+    if one[QUEUED_COPIES]:
+        withdraw(m, expert)
+    if partition == one[STAGING]:
+        return
+    one[STARTS] += 1
     call(m, ON_INSERT, expert, one[SERIAL], one[STARTS])
     if one[HEARS_INSERT]:
         ask(one[ASKED], INSERT, expert)
@@ -541,6 +647,27 @@ def start_prefetch(m: Int, keep: Float, proposals: Float, one_scale: bool) -> tu
         return expert, victim
 
 
+@apart
+@compiled
+def start_copy(m: Int, keep: Float, proposals: Float) -> tuple[int, int]:
+    """Rule 21: start the first background copy that can have a slot, within the step's cap: as `start_prefetch`."""
+    one, answer = m[ONE], NO_EXPERT
+    if one[STEP_COPIES] == one[INSERT_CAP]:
+        return NO_EXPERT, NO_EXPERT
+    for place in range(one[QUEUED_COPIES]):
+        expert: int = m[COPIES, place]
+        if one[PARTIAL] and not m[BELOW, expert]:
+            continue
+        victim = find_victim(m, keep, proposals, expert, False, False)
+        if victim == BLOCKED:
+            answer = BLOCKED
+            continue
+        start(m, keep, expert, victim, True)
+        one[STEP_COPIES] += 1
+        return expert, victim
+    return answer, NO_EXPERT
+
+
 @compiled
 def resume(m: Int) -> int:
     """The paused prefetch continues, if there is one."""
@@ -563,6 +690,13 @@ def next_transfer(m: Int, keep: Float, proposals: Float, one_scale: bool) -> tup
         return resume(m), NO_EXPERT, True
     if expert == BLOCKED:
         return BLOCKED, NO_EXPERT, False
+    if m[ONE, QUEUED_COPIES]:
+        expert, victim = start_copy(m, keep, proposals)
+        if expert >= 0:
+            return expert, victim, True
+        blocked = expert == BLOCKED
+        expert, victim = start_prefetch(m, keep, proposals, one_scale)
+        return BLOCKED if blocked and expert < 0 else expert, victim, True
     expert, victim = start_prefetch(m, keep, proposals, one_scale)
     return expert, victim, True
 
@@ -613,6 +747,7 @@ def empty_cache(m: Int, keep: Float) -> Int:
     """Rule 10, `--cold`: every expert becomes ABSENT, queued and started transfers are discarded; ids that left."""
     one = m[ONE]
     clear_queue(m)
+    one[QUEUED_COPIES] = 0
     one[ACTIVE] = one[PAUSED] = one[LANDING] = NO_EXPERT
     left = np.sort(m[HELD, : one[SLOTS]].copy())
     left = left[np.searchsorted(left, 0) :]

@@ -6,11 +6,12 @@ Every engine tells it what happens, in the order in which it happens; whatever a
 import numpy as np
 
 from policies.core import dispatch
-from policies.core.calling import OBSERVE, START, Asked, Proposal
+from policies.core.admission import Own
+from policies.core.calling import ADMIT, OBSERVE, START, Asked, Proposal
 from policies.core.events import Events
 from policies.core.limits import limiter
+from policies.core.policy import NO_INTS, Event, Float, Int, Requests, Shape
 from policies.core.policy import START as STEP_STARTS
-from policies.core.policy import Event, Float, Int, Requests, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.spec import PolicySpec
 
@@ -35,6 +36,7 @@ class PolicyRunner:
         self.shape = shape
         self._spec, self._residencies = spec, 0
         self._divide = spec.divide
+        self.admission = spec.admits
         self.retention, self.prefetcher = spec.build(shape, guarded)
         if self.prefetcher.needs_lookahead and requests and requests[0].lookahead is None:
             raise ValueError(f"{self.prefetcher.name} needs the trace's lookahead, and the requests have none")
@@ -43,7 +45,8 @@ class PolicyRunner:
         if experts_per_layer is not None:
             self.prefetcher.window(experts_per_layer)
         self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
-        self.silent = not self._observers and not self.prefetcher.proposes
+        self._names = isinstance(self.admission, Own)
+        self.silent = not self._observers and not self.prefetcher.proposes and not self._names
         self.may_be_idle, self.idle = spec.shares or not self.prefetcher.proposes, False
         self._limiter = limiter(self.prefetcher.options, shape, experts_per_layer)
         self._states = np.zeros(shape.total, np.int64)
@@ -57,7 +60,8 @@ class PolicyRunner:
         if self._residencies and any(dispatch.hooks_of(keeper)):
             keeper = self._spec.evict.build(self.shape)  # its scores are of one cache
         self._residencies += 1
-        residency = PolicyResidency(self.shape, self._divide(self.shape, room, sizes), keeper, one_scale, sizes)
+        divided = self._divide(self.shape, room, sizes)
+        residency = PolicyResidency(self.shape, divided, keeper, one_scale, sizes, self.admission)
         self._states = residency.states
         return residency
 
@@ -75,6 +79,10 @@ class PolicyRunner:
         self._take_states()
         idle = [observe(event) for observe in self._observers]
         self.idle = self.may_be_idle and bool(idle) and all(idle)
+
+    def admit(self, event: Event | None) -> Int:
+        """Return what the policy itself admits of an event (rule 21); nothing of one that does not."""
+        return np.asarray(self.retention.admit(event), np.int64) if event and self._names else NO_INTS
 
     def propose(self, event: Event) -> tuple[Int, Float] | None:
         """Rule 4, for the same event, within the prefetcher's limits; None from a prefetcher that never proposes."""
@@ -119,6 +127,11 @@ class AskedRunner:
             self._event = self.events.event(*divmod(number, self._layers))
             self._runner.observe(self._event)
             return int(self._runner.idle)
+        if question == ADMIT:
+            assert self._event
+            named = self._runner.admit(self._event)
+            self.proposal.ids[: len(named)] = named
+            return len(named)
         if question == START:
             self._event = self.events.start(number)
         assert self._event

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policies.core import dispatch, guard, registry, user_file
+from policies.core.admission import ADMISSIONS, Admission, Always, Own, Score
 from policies.core.grammar import Expression, Term, file_and_class, read, read_scope, read_term, value_text
 from policies.core.per_layer import PerLayer
-from policies.core.placement import PLACEMENTS, Fetch, Placement
+from policies.core.placement import PLACEMENTS, Admitted, Fetch, Placement
 from policies.core.policy import Int, Listener, Policy, Prefetcher, ScorePolicy, Shape
 from policies.core.scope import Global, Scope
 from traces.errors import InputError, unknown
 
 HALVES = ("evict", "prefetch")
-PARTS = (*HALVES, "scope", "placement")
+PARTS = (*HALVES, "scope", "placement", "admission")
 
 SEED = "seed"
 """An option of that name is an int but no quantity: no value is better than another."""
@@ -30,7 +31,7 @@ SEED = "seed"
 
 @dataclass(frozen=True)
 class Part:
-    """An eviction policy, a prefetcher, a scope or a placement: its class and its options.
+    """An eviction policy, a prefetcher, a scope, a placement or an admission: its class and its options.
 
     name: as it is written: registered, `my_file.py:MyPolicy`, or the class's own. Another process imports the class
     again; that of a user's file it loads by the name.
@@ -44,7 +45,7 @@ class Part:
     stated: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
-    def of(cls, policy: type[Listener | Scope | Placement], /, **options: Any) -> "Part":
+    def of(cls, policy: type[Listener | Scope | Placement | Admission], /, **options: Any) -> "Part":
         """Return a class with these options over its defaults. Raise InputError for an option that it has not."""
         return cls(policy, _options(policy, options.items()), policy.name, frozenset(options))
 
@@ -81,7 +82,7 @@ class Part:
         return Part, (self.cls, self.options, self.name, self.stated)
 
 
-Half = str | type[Listener | Scope | Placement] | Part
+Half = str | type[Listener | Scope | Placement | Admission] | Part
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,24 @@ class Option:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """Retention, prefetcher, scope and placement, with which options. Cheap to send about."""
+    """Retention, prefetcher, scope, placement and admission, with which options. Cheap to send about."""
 
     evict: Part
     prefetch: Part
     scope: Part
     placement: Part
+    admission: Part
     typed: Expression = field(compare=False)
     preset: str | None = field(default=None, compare=False)  # by whose name it was typed
 
     @classmethod
     def of(
-        cls, evict: Half, prefetch: Half = "none", scope: Half = "global", placement: Half = "fetch"
+        cls,
+        evict: Half,
+        prefetch: Half = "none",
+        scope: Half = "global",
+        placement: Half = "fetch",
+        admission: Half = "always",
     ) -> "PolicySpec":
         """Return the policy of these parts, each a name with options, a class, or a `Part`. Raise InputError.
 
@@ -123,15 +130,20 @@ class PolicySpec:
             _part(prefetch, registry.fetcher),
             _part(scope, registry.scope),
             _part(placement, registry.placement),
+            _part(admission, registry.admission),
         )
 
     @classmethod
-    def _canonical(cls, evict: Part, prefetch: Part, scope: Part, placement: Part) -> "PolicySpec":
+    def _canonical(cls, evict: Part, prefetch: Part, *others: Part) -> "PolicySpec":
         one = _alike(evict, prefetch) if registry.is_pair(evict.name) else prefetch == NO_PREFETCH
         both = replace(evict, stated=evict.stated | prefetch.stated)
         halves = (both.term,) if one else (evict.term, prefetch.term)
-        others = (None if part == default else part.term for part, default in ((scope, GLOBAL), (placement, FETCHED)))
-        return cls(evict, prefetch, scope, placement, Expression(halves, *others))
+        typed = (None if part == default else part.term for part, default in zip(others, DEFAULTS, strict=True))
+        return cls(evict, prefetch, *others, Expression(halves, *typed))
+
+    @property
+    def _others(self) -> tuple[Part, Part, Part]:
+        return self.scope, self.placement, self.admission
 
     @property
     def text(self) -> str:
@@ -140,7 +152,7 @@ class PolicySpec:
 
     def __str__(self) -> str:
         """Return the canonical text, which `parse` makes an equal policy of."""
-        return self._canonical(self.evict, self.prefetch, self.scope, self.placement).text
+        return self._canonical(self.evict, self.prefetch, *self._others).text
 
     @property
     def oracle(self) -> bool:
@@ -188,13 +200,20 @@ class PolicySpec:
         return self.placement.cls is not Fetch
 
     @property
+    def admits(self) -> Admission | None:
+        """How it decides which misses are admitted (rule 21); None: always."""
+        if self.admission == ADMITTED:
+            return None
+        return self.admission.cls(self.admission.options, self.placement.cls is Admitted)
+
+    @property
     def seed(self) -> int | None:
         """The option of that name, of a policy that draws."""
         return next((half.values[SEED] for half in (self.evict, self.prefetch) if SEED in half.values), None)
 
     def resolved(self) -> dict[str, Any]:
-        """Return both halves, the scope and the placement with every option resolved, defaults included."""
-        parts = ((name, getattr(self, name)) for name in PARTS)
+        """Return both halves, the scope, the placement and the admission, if any, with every option resolved."""
+        parts = ((name, getattr(self, name)) for name in (PARTS if self.admits else PARTS[:-1]))
         return {name: {"name": part.cls.name, **part.values} for name, part in parts}
 
     def options(self) -> dict[str, Any]:
@@ -207,8 +226,8 @@ class PolicySpec:
         groups: list[tuple[tuple[str, ...], set[str]]]
         if self._as_one:
             own = ["prefetch", "evict"]
-            if self.preset:  # a scope or placement typed beside it is no part of it
-                own += [part for part in ("scope", "placement") if not getattr(self.typed, part)]
+            if self.preset:  # what is typed beside it is no part of it
+                own += [part for part in PARTS[2:] if not getattr(self.typed, part)]
             groups = [(tuple(own), set().union(*stated))]
             both: Set[str] = set()
         else:
@@ -245,7 +264,7 @@ class PolicySpec:
 
     def without_prefetch(self) -> "PolicySpec":
         """Return the same retention in the same scope with nothing fetched early: coverage is measured against it."""
-        return self._canonical(self.evict, NO_PREFETCH, self.scope, self.placement)
+        return self._canonical(self.evict, NO_PREFETCH, *self._others)
 
     def within(self, scope: str) -> "PolicySpec":
         """Return the same policy in `scope`, with options, unless it, or its preset, names one. Raise InputError."""
@@ -254,6 +273,14 @@ class PolicySpec:
         if self.typed.scope or self.scope != GLOBAL or part == GLOBAL:
             return self
         return replace(self, scope=part, typed=replace(self.typed, scope=term))
+
+    def admitting(self, admission: str) -> "PolicySpec":
+        """Return the same policy with this admission, with options, unless it names one. Raise InputError."""
+        term = read_scope(admission)
+        part = _part(term, registry.admission)
+        if self.typed.admission or part == ADMITTED:
+            return self
+        return replace(self, admission=part, typed=replace(self.typed, admission=term))
 
     def divide(self, shape: Shape, room: int, sizes: Int | None = None) -> tuple[int, ...]:
         """Return the slots of each partition of a cache of `room` slots. Raise InputError where that cannot be.
@@ -276,6 +303,11 @@ class PolicySpec:
     def require(self, shape: Shape) -> None:
         """Raise InputError for a file that an option names and that is no good for this model, without an instance."""
         with self._named():
+            keeper = self.evict.cls
+            if self.admission.cls is Score and not issubclass(keeper, ScorePolicy):
+                raise InputError(f"the admission score needs keep scores, and {keeper.name} names its victims")
+            if self.admission.cls is Own and keeper.admit is Policy.admit:
+                raise InputError(f"the admission own needs a method `admit`, and {keeper.name} has none")
             for half in (self.evict, self.prefetch):
                 guard.guarded(half.cls, "require", half.cls.require)(half.options, shape)
 
@@ -304,6 +336,8 @@ PolicyLike = str | type[Listener] | Part | PolicySpec
 NO_PREFETCH = Part(registry.NoPrefetch, registry.NoPrefetch.Options(), registry.NoPrefetch.name)
 GLOBAL = Part(Global, Global.Options(), Global.name)
 FETCHED = Part(Fetch, Fetch.Options(), Fetch.name)
+ADMITTED = Part(Always, Always.Options(), Always.name)
+DEFAULTS = GLOBAL, FETCHED, ADMITTED
 
 
 def parse(policy: PolicyLike) -> PolicySpec:
@@ -322,7 +356,7 @@ def make_policy(policy: PolicyLike, *, prefetch: Half | None = None, **options: 
     Raises InputError for an unknown name or option.
     """
     spec = parse(policy).with_options(options)
-    return spec if prefetch is None else PolicySpec.of(spec.evict, prefetch, spec.scope, spec.placement)
+    return spec if prefetch is None else PolicySpec.of(spec.evict, prefetch, *spec._others)
 
 
 def text_of(policy: PolicyLike) -> str:
@@ -331,26 +365,29 @@ def text_of(policy: PolicyLike) -> str:
 
 
 def _read(text: str) -> PolicySpec:
-    typed = read(text, PLACEMENTS)
+    typed = read(text, PLACEMENTS, ADMISSIONS)
     kept, *fetched = typed.halves
-    for term in filter(None, (*typed.halves, typed.scope, typed.placement)):
+    for term in filter(None, (*typed.halves, typed.scope, typed.placement, typed.admission)):
         for key, times in Counter(key for key, _ in term.options).items():
             if times > 1:
                 raise InputError(f"option {key} of {term.name} is given twice: {text}")
     scope = _part(typed.scope, registry.scope) if typed.scope else None
     placement = _part(typed.placement, registry.placement) if typed.placement else None
+    admission = _part(typed.admission, registry.admission) if typed.admission else None
     if preset := registry.preset(kept.name):
         if fetched:
             raise InputError(f"{kept.name} is a preset and stands for {preset.policy}: write that to change a half")
         spec = _read(preset.policy)
-        named = Expression((Term(kept.name),), typed.scope, typed.placement)
-        parts = {"scope": scope or spec.scope, "placement": placement or spec.placement}
+        named = replace(typed, halves=(Term(kept.name),))
+        given = (scope, placement, admission)
+        parts = {name: part or old for name, part, old in zip(PARTS[2:], given, spec._others, strict=True)}
         spec = replace(spec, **parts, typed=named, preset=preset.name)
         return spec.with_options(dict(kept.options))
     evict = _part(kept, registry.keeper)
     if not fetched:
         fetched = [kept] if registry.is_pair(kept.name) else [NO_PREFETCH.term]
-    return PolicySpec(evict, _part(fetched[0], registry.fetcher), scope or GLOBAL, placement or FETCHED, typed)
+    others = scope or GLOBAL, placement or FETCHED, admission or ADMITTED
+    return PolicySpec(evict, _part(fetched[0], registry.fetcher), *others, typed)
 
 
 def _part(half: Any, find: Callable[[Any], Any]) -> Part:
@@ -383,12 +420,12 @@ def _alike(evict: Part, prefetch: Part) -> bool:
     return evict.name == prefetch.name and evict.values == prefetch.values
 
 
-def _options(cls: type[Listener | Scope | Placement], values: Iterable[tuple[str, Any]] = ()) -> Any:
+def _options(cls: type[Listener | Scope | Placement | Admission], values: Iterable[tuple[str, Any]] = ()) -> Any:
     """Return the options of a class: its defaults and over them `values`, or their text. Raise InputError."""
     return guard.guarded(cls, "Options", _chosen)(cls, values)
 
 
-def _chosen(cls: type[Listener | Scope | Placement], values: Iterable[tuple[str, Any]]) -> Any:
+def _chosen(cls: type[Listener | Scope | Placement | Admission], values: Iterable[tuple[str, Any]]) -> Any:
     declared = dataclasses.fields(cls.Options) if dataclasses.is_dataclass(cls.Options) else ()
     defaults = {option.name: option.default for option in declared}
     chosen = {}

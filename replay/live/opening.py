@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.core.policy import Shape
-from policies.core.spec import FETCHED, PolicyLike, PolicySpec, parse
+from policies.core.spec import PolicyLike, PolicySpec, parse
 from replay.device_choice import DeviceChoice, require_cuda
 from replay.devices.cpu import nothing
 from replay.devices.expert_file import ExpertFile
@@ -286,7 +286,8 @@ def require_causal(policy: PolicySpec, lookahead: int = 0) -> None:
     refuse(
         (policy.oracle, f"{policy.text} knows the future, which a live model does not: choose another policy"),
         (policy.needs_lookahead and not lookahead, f"{policy.text} {ahead}"),
-        (policy.placement != FETCHED, f"{policy.text}: a live model fetches every miss: leave the placement out"),
+        (policy.uses_host, f"{policy.text}: a live model fetches every miss: leave the placement out"),
+        (policy.admits is not None, f"{policy.text}: a live model keeps what it fetches: leave the admission out"),
     )
 
 

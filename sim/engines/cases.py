@@ -30,6 +30,9 @@ from traces.typed import typed
 COMPILED = "compiled"
 ENGINES = {COMPILED: compiled_engine.simulate, "simpy": simpy_engine.simulate}
 
+ADMITTED = ("admitted", "bypassed", "copied_bytes")
+"""What a result counts of rule 21, where that is in force."""
+
 MOST = 2**53
 Time = Annotated[int, Meta(ge=0, le=MOST)]
 Count = Annotated[int, Meta(ge=1, le=MOST)]
@@ -65,11 +68,16 @@ class Case:
     slots: Count | None = None
     expected: Any = None  # the result that an engine is compared with
     # what rules 13, 17, 18 and 19 add
-    placement: Literal["fetch", "host", "split", "layers"] | None = None
+    placement: Literal["fetch", "host", "split", "layers", "admitted"] | None = None
     host_layers: Time | None = None
     host_ns: Time | None = None
     host_ns_per_token: Time | None = None
     hop_ns: Time | None = None
+    # what rule 21 adds
+    admission: Literal["always", "never", "score", "second", "own"] | None = None
+    window: Count | None = None
+    insert_cap: Time | None = None
+    staging: Count | None = None
     host_slots: Count | None = None
     disk_latency_ns: Time | None = None
     disk_ns_per_byte_num: Time | None = None
@@ -141,6 +149,8 @@ class Case:
         """Yield each key that does nothing in this case, and what it would need."""
         needed = {
             "placement layers": (self.placement == "layers", ("host_layers",)),
+            "admission second": (self.admission == "second", ("window",)),
+            "admission": ((self.admission or "always") != "always", ("insert_cap", "staging")),
             "max_batch": (self.max_batch is not None, ("arrival_ns",)),
             "max_batch and requests": (self.max_batch is not None and self.requests is not None, ("prefill",)),
             "tokens": (self.tokens is not None, ("prompt", "draft", "prefill_chunk")),
@@ -197,11 +207,13 @@ def run_case(values: dict[str, Any], engine: str = COMPILED) -> dict[str, Any]:
 def run(case: Case, engine: str = COMPILED) -> dict[str, Any]:
     prefetch = f"popular:n={case.popular_n}" if case.prefetch == "popular" else case.prefetch
     placement = f"layers:n={case.host_layers}" if case.placement == "layers" else case.placement or "fetch"
+    requests, policy = case_requests(case), parse(f"{case.evict}+{prefetch}/{placement}{_admission(case)}")
+    policy.require(Shape(case.L, case.E))
     run = gpu_run(
-        case_requests(case),
-        Shape(case.L, case.E),
+        requests,
+        Shape(case.L, case.E, top_k=max(int(np.diff(each.offsets).max(initial=1)) for each in requests)),
         slots=case.gpu_capacity,
-        policy=parse(f"{case.evict}+{prefetch}/{placement}"),
+        policy=policy,
         timing=FixedTiming(
             dense=case.dense_ns,
             expert=case.expert_ns,
@@ -219,6 +231,15 @@ def run(case: Case, engine: str = COMPILED) -> dict[str, Any]:
         users=Users(case.max_batch, case.arrival_ns) if case.max_batch else None,
     )
     return case_result(ENGINES[engine](run), case)
+
+
+def _admission(case: Case) -> str:
+    """Return the admission as policies name it."""
+    if case.admission in (None, "always"):
+        return ""
+    names = ("insert_cap", "staging", *(["window"] if case.admission == "second" else []))
+    options = {name: getattr(case, name) for name in names}
+    return ":".join([f"/{case.admission}", *(f"{name}={n}" for name, n in options.items() if n is not None)])
 
 
 def _link(case: Case, name: str, chunk_bytes: int | None = None) -> Link:
@@ -282,6 +303,7 @@ def case_result(log: RunLog, case: Case) -> dict[str, Any]:
         "stall_ns": int((log.step_ns - log.compute_busy_ns).sum()),
         "wait_ns": wait_ns,
         "on_host": int(log.on_host.sum()),
+        **({} if _admission(case) == "" else {name: int(getattr(log, name).sum()) for name in ADMITTED}),
         "reads_demand": int(log.reads_demand.sum()),
         "reads_prefetch": int(log.reads_prefetch.sum()),
         "host_evictions": log.host_evictions.tolist(),

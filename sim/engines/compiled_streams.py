@@ -11,13 +11,14 @@ import numpy as np
 
 from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
-from policies.core.calling import OBSERVE, PROPOSE, ask, call, checked, like, put
+from policies.core.admission import OWN
+from policies.core.calling import ADMIT, OBSERVE, PROPOSE, ask, call, checked, like, put
 from policies.core.calling import START as AT_START
 from policies.core.compiled import apart, compiled, inlined
 from policies.core.events import Routing, event_at, start_at
-from policies.core.placement import FETCH, LAYERS, SPLIT
+from policies.core.placement import ADMITTED, FETCH, LAYERS, SPLIT
 from policies.core.policy import Float, Int
-from policies.core.residency_compiled import BLOCKED, N_HITS, WASTED_ROOM
+from policies.core.residency_compiled import BLOCKED
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS
 from sim.loop.log import DISK as ON_DISK
 from sim.loop.log import HOST as ON_HOST
@@ -88,7 +89,7 @@ LINK, DISK, COMPUTE, HOST, ROUTER, WAKE = range(6)
 # Columns of `rows`: totals of the run when a step ends
 CLOCK, STALL = 0, 1  # the stall by cause
 COUNTERS = STALL + len(STALLS)  # the residency's
-N_COUNTERS = WASTED_ROOM + 1 - N_HITS
+N_COUNTERS = core.COUNTERS.stop - core.COUNTERS.start
 READS = COUNTERS + N_COUNTERS
 LINK_BUSY, HOST_BUSY_NS, DISK_BUSY_NS, COLUMNS = range(READS + 2, READS + 6)
 
@@ -452,7 +453,7 @@ def place(run: Streams, routing: Routing, first: int, last: int, layer: int, exp
     n.host_left = n.host_next = n.host_queued = 0
     n.event_layer = layer
     placement = n.placement
-    if placement == FETCH or (placement == LAYERS and layer >= n.host_layers):
+    if placement in (FETCH, ADMITTED) or (placement == LAYERS and layer >= n.host_layers):
         return
     link_ready, host_ready, transfer_ns = 0, n.hop_ns, run.h[LAYER_NS, layer]
     if n.link_end != NEVER:
@@ -527,6 +528,24 @@ def decide(run: Streams, plan: Plan, routing: Routing, step: int, layer: int, L:
 
 @apart
 @compiled
+def admit(cells: Int, some: Streams, plan: Plan, routing: Routing, event: int, host_ns: Int) -> None:
+    """Rule 21: each run decides what becomes of the event's misses, and where the host computes those not admitted."""
+    named = ask(plan.asks, ADMIT, event) if some.m[core.ONE, core.ADMISSION] == OWN else 0
+    first, last, experts = routing.offsets[event], routing.offsets[event + 1], routing.experts
+    for c in range(len(cells)):
+        run = like(cells[c], some)
+        core.admit(run.m, run.keep, run.proposals, experts, first, last, plan.ids[:named])
+        if run.n.placement == ADMITTED:
+            for i in range(first, last):
+                if run.m[core.WANTED, experts[i]] == core.ON_HOST:
+                    run.h[HOST_NS, experts[i] % len(run.ends)] = host_ns[routing.counts[i]]
+                    run.n.host_left += 1
+                    run.n.event_others -= 1
+        begin_below(run, experts, first, last)
+
+
+@apart
+@compiled
 def decide_at_start(run: Streams, plan: Plan, routing: Routing, step: int) -> int:
     """Rules 4 and 16: the prefetcher proposes as a step starts; how many experts."""
     if plan.asks:
@@ -548,7 +567,8 @@ def route_layer(run: Streams, routing: Routing, durations: Durations, step: int,
     n.event_others = last - first - n.event_hits
     if len(run.tiers):
         n.event_others -= n.host_left
-        begin_below(run, routing.experts, first, last)
+        if not run.m[core.ONE, core.ADMISSION]:
+            begin_below(run, routing.experts, first, last)
 
 
 @inlined
@@ -593,7 +613,7 @@ def compute_arrivals(run: Streams, routing: Routing, expert_ns: Int, first: int,
         while routing.experts[i] != expert:
             i += 1
         advance(run, n.now + expert_ns[routing.counts[i]], COMPUTE)
-        run.m[core.WANTED, expert] = 0
+        core.computed(run.m, expert)
         act(run)
     n.arrived = n.taken = 0
 
@@ -650,7 +670,7 @@ def goes_on(cells: Int, some: Streams, L: int, admit_at: int) -> bool:
     E = len(some.ends)
     most = (L + 2) * (L * E + E)
     if len(some.tiers):
-        most = 2 * most + L * E
+        most = 2 * most + 3 * L * E  # also what was to be copied before, and what missed in the step
     for c in range(len(cells)):
         run = like(cells[c], some)
         if run.n.evicted + most > len(run.evictions) or run.n.now >= admit_at or run.m[core.ONE, core.FAILED]:
@@ -678,19 +698,24 @@ def run_steps(
     """
     S, L = durations.dense.shape
     K, one = len(cells), like(cells[0], some)
+    admits = one.m[core.ONE, core.ADMISSION] != 0
     while step < S and goes_on(cells, some, L, admit_at):
         if plan.at_start:
             write_proposal(one, plan, decide_at_start(one, plan, routing, step))
-            for c in range(K):
-                run = like(cells[c], some)
+        for c in range(K if plan.at_start or admits else 0):
+            run = like(cells[c], some)
+            core.begin_step(run.m)
+            if plan.at_start:
                 core.take_proposal(run.m, run.proposals)
-                act_at_once(run)
+            act_at_once(run)
         for layer in range(L):
             for c in range(K):
                 route_layer(like(cells[c], some), routing, durations, step, layer)
             n_proposed = decide(one, plan, routing, step, layer, L) if plan.hears else 0
             overhead_ns = 0 if n_proposed == IDLE else predictor_ns
             n_proposed = max(n_proposed, 0)
+            if admits:
+                admit(cells, some, plan, routing, step * L + layer, durations.host[layer])
             if predictor_ns:
                 for c in range(K):
                     act_at_once(like(cells[c], some))

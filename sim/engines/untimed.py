@@ -5,18 +5,20 @@ a slot, or none is left; then experts are computed as they came. `one_at_a_time`
 simulators of plain caches do: then the misses equal theirs to the unit.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from policies.core import residency_compiled as core
-from policies.core.calling import OBSERVE, Held, ask, call, checked, put
+from policies.core.admission import OWN
+from policies.core.calling import ADMIT, OBSERVE, Held, ask, call, checked, put
 from policies.core.compiled import apart, compiled, inlined
 from policies.core.dispatch import EVENT, Native
 from policies.core.events import Events, Routing, event_at, routing_of
-from policies.core.policy import Float, Int, Requests, Shape
+from policies.core.policy import NO_INTS, Float, Int, Requests, Shape
 from policies.core.runner import AskedRunner, PolicyRunner
-from policies.core.spec import PolicySpec
+from policies.core.spec import FETCHED, PolicySpec
 from sim.loop.log import COLUMNS, Ended, RequestLog, RunLog, joined
 from traces.steps import PREFILL, RequestSteps
 
@@ -24,7 +26,7 @@ MOST_EVICTIONS = 1 << 16
 
 PHASE, TOKENS = COLUMNS.index("phase"), COLUMNS.index("tokens")
 FIRST_COUNTER = COLUMNS.index("hits")
-COUNTED = FIRST_COUNTER + core.WASTED_ROOM + 1 - core.N_HITS
+COUNTED = FIRST_COUNTER + core.COUNTERS.stop - core.COUNTERS.start
 
 
 class Heard(NamedTuple):
@@ -33,7 +35,8 @@ class Heard(NamedTuple):
     asks: int  # a policy in Python
     keeps: int  # a compiled one,
     keeper: int  # what it knows,
-    event: int  # and room for the event at hand
+    event: int  # and room for the event at hand,
+    named: Int  # [L*E] and for what the policy itself admits
 
 
 @apart
@@ -45,6 +48,14 @@ def hear(m: Int, who: Heard, routing: Routing, step: int, layer: int, L: int) ->
     elif who.keeps:
         put(event_at(routing, step, layer, L, m[core.ONE, core.SERIAL]), who.event)
         checked(call(who.keeps, who.keeper, m[core.ONE, core.SCORES], who.event, 0))
+
+
+@apart
+@compiled
+def admit(m: Int, keep: Float, proposals: Float, who: Heard, experts: Int, first: int, last: int) -> None:
+    """Rule 21."""
+    named = ask(who.asks, ADMIT, 0) if m[core.ONE, core.ADMISSION] == OWN else 0
+    core.admit(m, keep, proposals, experts, first, last, who.named[:named])
 
 
 @inlined
@@ -77,16 +88,19 @@ def count_steps(
         # Each lookup may push out one expert; where sizes differ, all that are there and all that came since.
         if evicted + last - first + (len(m[0]) if sized else 0) > len(evictions):
             break
+        core.begin_step(m)
         for layer in range(L):
             first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
             hits = core.route(m, keep, routing.experts, first, last)
             if who.asks or who.keeps:
                 hear(m, who, routing, step, layer, L)
+            if one[core.ADMISSION]:
+                admit(m, keep, proposals, who, routing.experts, first, last)
             computed = 0
             while one[core.NEXT_DEMAND] < one[core.LAST_DEMAND]:
                 expert, victim = core.start_demand(m, keep, proposals)
                 if expert == core.BLOCKED:
-                    m[core.WANTED, queued(m, hits, computed)] = 0
+                    core.computed(m, queued(m, hits, computed))
                     computed += 1
                     continue
                 if sized:
@@ -99,7 +113,7 @@ def count_steps(
                     evicted += 1
                 core.arrived(m)
             for place in range(computed, hits + one[core.LAST_DEMAND]):
-                m[core.WANTED, queued(m, hits, place)] = 0
+                core.computed(m, queued(m, hits, place))
         for counter in range(totals.shape[1]):
             totals[step, counter] = one[core.N_HITS + counter]
         step += 1
@@ -140,16 +154,19 @@ def play(
     cold: bool = False,
     expert_bytes: int = 0,
     sizes: Int | None = None,
+    top_k: int = 1,
 ) -> None:
     """Run requests; `ended` takes the log of each as it ends. expert_bytes: of one, 0 where it is not known.
 
     sizes: bytes of each expert, int64[L*E], where they differ; `slots` are bytes then (rule 19).
     """
-    runner = PolicyRunner(policy.without_prefetch(), Shape(layers, experts), requests)
+    policy = replace(policy.without_prefetch(), placement=FETCHED)
+    runner = PolicyRunner(policy, Shape(layers, experts, top_k=top_k), requests)
     residency, keeper = runner.residency(slots, sizes), runner.retention
-    asked = None if policy.without_prefetch().compiled or runner.silent else AskedRunner(runner, residency)
+    asked = None if policy.compiled or runner.silent else AskedRunner(runner, residency)
     native, event = Native(keeper, asked=asked is not None), Held(EVENT)
-    who = Heard(asked.address if asked else 0, native.observe, native.state, event.address)
+    named = asked.proposal.ids if asked else NO_INTS
+    who = Heard(asked.address if asked else 0, native.observe, native.state, event.address, named)
     room = np.zeros(max(MOST_EVICTIONS, layers * experts * (layers + 1)), np.int64)
     before: Any = np.zeros(COUNTED - FIRST_COUNTER, np.int64)
     cache = residency.m, residency.keep, residency.proposals

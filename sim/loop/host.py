@@ -20,7 +20,7 @@ NOTHING, HOPPING = -1, -2
 
 def needed(run: Run) -> bool:
     """Return whether anything of it matters to this run."""
-    return run.host is not None or run.policy.uses_host
+    return run.host is not None or run.policy.uses_host or run.policy.admits is not None
 
 
 class Host:
@@ -56,6 +56,11 @@ class Host:
         placed = self._placement.on_host(layer, self._residency.misses(chosen), tokens, costs)
         self._residency.place_on_host(placed)
         self.tokens = {expert: tokens.pop(expert) for expert in placed}
+
+    def take(self, tokens: dict[int, int]) -> None:
+        """Rule 21: after a lookup, take from `tokens` what was not admitted, where the host computes that."""
+        placed = [expert for expert in tokens if expert not in self.tokens and self._residency.on_host(expert)]
+        self.tokens |= {expert: tokens.pop(expert) for expert in placed}
 
     def begin_event(self, chosen: Int) -> None:
         """The lookup has been made: misses are demanded of host memory, and the hop begins."""

@@ -26,11 +26,16 @@ PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH, DISK, HOST, SLOT = range(7)
 
 COUNTERS = (
     *("hits", "late", "misses", "demand_transfers", "prefetch_transfers", "prefetch_used", "prefetch_wasted"),
-    *("on_host", "demand_bytes", "prefetch_bytes", "wasted_bytes"),
+    *("on_host", "admitted", "bypassed", "copies", "demand_bytes", "prefetch_bytes", "wasted_bytes", "copied_bytes"),
 )
 """What the residency counts, in the order of its `counters()`: bytes only where experts differ in size (rule 19)."""
 
-MOVED = {"demand_bytes": "demand_transfers", "prefetch_bytes": "prefetch_transfers", "wasted_bytes": "prefetch_wasted"}
+MOVED = {
+    "demand_bytes": "demand_transfers",
+    "prefetch_bytes": "prefetch_transfers",
+    "wasted_bytes": "prefetch_wasted",
+    "copied_bytes": "copies",
+}
 """What counts the transfers of which these are the bytes."""
 
 COLUMNS = (
@@ -109,9 +114,13 @@ class RunLog:
     prefetch_used: Int  # [S] prefetched experts looked up for the first time since
     prefetch_wasted: Int  # [S] prefetched experts that left the cache without a lookup
     on_host: Int  # [S] of the misses, those computed on the host
+    admitted: Int  # [S] of the misses; this and the next three under an admission alone (rule 21)
+    bypassed: Int  # [S] of the misses, those not admitted
+    copies: Int  # [S] background copies started
     demand_bytes: Int  # [S] of demand transfers
     prefetch_bytes: Int  # [S] of prefetch transfers
     wasted_bytes: Int  # [S] of wasted prefetches
+    copied_bytes: Int  # [S] of background copies
     reads_demand: Int  # [S] disk reads started for a miss
     reads_prefetch: Int  # [S] disk reads started for a prefetch
     link_busy_ns: Int  # [S] the host link moved bytes

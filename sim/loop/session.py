@@ -89,9 +89,13 @@ class Session:
         if observer:
             observer.run_begins(residency, lambda: self.device.now())
         self._host: Host | None = None
+        self._admission: tuple[PolicyRunner, PolicyResidency] | None = None  # who decides what is admitted (rule 21)
         if host.needed(run):
             assert isinstance(residency, PolicyResidency), "only policies decide what the host does"
             self._host = Host(run, residency, device, observer)
+            if run.policy.admits:
+                assert isinstance(self.decider, PolicyRunner), "only policies admit"
+                self._admission = self.decider, residency
         self.pump = Pump(self.residency, device, link, experts, observer, self._host)
         self._tokens: dict[int, int] = {}  # of each expert of the current event that was not submitted yet
         self._proposal: tuple[Int, Float] | None = None
@@ -105,13 +109,14 @@ class Session:
     # What the outside calls
 
     def start(self, step: Routing) -> None:
-        """A step has started, and computes: ask a prefetcher that wants to be asked already (rules 4 and 16)."""
-        if not self._asks_at_start:
-            return
-        proposal = self.decider.propose(step.start())
+        """A step has started, and computes (rule 21): ask a prefetcher that wants to be asked then (rules 4 and 16)."""
+        if self._admission:
+            self._admission[1].begin_step()
+        proposal = self.decider.propose(step.start()) if self._asks_at_start else None
         if proposal is not None:
             self.residency.propose(*proposal)
             self.pump.proposed = True
+        if proposal is not None or self._admission:
             self._pump()
             if self._host:
                 self._host.act()
@@ -125,15 +130,17 @@ class Session:
         hits, demands = self.residency.route(chosen)
         self._tokens = tokens
         pump.demands, pump.computing = demands, len(hits)
-        if host:
+        if host and not self._admission:
             host.begin_event(chosen)
         if self._observer:
             late = [e for e in tokens if e not in hits and self._slot(e) >= 0]
             self._observer.event_routed(tokens.copy(), hits, late)
         if not self._silent:
-            self._ask(step.event(layer))
-        elif self._predicts:
-            self._start_all()
+            self._ask(step.event(layer), chosen)
+        elif self._predicts or self._admission:
+            self._admit(chosen)
+            if self._predicts:
+                self._start_all()
         if not self.decider.idle and self.device.predict():
             self.submitting(PREDICTOR_ENDED)
             self._turn(PREDICTING)
@@ -270,16 +277,27 @@ class Session:
 
     # Asking the policies
 
-    def _ask(self, event: Event) -> None:
+    def _ask(self, event: Event, chosen: Int) -> None:
         """Rules 3 and 4. The policies' own time on the host counts as the predictor's."""
         self._turn(PREDICTING)
         self.decider.observe(event)
+        self._admit(chosen, event)
         if self._predicts:
             self._turn(WAITING)
             self._start_all()
             self._turn(PREDICTING)
         self._proposal = self.decider.propose(event)
         self._turn(WAITING)
+
+    def _admit(self, chosen: Int, event: Event | None = None) -> None:
+        """Rule 21. What is copied waits for the link as proposals do; only now is it known what the host computes."""
+        if self._admission:
+            assert self._host
+            runner, residency = self._admission
+            self.pump.demands = residency.admit(chosen, runner.admit(event))
+            self.pump.proposed = True
+            self._host.take(self._tokens)
+            self._host.begin_event(chosen)
 
     def _proposal_arrives(self) -> None:
         assert self._proposal is not None

@@ -1,6 +1,6 @@
 """Both engines against the oracle `tests.reference`, to the nanosecond: stored cases and random ones.
 
-Rules 1 to 15 and 17 to 19 of docs/contract.md, all at once.
+Rules 1 to 15, 17 to 19 and 21 of docs/contract.md, all at once.
 """
 
 import json
@@ -16,13 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import Int, Policy, registry
+from policies.core import Event, Int, Policy, registry
+from policies.retention.lru import LRU
 from sim.engines.cases import ENGINES
 from tests import reference
 from tests.support.reference_cases import (
     STORED_CASES,
     STORED_TIERS_CASES,
     Case,
+    draw_admission_case,
     draw_case,
     draw_tiers_case,
     play,
@@ -61,14 +63,17 @@ def test_the_engines_equal_the_reference_on_seeded_random_cases() -> None:
         assert_equals_the_reference(case, result, f"draw_case(random.Random({seed}).randint)")
 
 
+@pytest.mark.parametrize("draw", [draw_tiers_case, draw_admission_case])
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_the_engines_equal_the_reference_on_seeded_random_runs_of_tiers_and_users(batch: int) -> None:
+def test_the_engines_equal_the_reference_on_seeded_random_runs_of_tiers_and_users(
+    batch: int, draw: Callable[[Callable[[int, int], int]], Case]
+) -> None:
     for seed in range(batch, TIERS, BATCHES):
-        case = draw_tiers_case(random.Random(seed).randint)
-        assert_equals_the_reference(case, reference.run_case(case), f"draw_tiers_case(random.Random({seed}).randint)")
+        case = draw(random.Random(seed).randint)
+        assert_equals_the_reference(case, reference.run_case(case), f"{draw.__name__}(random.Random({seed}).randint)")
 
 
-@pytest.mark.parametrize("draw", [draw_case, draw_tiers_case])
+@pytest.mark.parametrize("draw", [draw_case, draw_tiers_case, draw_admission_case])
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_the_engines_equal_the_reference_on_cases_that_hypothesis_shrinks(
@@ -103,6 +108,22 @@ def test_a_policy_that_names_its_victims_in_python_plays_as_the_compiled_one() -
         for seed in range(100):
             case = {**draw_case(random.Random(seed).randint), "evict": "lru", "one_scale": False}
             assert play(case) == reference.run_case(case), f"draw_case of seed {seed}, as lru"
+
+
+class LruOfEvenIds(LRU):
+    """LRU that admits experts of even ids alone, and says so in Python."""
+
+    name = "lru"
+
+    def admit(self, event: Event) -> Int:
+        return event.experts[event.experts % 2 == 0]
+
+
+def test_a_policy_that_admits_by_itself_is_asked_by_both_engines() -> None:
+    with patch.dict(registry._retention, lru=LruOfEvenIds):
+        for seed in range(100):
+            case = {**draw_admission_case(random.Random(seed).randint), "evict": "lru", "admission": "own"}
+            assert_equals_the_reference(case, reference.run_case(case), f"draw_admission_case of seed {seed}, own")
 
 
 def test_the_random_cases_reach_every_kind_of_lookup_and_every_stall_that_one_link_can_cause() -> None:

@@ -97,6 +97,19 @@ def draw_case(integer: Callable[[int, int], int]) -> Case:
     }
 
 
+def draw_admission_case(integer: Callable[[int, int], int]) -> Case:
+    """A random case of `draw_tiers_case` with an admission (rule 21)."""
+    case = draw_tiers_case(integer)
+    case |= {"admission": ("never", "score", "score", "second")[integer(0, 3)], "window": integer(1, 3)}
+    if case.get("placement") and integer(0, 1):
+        case |= {"placement": "admitted"}
+    if integer(0, 1):
+        case |= {"insert_cap": integer(0, 3)}
+    if integer(0, 1):
+        case |= {"staging": integer(1, 3)}
+    return case
+
+
 def draw_tiers_case(integer: Callable[[int, int], int]) -> Case:
     """A random case with what rules 13, 17, 18 and 19 add, each of them absent at times, in the oracle's own format.
 
@@ -162,10 +175,10 @@ def play(case: Case, engine: str = "simpy") -> Case:
     partitions = case.get("partitions")
 
     def residency(
-        shape: Shape, divided: Sequence[int], policy: Policy, one_scale: bool, sizes: Int | None
+        shape: Shape, divided: Sequence[int], policy: Policy, one_scale: bool, *others: Any
     ) -> PolicyResidency:
         assert len(divided) == (len(partitions) if partitions else 1)
-        return PolicyResidency(shape, partitions or divided, policy, case.get("one_scale", False), sizes)
+        return PolicyResidency(shape, partitions or divided, policy, case.get("one_scale", False), *others)
 
     def parse(text: str) -> PolicySpec:
         return spec.parse(text).within("layer" if partitions else "global")

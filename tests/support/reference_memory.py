@@ -72,6 +72,8 @@ class GpuMemory(Memory):
         self.unused_prefetch: set[int] = set()  # prefetched and not looked up since
         self.proposal: set[int] = set()  # the latest one, for protection
         self.bytes_wasted = 0
+        self.staged: set[int] = set()  # rule 21: in the slots beside the cache
+        self.staged_loading: set[int] = set()  # of these
 
         # The numbers that rule 8 speaks of.
         self.event_number = 0  # of the latest event, from 1
@@ -92,14 +94,36 @@ class GpuMemory(Memory):
 
     def take_room(self, expert: int, priority: float | None) -> bool:
         """Whether there is room now for `expert`, if need be by evictions. A demand has no priority."""
-        evictable = self.ready - self.pinned
-        protected = evictable & self.unused_prefetch & self.proposal
-        candidates = self.in_order(evictable - protected)
+        candidates, protected = self.may_leave()
         if priority is None:
-            candidates += self.in_order(protected)
-        elif self.case.get("one_scale"):
+            candidates += protected
+        elif self.case.get("one_scale") and priority > -NEVER:
             candidates = [other for other in candidates if self.keep_score(other)[0] < priority]
         return self.make_room(expert, candidates)
+
+    def may_leave(self) -> tuple[list[int], list[int]]:
+        """Who is evictable, in order: what is not protected, and what is (rule 6)."""
+        evictable = self.ready - self.pinned
+        protected = evictable & self.unused_prefetch & self.proposal
+        return self.in_order(evictable - protected), self.in_order(protected)
+
+    def is_worth_its_slot(self, expert: int) -> bool:
+        """Rule 21, `score`: there is room, or who would leave first for a demand of `expert` has a smaller score."""
+        if self.free_for(expert) >= self.size(expert):
+            return True
+        unprotected, protected = self.may_leave()
+        leaving = [other for other in unprotected + protected if self.share_room(expert, other)]
+        return bool(leaving) and self.keep_score(expert) > self.keep_score(leaving[0])
+
+    def has_staging_room(self, expert: int) -> bool:
+        """Rule 21: whether a staging slot is free; under rule 19 the slots are bytes, each of the largest expert's."""
+        slots = self.case.get("staging")
+        if slots is None:
+            requests = self.case["requests"]
+            slots = max([1, *(len(event) for request in requests for step in request for event in step)])
+        sized = self.capacity_bytes is not None
+        room = slots * max(self.case["layer_bytes"]) if sized else slots
+        return sum(map(self.size, self.staged)) + self.size(expert) <= room
 
     def in_order(self, experts: set[int]) -> list[int]:
         return sorted(experts, key=lambda expert: (self.keep_score(expert), expert))
@@ -108,7 +132,7 @@ class GpuMemory(Memory):
         if self.case["evict"] == "lru":
             return (self.recency[expert],)
         if self.case["evict"] == "fifo":
-            return (self.started[expert],)
+            return (self.started.get(expert, 0),)
         if self.case["evict"] == "lfu":
             return (self.lookups.get(expert, 0), self.last_lookup.get(expert, -1))
         next_uses = [number for number in self.uses.get(expert, []) if number > self.event_number]

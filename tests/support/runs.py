@@ -81,9 +81,9 @@ class Drawn(NamedTuple):
         parts: list[RunLog] = []
 
         def residency(
-            shape: Shape, divided: Sequence[int], policy: Policy, one_scale: bool, sizes: Int | None
+            shape: Shape, divided: Sequence[int], policy: Policy, one_scale: bool, *others: Any
         ) -> PolicyResidency:
-            return PolicyResidency(shape, divided, policy, one_scale or self.one_scale, sizes)
+            return PolicyResidency(shape, divided, policy, one_scale or self.one_scale, *others)
 
         with patch.object(runner, "PolicyResidency", residency):
             play(self.run, parts.append)
@@ -179,7 +179,7 @@ class Lopsided(FixedTiming):
 
 
 def draw_tiers_run(integer: Draw) -> Drawn:
-    """A random run with a placement, a disk, several users and sizes by layer, each of them absent at times."""
+    """A random run with a placement, an admission, a disk, several users and sizes by layer, each absent at times."""
 
     def choice(options: Sequence[Any]) -> Any:
         return options[integer(0, len(options) - 1)]
@@ -200,7 +200,8 @@ def draw_tiers_run(integer: Draw) -> Drawn:
     requests = [draw_request(integer, i, shape) for i in range(integer(1, 8))] if several else run.requests
     span = choice((0, 3, longest, 10 * longest, 50 * longest))
     arrivals = tuple(integer(0, span) for _ in requests) if integer(0, 1) else None
-    placement = choice(("fetch", "host", "split", "split", f"layers:n={integer(0, L)}"))
+    placement = choice(("fetch", "host", "split", "split", "admitted", f"layers:n={integer(0, L)}"))
+    admission = choice(("", "", "/never", "/second:window=3", "/second:window=9:insert_cap=1"))
     own = vars(run.timing) | {
         "hop_ns": integer(0, longest),
         "host": integer(0, longest),
@@ -208,7 +209,7 @@ def draw_tiers_run(integer: Draw) -> Drawn:
     }
     return run._replace(
         requests=requests,
-        policy=f"{run.policy.removesuffix('@layer') if sizes else run.policy}/{placement}",
+        policy=f"{run.policy.removesuffix('@layer') if sizes else run.policy}/{placement}{admission}",
         slots=room() if sizes else run.slots,
         timing=choice((FixedTiming, Lopsided))(**own),
         link=link,
