@@ -134,7 +134,8 @@ class SweepResult:
         table = self.frame[["policy", "cache_experts", "cache_fraction", *shown]].assign(policy=titles)
         first = self.rows[0]
         where = f" on {first['hardware']}" if first["hardware"] else ", untimed"
-        return f"Sweep of {first['trace']} ({first['model']}{where}):\n{table.to_string(index=False)}"
+        whole = f"Sweep of {first['trace']} ({first['model']}{where}):\n{table.to_string(index=False)}"
+        return "\n".join([*verdict.lossy(self.rows), whole])
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: what the sweep means, and a table of its main columns."""

@@ -31,4 +31,5 @@ class RunKeywords(TypedDict, total=False):
     acceptance: float | str | list[int] | tuple[int, ...] | None
     draft_us: float | None
     draft_model: str | Path | None
+    routing: str | None
     prefill_chunk: int | None

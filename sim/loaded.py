@@ -13,8 +13,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from policies.core.bent import Rule, require
 from policies.core.policy import Int, Shape
-from policies.core.spec import PolicySpec
+from policies.core.spec import PolicySpec, read_rule
 from policies.overhead import measured_us
 from sim.engines import compiled_engine, untimed
 from sim.experiment import Experiment
@@ -81,6 +82,16 @@ class Loaded(ABC):
     @property
     def shape(self) -> Shape:
         return Shape(self.trace.layers, self.trace.num_experts, top_k=self.trace.top_k)
+
+    @cached_property
+    def rule(self) -> Rule | None:
+        """What bends the routing (rule 22). Raise InputError for what the trace lacks."""
+        if self.experiment.routing is None:
+            return None
+        rule = read_rule(self.experiment.routing)
+        rule.by(self.trace.top_k)
+        require(rule, self.trace.steps(0).choices)
+        return rule
 
     @property
     def all_experts(self) -> int:
@@ -161,6 +172,8 @@ class Loaded(ABC):
         """Raise InputError for what the policy lacks: slots for its scope, a file; timed, a column."""
         policy.divide(self.shape, slots, self.sizes)
         policy.require(self.shape)
+        future = f"{policy.text} knows the routing of the trace, which `routing` bends: choose another policy"
+        refuse((self.rule is not None and policy.oracle, future))
 
     def slots_for(self, policy: PolicySpec, cache_size: str) -> int:
         """Return the capacity of a cache of this size for a policy. Raise InputError where this trace cannot run it."""
@@ -221,6 +234,7 @@ class Loaded(ABC):
             draft=experiment.draft or None,
             acceptance=experiment.acceptance_text,
             prefill_chunk=experiment.prefill_chunk,
+            routing=experiment.routing if self.rule and self.rule.is_lossy(self.trace.top_k) else None,
             max_batch=experiment.max_batch,
             arrivals=experiment.arrivals if experiment.max_batch else None,
             arrival_rate=experiment.arrival_rate,
@@ -237,7 +251,7 @@ class CountedRun(Loaded):
     def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
         shape, size, cold = (self.trace.layers, self.trace.num_experts), self.expert_bytes or 0, self.experiment.cold
         top_k = self.trace.top_k
-        untimed.play(Requests(self.trace), *shape, slots, policy, ended, cold, size, self.sizes, top_k)
+        untimed.play(Requests(self.trace), *shape, slots, policy, ended, cold, size, self.sizes, top_k, self.rule)
 
 
 @dataclass(frozen=True)
@@ -343,6 +357,7 @@ class TimedRun(Loaded):
             f"the admission {policy.admission.term}": policy.admits is not None,
             "a disk below host memory (`host_memory`)": self.experiment.host_memory is not None,
             "several users (`max_batch`)": self.experiment.max_batch is not None,
+            "bent routing (`routing`)": self.experiment.routing is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -364,14 +379,15 @@ class TimedRun(Loaded):
     def learns_once(self, policy: PolicySpec) -> bool:
         """Return whether cells of a policy gain by running together: it learns, and from events alone."""
         learns = policy.evict.cls.observes or policy.prefetch.cls.observes or policy.prefetches
-        return learns and policy.learns_from_events_alone and self.experiment.max_batch is None
+        alone = self.experiment.max_batch is None and self.experiment.routing is None
+        return learns and policy.learns_from_events_alone and alone
 
     def run(self, policy: PolicySpec, slots: int) -> Run:
         timing, link = self.timing(policy), self.link
         window = experts_per_layer(timing, link, self.trace.layers, self.trace.top_k)
         requests, cold = self.requests, self.experiment.cold
         sent = users(self.experiment, self.trace)
-        return gpu_run(requests, self.shape, slots, policy, timing, link, cold, window, self._host(), sent)
+        return gpu_run(requests, self.shape, slots, policy, timing, link, cold, window, self._host(), sent, self.rule)
 
     def _host(self) -> Tier | None:
         """Return host memory over the disk, if it does not hold all experts."""
@@ -406,7 +422,8 @@ def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | Tim
 
     Raise InputError for whatever cannot be used.
     """
-    requests = _requests(experiment, Shards.open(experiment.trace) if trace is None else trace)
+    bent = experiment.routing is not None
+    requests = _requests(experiment, Shards.open(experiment.trace, scores=bent) if trace is None else trace)
     profile = _profile(experiment, requests)
     if profile and profile.encoder_moe_layers and (experiment.as_decode or experiment.prefill_chunk):
         stated = "as_decode" if experiment.as_decode else "prefill_chunk"

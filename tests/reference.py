@@ -13,6 +13,7 @@ Beyond the format a case may have, for fuzzing:
 - `admission`, with `window`, `insert_cap` and `staging` (rule 21; by default as many slots as the most
   experts of an event of one request); `own` admits even ids;
 - placement "layers": the misses of the first `host_layers` layers are computed on the host;
+- `bent`: a rule that bends the routing (rule 22, `tests.support.reference_bent`);
 - `layer_bytes`, `capacity_bytes` and `host_capacity_bytes` (rule 19), in place of `expert_bytes`,
   `slots` and `host_slots`. Of prefetches (and of reads for them) the best that can have room is taken.
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.support.reference_batch import Batch
+from tests.support.reference_bent import Bent
 from tests.support.reference_memory import GpuMemory, HostMemory, bytes_of
 
 LINK, DISK, COMPUTE, HOST, ROUTER, WAKE_UP = range(6)  # rule 15: the order of kinds within one nanosecond
@@ -95,6 +97,7 @@ class Reference:
 
         # Where the run is.
         self.batch = Batch(case)
+        self.bent = Bent(case) if case.get("bent") else None
         self.layer = 0
         self.step_start = 0
         self.events_used: dict[int, int] = {}  # the popular prefetcher's counts
@@ -130,6 +133,7 @@ class Reference:
             "end_ns": self.now,
             "stall_ns": self.step_ns - self.busy_ns,
             "stalls": list(self.stalls.values()),
+            **({"bent": self.bent.counts} if self.bent else {}),
         }
 
     def given(self, key: str) -> int:
@@ -239,7 +243,7 @@ class Reference:
     # The router (rules 1 to 4, 13 and 14)
 
     def on_router(self) -> None:
-        self.tokens = {self.layer * self.E + expert: tokens for expert, tokens in self.batch.event(self.layer).items()}
+        self.tokens = {self.layer * self.E + expert: tokens for expert, tokens in self.event().items()}
         experts = sorted(self.tokens)
         misses = self.look_up(experts)
         self.on_host = self.placed_on_host(misses)
@@ -254,6 +258,14 @@ class Reference:
             self.compute("predictor", self.case["predictor_ns"], self.on_proposal, proposal)
         else:
             self.on_proposal(proposal)
+
+    def event(self) -> dict[int, int]:
+        """The experts of the present step and layer, bent by those that are READY or LOADING (rule 22)."""
+        if self.bent is None:
+            return self.batch.event(self.layer)
+        there, first = self.gpu.ready | self.gpu.loading, self.layer * self.E
+        steps = [(request, self.batch.steps_done[request]) for request in self.batch.stepping]
+        return self.bent.event(self.layer, steps, {expert - first for expert in there})
 
     def look_up(self, experts: list[int]) -> list[int]:
         """The misses, in ascending id."""

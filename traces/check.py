@@ -91,6 +91,20 @@ def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], whe
         raise InputError(f"{where}: lookahead of token row {first + row}, MoE layer {layer}: {reason}")
 
 
+def check_candidates(
+    meta: TraceMeta,
+    candidates: NDArray[np.unsignedinteger],
+    experts: NDArray[np.unsignedinteger],
+    where: str,
+    first: int = 0,
+) -> None:
+    """Raise InputError for candidates [tokens, L, C] of which the first are not the choices [tokens, L, k]."""
+    check_lookahead(meta, candidates[:, :, None], where, first)
+    wrong = (candidates[:, :, : meta.top_k] != experts).any(axis=(1, 2))
+    if wrong.any():
+        raise InputError(f"{where}: candidates of token row {first + int(np.argmax(wrong))}: the first are no choices")
+
+
 Fault = tuple[int, int, int]
 """A request, its row, and the layer; a row below 0: the EAM of the request is wrong."""
 

@@ -40,7 +40,7 @@ class Drafts:
         count = first + len(begins)
         ahead, ids = steps.lookahead, steps.token_ids
         drafted, own = np.concatenate([np.zeros(first, np.int64), tokens - 1]), np.cumsum(steps.tokens) - steps.tokens
-        prompt = np.arange(steps.tokens[:first].sum())
+        taken_in = np.concatenate([np.arange(steps.tokens[:first].sum()), own[first + row]])
         values = steps.counts, *([] if steps.weights is None else [steps.weights])
         event, taken = _together(steps.offsets, rows, step, layers)
         offsets, chosen, counts, *weights = grouped(
@@ -61,7 +61,8 @@ class Drafts:
             counts=counts,
             weights=weights[0] if weights else None,
             lookahead=ahead,
-            token_ids=None if ids is None else ids[np.concatenate([prompt, own[first + row]])],
+            token_ids=None if ids is None else ids[taken_in],
+            choices=steps.choices and steps.choices.rows(taken_in),
             drafted=drafted,
             rejected=np.concatenate([np.zeros(first, np.int64), tokens - kept]),
         )

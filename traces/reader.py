@@ -35,8 +35,8 @@ from traces.schema import (
 EXTRA = (*OPTIONAL, "token_id", "embedding")
 """What is read only when it is requested."""
 
-RUN = ("token_id", "weights", "lookahead", "lookahead_scores", "drafted")
-"""Of these, what runs read, as far as a trace has it."""
+RUN = ("token_id", "weights", "lookahead", "lookahead_scores", "drafted", "candidates", "scores")
+"""Of these, what runs read, as far as a trace has it; the last two where routing is bent."""
 
 CORE = ("request", "position", "step", "phase", "experts")
 

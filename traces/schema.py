@@ -63,6 +63,7 @@ class TraceMeta:
     expert_hidden_size: Size | None = None  # of what experts read and write, where it is not hidden_size
     expert_matrices: Size = 3  # gate, up and down; 2 without a gate
     lookahead: Picks | None = None  # of the columns of that name; None: it has none
+    candidates: Size | None = None  # of a token in a layer, where it has the columns candidates and scores
     tools: dict[str, str] = field(default_factory=dict)  # name of a program or library -> its version
     settings: dict[str, Any] = field(default_factory=dict)  # of what made it: option -> plain value
 
@@ -73,6 +74,7 @@ class TraceMeta:
         sizes = len(self.layer_expert_bytes)
         refuse(
             (not possible, f"no model has {self.layers} MoE layers x {self.experts} experts, top-{self.top_k}"),
+            ((self.candidates or self.top_k) < self.top_k, "candidates hold fewer experts than a token chooses"),
             (not named, f"{self.layers} MoE layers need as many different layer_names: {self.layer_names}"),
             (sizes not in (0, self.layers), f"layer_expert_bytes has {sizes} sizes for {self.layers} MoE layers"),
         )
@@ -104,6 +106,8 @@ class TraceMeta:
             return self.layers, self.top_k
         if column in ("lookahead", "lookahead_scores") and self.lookahead:
             return self.layers, len(self.lookahead.distances), self.lookahead.count
+        if column in ("candidates", "scores") and self.candidates:
+            return self.layers, self.candidates
         return (self.layers, self.experts) if column == "gate_probs" else ()
 
     def encode(self) -> dict[bytes, bytes]:
@@ -130,6 +134,8 @@ OPTIONAL: dict[str, Callable[[TraceMeta], pa.DataType]] = {
     "weights": lambda meta: pa.list_(FLOAT, prod(meta.shape("weights"))),
     "lookahead": lambda meta: pa.list_(pa.from_numpy_dtype(meta.id_type), prod(meta.shape("lookahead"))),
     "lookahead_scores": lambda meta: pa.list_(FLOAT, prod(meta.shape("lookahead_scores"))),
+    "candidates": lambda meta: pa.list_(pa.from_numpy_dtype(meta.id_type), prod(meta.shape("candidates"))),
+    "scores": lambda meta: pa.list_(pa.float32(), prod(meta.shape("scores"))),
     "gate_probs": lambda meta: pa.list_(FLOAT, prod(meta.shape("gate_probs"))),
     "drafted": lambda meta: pa.int16(),
     "hits": lambda meta: pa.list_(pa.int8(), prod(meta.shape("hits"))),
@@ -139,6 +145,8 @@ OPTIONAL: dict[str, Callable[[TraceMeta], pa.DataType]] = {
 hits: 1 where the engine that was recorded had the expert in its cache, 0 where it had not, -1 where it did not say.
 lookahead: [L * distances * picks] what a layer's router picked so many layers before, the best first; the largest value
 of the id type where there is no such layer. lookahead_scores: the probability that the router gave to each.
+candidates: [L * C] the experts that a token chose, then those to which the router gave the highest scores besides.
+scores: [L * C] the logarithm of the probability that the router gave to each.
 drafted: of a recording that speculated, the tokens that were drafted behind this one in its forward pass (rule 20); -1:
 it was drafted itself, and accepted. `step` numbers such tokens as if they had been decoded one by one.
 """

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.blocks import Arrays, Blocks
-from traces.check import check_ids, check_lookahead
+from traces.check import check_candidates, check_ids, check_lookahead
 from traces.index import Index
 from traces.reader import RUN, changed, open_folder
 from traces.schema import AGGREGATE
@@ -40,8 +40,8 @@ class Shards(AnyTrace):
     _eams: Blocks  # by request
 
     @staticmethod
-    def open(path: Path | str, lookahead: bool = True) -> "Shards":
-        """Open a trace folder, a path or a URL; lookahead: read that column too. Raise InputError."""
+    def open(path: Path | str, lookahead: bool = True, scores: bool = False) -> "Shards":
+        """Open a trace folder, a path or a URL; lookahead, scores: read those columns too. Raise InputError."""
         folder = open_folder(path)
         requests = folder.listing()
         index = Index.of(folder, requests)
@@ -50,6 +50,7 @@ class Shards(AnyTrace):
             for n in range(len(eams)):
                 eams[n]
         run = [name for name in RUN if lookahead or not name.startswith("lookahead")]
+        run = run if scores else [name for name in run if name not in ("candidates", "scores")]
         columns = [name for name in folder.row_columns(run) if name != "step"]
         return Shards(
             name=folder.location.name,
@@ -115,6 +116,8 @@ class Shards(AnyTrace):
         check_ids(self.meta, rows["experts"], ends, rows["phase"], eams, self.path, first=number)
         if "lookahead" in rows:
             check_lookahead(self.meta, rows["lookahead"], self.path, first=int(self.offsets[i]))
+        if "candidates" in rows:
+            check_candidates(self.meta, rows["candidates"], rows["experts"], self.path, first=int(self.offsets[i]))
 
 
 def by_request(rows: Arrays) -> Arrays:

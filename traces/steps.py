@@ -61,6 +61,38 @@ class Lookahead:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """What each of T tokens chose by itself, as its trace has it, in the order of the steps (rule 22)."""
+
+    experts: NDArray[np.integer]  # [T, L, k] in a layer, `sentinel` for none
+    sentinel: int
+    weights: NDArray[np.floating] | None  # [T, L, k]
+    candidates: NDArray[np.integer] | None  # [T, L, C] the router's choices first
+    scores: NDArray[np.floating] | None  # [T, L, C] log probabilities
+    ahead: NDArray[np.integer] | None  # [T, L, distances, picks] what routers picked for this layer before
+    distances: tuple[int, ...]
+
+    @property
+    def top_k(self) -> int:
+        return int(self.experts.shape[2])
+
+    @property
+    def chosen(self) -> NDArray[np.bool_]:
+        """[T, L, k] where anything was routed."""
+        chosen: NDArray[np.bool_] = self.experts != self.sentinel
+        return chosen
+
+    def ids(self, stored: NDArray[np.integer]) -> Int:
+        """Return ids in a layer as int64, -1 for none."""
+        return np.where(stored == self.sentinel, -1, stored.astype(np.int64))
+
+    def rows(self, taken: slice | Int) -> "Choices":
+        """Return those of some tokens."""
+        names = ("experts", "weights", "candidates", "scores", "ahead")
+        return replace(self, **{name: each[taken] for name in names if (each := getattr(self, name)) is not None})
+
+
+@dataclass(frozen=True)
 class RequestSteps:
     """One request of S steps and A accesses, laid out flat; event (s, l) is the slice between two offsets."""
 
@@ -77,6 +109,7 @@ class RequestSteps:
     drafted: Int | None = None  # [S] of the tokens those that were drafted (rule 20); None: nowhere any
     rejected: Int | None = None  # [S] of these the ones that are not accepted; None as before
     draft_ns: Int | None = None  # [S] what drafting takes before the step; None: no time
+    choices: Choices | None = None  # [sum of tokens] of each token; None: not known
 
 
 def steps_of_rows(
@@ -94,7 +127,11 @@ def steps_of_rows(
     if prompt < len(experts) or not parts:
         parts.append(decode_steps(request, experts[prompt:], E, sentinel, context[prompt:]))
     steps = join(parts) if len(parts) > 1 else parts[0]
-    token_id, weights, ahead = (rows.get(name) for name in ("token_id", "weights", "lookahead"))
+    names = ("token_id", "weights", "lookahead", "candidates", "scores")
+    token_id, weights, ahead, candidates, scores = map(rows.get, names)
+    distances = meta.lookahead.distances if meta.lookahead else ()
+    choices = Choices(experts, sentinel, weights, candidates, scores, ahead, distances)
+    steps = replace(steps, choices=choices)
     step, count = np.repeat(np.arange(len(steps.tokens)), steps.tokens), len(steps.tokens)
     if weights is not None:
         row, layer, rank = np.nonzero(experts != sentinel)

@@ -17,7 +17,15 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traces.check import check_finite, check_ids, check_lookahead, check_steps, count_eams, first_fault
+from traces.check import (
+    check_candidates,
+    check_finite,
+    check_ids,
+    check_lookahead,
+    check_steps,
+    count_eams,
+    first_fault,
+)
 from traces.drafts import Drafts
 from traces.errors import InputError, refuse
 from traces.index import Index
@@ -155,6 +163,8 @@ class Trace(AnyTrace):
     token_id: NDArray[np.int32] | None = None  # [T] -1 where withheld; None: not read
     lookahead: NDArray[Any] | None = None  # [T, L, distances, picks] ids as experts: picked for L so many layers before
     lookahead_scores: NDArray[np.float16] | None = None  # [T, L, distances, picks]; `meta.lookahead` says which
+    candidates: NDArray[Any] | None = None  # [T, L, C] ids as experts: the choices, then those of the next best scores
+    scores: NDArray[np.float32] | None = None  # [T, L, C] log probabilities by the router; `meta.candidates` is C
     gate_probs: NDArray[np.float16] | None = None  # [T, L, E] the router's distribution over all experts
     drafted: NDArray[np.int16] | None = None  # [T] tokens drafted behind this one; -1: it was drafted, and accepted
     hits: NDArray[np.int8] | None = None  # as experts: 1, the recorded engine had it in its cache; 0, not; -1, not said
@@ -196,6 +206,8 @@ class Trace(AnyTrace):
             check_steps(arrays["step"], arrays["phase"], offsets, where, first)
             if "lookahead" in arrays:
                 check_lookahead(meta, arrays["lookahead"], where)
+            if "candidates" in arrays:
+                check_candidates(meta, arrays["candidates"], arrays["experts"], where)
         for name in FLOATS & arrays.keys():
             check_finite(name, arrays[name], where)
         if listed.embedding is not None:
@@ -383,7 +395,7 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
 PER_ROW = ("experts", "phase", "position", "step", "token_id", *OPTIONAL)
 """Fields of a Trace with an entry for each row."""
 
-FLOATS = {"weights", "lookahead_scores", "gate_probs"}
+FLOATS = {"weights", "lookahead_scores", "scores", "gate_probs"}
 """Of these the ones that hold floating-point numbers."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from policies.core.bent import NOT_BENT, Bending, Bent, bend
 from policies.core.compiled import compiled, inlined
 from policies.core.policy import NO_FLOATS, NO_INTS, START, Event, Float, Int, Shape
 from traces.steps import Flat, Lookahead, RequestSteps, grouped
@@ -69,6 +70,7 @@ class Routing(NamedTuple):
     steps: Int  # [R] of the event at hand, as are:
     own: Int  # [R + 1] offsets of each request
     picked: Int  # [D + 1] offsets of each distance
+    bent: Bent  # what writes each event as it comes
 
 
 class Events:
@@ -83,30 +85,31 @@ class Events:
         self.count = len(routing.phase) * layers
         self._before = before
         self._phases: list[int] = routing.phase.tolist()
-        self._first, self._ahead = routing.offsets.tolist(), routing.ahead_offsets.tolist()
-        self._own = routing.own_offsets.tolist() if len(routing.batch_slots) > 1 else []
-        self._experts: list[int] = routing.experts.tolist()
-        self._counts: list[int] = routing.counts.tolist()
+        self._ahead = routing.ahead_offsets.tolist()
+        self._own = len(routing.batch_slots) > 1
         self._first_token: list[int] = routing.token_offsets.tolist()
         self._step, self._steps, self._token_ids = -1, NO_INTS, NO_INTS
         self._offsets: dict[int, Int] = {}  # by number of experts
 
     @classmethod
-    def of(cls, request: RequestSteps, layers: int, before: int = 0) -> "Events":
+    def of(cls, request: RequestSteps, layers: int, before: int = 0, bending: Bending | None = None) -> "Events":
         """Return those of a request that runs alone."""
-        return cls(routing_of(request), layers, before)
+        return cls(routing_of(request, bending), layers, before)
 
     def chosen(self, step: int, layer: int) -> tuple[Int, dict[int, int]]:
         """Return the experts that all requests chose, int64[n] ascending, and the tokens of each."""
-        place = step * self.layers + layer
-        first, last = self._first[place], self._first[place + 1]
-        tokens = dict(zip(self._experts[first:last], self._counts[first:last], strict=True))
-        return self.routing.experts[first:last], tokens
+        event = slice(*self.routing.offsets[(place := step * self.layers + layer) : place + 2])
+        experts = self.routing.experts[event]
+        return experts, dict(zip(experts.tolist(), self.routing.counts[event].tolist(), strict=True))
+
+    def bend(self, step: int, layer: int, states: Int) -> None:
+        """Bend the event by the states of all experts (rule 22)."""
+        bend(self.routing, states, step, layer, self.layers)
 
     def event(self, step: int, layer: int) -> Event:
         """Return the event of `layer` in step number `step` of these."""
         routing, number = self.routing, step * self.layers + layer
-        first, last = self._first[number], self._first[number + 1]
+        first, last = routing.offsets[number : number + 2].tolist()
         ahead = NOTHING_AHEAD
         if self._ahead and layer < self.layers - 1:
             next_ = slice(self._ahead[number + 1], self._ahead[number + 2])
@@ -162,8 +165,8 @@ class Events:
         return Event._make((*together, *own, *picks, weights))
 
 
-def routing_of(request: RequestSteps) -> Routing:
-    """Return the arrays of a request that runs alone."""
+def routing_of(request: RequestSteps, bending: Bending | None = None) -> Routing:
+    """Return the arrays of a request that runs alone, to be bent if `bending` says how."""
     ahead = request.lookahead
     own = _contiguous(request.offsets, request.experts, request.counts)
     near = _contiguous(*ahead.nearest()) if ahead else NOTHING_CHOSEN
@@ -177,14 +180,17 @@ def routing_of(request: RequestSteps) -> Routing:
         np.cumsum(request.tokens, out=tokens[1:])
     phase = request.phase.astype(np.int64)
     rest = tokens, ids, *own, one[0], one[1], one[2], two, at_hand
-    return Routing._make((phase, *own, *near, *picks, weights, *rest))
+    routing = Routing._make((phase, *own, *near, *picks, weights, *rest, NOT_BENT))
+    return bending.routing(routing, [(0, request)], len(phase)) if bending else routing
 
 
 def _contiguous(offsets: Int, experts: Int, counts: Int) -> Flat:
     return np.ascontiguousarray(offsets), np.ascontiguousarray(experts), np.ascontiguousarray(counts)
 
 
-def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> Routing:
+def routing_of_batch(
+    parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape, bending: Bending | None = None
+) -> Routing:
     """Return the arrays of so many steps of several requests (rule 18).
 
     A step in which any of them decodes is a decode step: others may be at chunks of their prompts (rule 20).
@@ -200,7 +206,8 @@ def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int,
     tokens = _token_ids(parts, steps)
     at_hand = np.zeros(R, np.int64), np.zeros(R + 1, np.int64), np.zeros(depth + 1 if depth else 0, np.int64)
     rest = *tokens, *own, batch_slots, first, *at_hand
-    return Routing._make((phase, *together, *near, *picks, weights, *rest))
+    routing = Routing._make((phase, *together, *near, *picks, weights, *rest, NOT_BENT))
+    return bending.routing(routing, [part[1:] for part in parts], steps) if bending else routing
 
 
 def _weights(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> Float:

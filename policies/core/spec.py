@@ -15,6 +15,7 @@ from typing import Any
 
 from policies.core import dispatch, guard, registry, user_file
 from policies.core.admission import ADMISSIONS, Admission, Always, Own, Score
+from policies.core.bent import RULES, Rule
 from policies.core.grammar import Expression, Term, file_and_class, read, read_scope, read_term, value_text
 from policies.core.per_layer import PerLayer
 from policies.core.placement import PLACEMENTS, Admitted, Fetch, Placement
@@ -347,6 +348,14 @@ def parse(policy: PolicyLike) -> PolicySpec:
     return policy if isinstance(policy, PolicySpec) else PolicySpec.of(policy)
 
 
+def read_rule(text: str) -> Rule:
+    """Return the rule that bends routing which a text says, `drop:below=0.1`. Raise InputError."""
+    term = read_scope(text)
+    if term.name not in RULES:
+        raise unknown("routing", term.name, RULES)
+    return RULES[term.name](_options(RULES[term.name], term.options))
+
+
 def make_policy(policy: PolicyLike, *, prefetch: Half | None = None, **options: Any) -> PolicySpec:
     """Return a policy with other options than its defaults, or with a prefetcher beside it.
 
@@ -420,12 +429,12 @@ def _alike(evict: Part, prefetch: Part) -> bool:
     return evict.name == prefetch.name and evict.values == prefetch.values
 
 
-def _options(cls: type[Listener | Scope | Placement | Admission], values: Iterable[tuple[str, Any]] = ()) -> Any:
+def _options(cls: type[Listener | Scope | Placement | Admission | Rule], values: Iterable[tuple[str, Any]] = ()) -> Any:
     """Return the options of a class: its defaults and over them `values`, or their text. Raise InputError."""
     return guard.guarded(cls, "Options", _chosen)(cls, values)
 
 
-def _chosen(cls: type[Listener | Scope | Placement | Admission], values: Iterable[tuple[str, Any]]) -> Any:
+def _chosen(cls: type[Listener | Scope | Placement | Admission | Rule], values: Iterable[tuple[str, Any]]) -> Any:
     declared = dataclasses.fields(cls.Options) if dataclasses.is_dataclass(cls.Options) else ()
     defaults = {option.name: option.default for option in declared}
     chosen = {}

@@ -77,7 +77,7 @@ class LiveLoop:
         own = columns, number, 0, phase == PREFILL
         places = tuple(Place(first + row, row, request + row, *own) for row in range(rows))
         begins = () if self._number else places
-        callbacks = routing.chosen, routing.event, routing.start
+        callbacks = routing.chosen, routing.event, routing.start, routing.bend
         step = Step(phase, rows * columns, rows * context, places, begins, (), True, False, *callbacks)
         with self._changed:
             self._step, self._routing, self.layer = step, routing, 0

@@ -80,10 +80,12 @@ def run(
 def _verdict(loaded: TimedRun, size: str, summary: Summary) -> list[str]:
     """Return what the run means beside LRU and Belady, which are run too; nothing of a run that stopped early."""
     found, requests = run_grid(loaded, grid_of(loaded, [LRU], [size]))
-    (lru,), (belady,), row = found.rows, found.bound, summary.row()
+    (lru,), row = found.rows, summary.row()
     if row["requests"] != lru["requests"]:
-        return []
-    row |= {"resident_ms": lru["resident_ms"], **measures(row, lru, belady, found.judged_by)}
+        return list(verdict.lossy([row]))
+    row["resident_ms"] = lru["resident_ms"]
+    for belady in found.bound:
+        row |= measures(row, lru, belady, found.judged_by)
     return verdict.of_run(row, [swept_run(lru, requests), swept_run(row, summary.requests().to_pandas())])
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
+from policies.core.bent import Bending
 from policies.core.calling import Held, Proposal
 from policies.core.compiled import kept_for
 from policies.core.dispatch import EVENT, Native
@@ -49,7 +50,7 @@ def play_cells(runs: Sequence[Run], ended: Sequence[Ended]) -> None:
     """Run runs that differ in the sizes of their caches alone, together where the policy lets them: it learns once."""
     with counting(runs[0]):
         runner = decider_of(runs[0])
-        if len(runs) > 1 and (runs[0].users or not runner.shares_cells):
+        if len(runs) > 1 and (runs[0].users or runs[0].routing or not runner.shares_cells):
             for run, each in zip(runs, ended, strict=True):
                 Engine([run], decider_of(run)).play([each])
         else:
@@ -203,6 +204,7 @@ class Engine:
         self.plan = self._plan(run.gpu.experts_per_layer)
         self.held = [Held(cell.state) for cell in self.cells]
         self.events = 0  # so far
+        self.bending = Bending(run.routing, run.shape) if run.routing else None
         self.tables = DurationTables(run.timing, run.shape.layers, host=host.needed(run))
 
     def _plan(self, experts_per_layer: float | None) -> streams.Plan:
@@ -265,7 +267,8 @@ class Engine:
         left = min(len(each.request.phase) - each.step for each in parts)
         steps = left if alone else 1 if parts[0].prefills else min(left, streams.STRETCH)
         batch = [(each.batch_slot, each.step, each.request) for each in parts]
-        routing = routing_of(parts[0].request) if alone else routing_of_batch(batch, steps, self.runner.shape)
+        bending, shape = self.bending, self.runner.shape
+        routing = routing_of(parts[0].request, bending) if alone else routing_of_batch(batch, steps, shape, bending)
         durations = self._durations(parts, steps, routing)
         for cell in cells:
             cell.check_range(routing, durations)

@@ -12,6 +12,7 @@ import numpy as np
 from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
 from policies.core.admission import OWN
+from policies.core.bent import COUNTS, bend
 from policies.core.calling import ADMIT, OBSERVE, PROPOSE, ask, call, checked, like, put
 from policies.core.calling import START as AT_START
 from policies.core.compiled import apart, compiled, inlined
@@ -91,7 +92,8 @@ CLOCK, STALL = 0, 1  # the stall by cause
 COUNTERS = STALL + len(STALLS)  # the residency's
 N_COUNTERS = core.COUNTERS.stop - core.COUNTERS.start
 READS = COUNTERS + N_COUNTERS
-LINK_BUSY, HOST_BUSY_NS, DISK_BUSY_NS, COLUMNS = range(READS + 2, READS + 6)
+BENT = READS + 2
+LINK_BUSY, HOST_BUSY_NS, DISK_BUSY_NS, COLUMNS = range(BENT + len(COUNTS), BENT + len(COUNTS) + 4)
 
 # More rows of `Streams.h`, which is one array since each costs every call: of an expert of each layer the bytes, the
 # time of its transfer and of its read; of the event's experts those for the host to compute, in order, and, by their
@@ -559,6 +561,8 @@ def route_layer(run: Streams, routing: Routing, durations: Durations, step: int,
     """Rules 11 and 1: the dense part of a layer, then its experts are looked up."""
     n = run.n
     advance(run, n.now + durations.dense[step, layer], ROUTER)
+    if routing.bent.kind:
+        bend(routing, run.m[core.STATE], step, layer, durations.dense.shape[1])
     event = step * durations.dense.shape[1] + layer
     first, last = routing.offsets[event], routing.offsets[event + 1]
     if len(run.tiers):
@@ -645,7 +649,7 @@ def compute_layer(run: Streams, plan: Plan, routing: Routing, durations: Duratio
 
 @apart
 @compiled
-def write_row(run: Streams, row: Int) -> None:
+def write_row(run: Streams, bent: Int, row: Int) -> None:
     """Write the totals of the run so far, [COLUMNS]."""
     n = run.n
     row[CLOCK] = n.now
@@ -653,6 +657,8 @@ def write_row(run: Streams, row: Int) -> None:
         row[STALL + cause] = run.stall[cause]
     for counter in range(N_COUNTERS):
         row[COUNTERS + counter] = run.m[core.ONE, core.N_HITS + counter]
+    for count in range(len(bent)):
+        row[BENT + count] = bent[count]
     row[LINK_BUSY] = busy_until_now(n)
     if len(run.tiers):
         row[HOST_BUSY_NS] = n.host_busy
@@ -732,6 +738,6 @@ def run_steps(
         for c in range(K):
             run = like(cells[c], some)
             advance(run, run.n.now + durations.head[step], COMPUTE)
-            write_row(run, rows[c, step])
+            write_row(run, routing.bent.counts, rows[c, step])
         step += 1
     return step

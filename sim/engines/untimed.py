@@ -6,12 +6,13 @@ simulators of plain caches do: then the misses equal theirs to the unit.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from policies.core import residency_compiled as core
 from policies.core.admission import OWN
+from policies.core.bent import COUNTS, Bending, Rule, bend
 from policies.core.calling import ADMIT, OBSERVE, Held, ask, call, checked, put
 from policies.core.compiled import apart, compiled, inlined
 from policies.core.dispatch import EVENT, Native
@@ -26,7 +27,8 @@ MOST_EVICTIONS = 1 << 16
 
 PHASE, TOKENS = COLUMNS.index("phase"), COLUMNS.index("tokens")
 FIRST_COUNTER = COLUMNS.index("hits")
-COUNTED = FIRST_COUNTER + core.COUNTERS.stop - core.COUNTERS.start
+N_COUNTERS = core.COUNTERS.stop - core.COUNTERS.start
+COUNTED = [*range(FIRST_COUNTER, FIRST_COUNTER + N_COUNTERS), *map(COLUMNS.index, COUNTS)]
 
 
 class Heard(NamedTuple):
@@ -84,12 +86,13 @@ def count_steps(
     S, evicted, one = len(routing.phase), 0, m[core.ONE]
     sized = one[core.SIZED]
     while step < S and not one[core.FAILED]:
-        first, last = routing.offsets[step * L], routing.offsets[step * L + L]
         # Each lookup may push out one expert; where sizes differ, all that are there and all that came since.
-        if evicted + last - first + (len(m[0]) if sized else 0) > len(evictions):
+        if evicted + keep.shape[1] * (2 if sized else 1) > len(evictions):
             break
         core.begin_step(m)
         for layer in range(L):
+            if routing.bent.kind:
+                bend(routing, m[core.STATE], step, layer, L)
             first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
             hits = core.route(m, keep, routing.experts, first, last)
             if who.asks or who.keeps:
@@ -114,8 +117,10 @@ def count_steps(
                 core.arrived(m)
             for place in range(computed, hits + one[core.LAST_DEMAND]):
                 core.computed(m, queued(m, hits, place))
-        for counter in range(totals.shape[1]):
+        for counter in range(N_COUNTERS):
             totals[step, counter] = one[core.N_HITS + counter]
+        for count in range(len(routing.bent.counts)):
+            totals[step, N_COUNTERS + count] = routing.bent.counts[count]
         step += 1
     return step, evicted
 
@@ -155,26 +160,29 @@ def play(
     expert_bytes: int = 0,
     sizes: Int | None = None,
     top_k: int = 1,
+    rule: Rule | None = None,
 ) -> None:
     """Run requests; `ended` takes the log of each as it ends. expert_bytes: of one, 0 where it is not known.
 
-    sizes: bytes of each expert, int64[L*E], where they differ; `slots` are bytes then (rule 19).
+    sizes: bytes of each expert, int64[L*E], where they differ; `slots` are bytes then (rule 19). rule: bends routing.
     """
+    shape = Shape(layers, experts, top_k=top_k)
     policy = replace(policy.without_prefetch(), placement=FETCHED)
-    runner = PolicyRunner(policy, Shape(layers, experts, top_k=top_k), requests)
+    bending = Bending(rule, shape) if rule else None
+    runner = PolicyRunner(policy, shape, requests)
     residency, keeper = runner.residency(slots, sizes), runner.retention
     asked = None if policy.compiled or runner.silent else AskedRunner(runner, residency)
     native, event = Native(keeper, asked=asked is not None), Held(EVENT)
     named = asked.proposal.ids if asked else NO_INTS
     who = Heard(asked.address if asked else 0, native.observe, native.state, event.address, named)
     room = np.zeros(max(MOST_EVICTIONS, layers * experts * (layers + 1)), np.int64)
-    before: Any = np.zeros(COUNTED - FIRST_COUNTER, np.int64)
+    before = np.zeros(len(COUNTED), np.int64)
     cache = residency.m, residency.keep, residency.proposals
     last, done = len(requests) - 1, 0
     for ordinal in range(last + 1):
         request = requests[ordinal]
         runner.begin_request(ordinal)
-        routing = routing_of(request)
+        routing = routing_of(request, bending)
         native.refresh()
         if asked:
             asked.events = Events(routing, layers, done)
@@ -189,9 +197,9 @@ def play(
         runner.end_request()
         residency.end_request(cold and ordinal != last)
         if len(totals):
-            totals[-1] = residency.counters()
+            totals[-1, :N_COUNTERS] = residency.counters()
         ended(_log(request, totals, before, np.concatenate(evictions), expert_bytes, sizes is not None))
-        before = residency.counters()
+        before[:N_COUNTERS], before[N_COUNTERS:] = residency.counters(), bending.counts if bending else 0
 
 
 def _log(request: RequestSteps, totals: Int, before: Int, evictions: Int, expert_bytes: int, sized: bool) -> RunLog:
@@ -199,7 +207,7 @@ def _log(request: RequestSteps, totals: Int, before: Int, evictions: Int, expert
     S = len(totals)
     table = np.zeros((S, len(COLUMNS)), np.int64)
     table[:, PHASE], table[:, TOKENS] = request.phase, request.tokens
-    table[:, FIRST_COUNTER:COUNTED] = np.diff(totals, axis=0, prepend=np.reshape(before, (1, -1)))
+    table[:, COUNTED] = np.diff(totals, axis=0, prepend=np.reshape(before, (1, -1)))
     none = np.zeros(S, np.int64)
     rejected = none if request.rejected is None else request.rejected
     shares = np.arange(S), np.full(S, request.request), request.tokens, none, none, rejected

@@ -42,9 +42,10 @@ class Driver:
         self._run = run
         self.layers = run.shape.layers
         self.session = Session(run, device, decider, observer)
-        self._schedule: OneAtATime | Batches = OneAtATime(run.requests, run.shape)
+        bending = self.session.bending
+        self._schedule: OneAtATime | Batches = OneAtATime(run.requests, run.shape, bending)
         if run.users:
-            self._schedule = Batches(run.requests, run.shape, run.users, self.session)
+            self._schedule = Batches(run.requests, run.shape, run.users, self.session, bending)
         self._observer = observer
         self.nobody_active = True
         """Whether the step that ended last was the last one of all its requests."""

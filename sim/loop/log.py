@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.core.bent import COUNTS
 from sim.loop.run import Run
 from traces.errors import InputError
 
@@ -43,6 +44,7 @@ COLUMNS = (
     *(f"stall_{cause}_ns" for cause in STALLS),
     *COUNTERS,
     *("reads_demand", "reads_prefetch"),
+    *COUNTS,
     *("link_busy_ns", "compute_busy_ns", "host_busy_ns", "disk_busy_ns"),
 )
 """Of the row of one step, as engines make it: the fields of `RunLog`, in order."""
@@ -123,6 +125,10 @@ class RunLog:
     copied_bytes: Int  # [S] of background copies
     reads_demand: Int  # [S] disk reads started for a miss
     reads_prefetch: Int  # [S] disk reads started for a prefetch
+    routed: Int  # [S] where routing is bent (`policies.core.bent.COUNTS`), as the next three; else 0
+    choices: Int  # [S]
+    changed: Int  # [S]
+    lost: Int  # [S]
     link_busy_ns: Int  # [S] the host link moved bytes
     compute_busy_ns: Int  # [S] the compute stream computed
     host_busy_ns: Int  # [S] the host computed experts

@@ -6,6 +6,7 @@ memory comes first. Below it is host memory: unlimited, or over a disk, a second
 
 from dataclasses import dataclass, replace
 
+from policies.core.bent import Rule
 from policies.core.policy import Requests, Shape
 from policies.core.spec import PolicySpec
 from sim.profiles.timing import Link, Timing
@@ -50,7 +51,8 @@ class Run:
 
     An oracle policy reads `requests` before the run, no other does. `timing` and the links' times are those of a
     simulated machine: a real device takes its own, and reads of a link only how many bytes it moves.
-    cold: empty the cache after each request but the last (rule 10). users: None: one request after another.
+    cold: empty the cache after each request but the last (rule 10). users: None: one request after another. routing:
+    bends what the routers chose (rule 22).
     """
 
     requests: Requests
@@ -59,6 +61,7 @@ class Run:
     timing: Timing
     cold: bool = False
     users: Users | None = None
+    routing: Rule | None = None
 
     def __post_init__(self) -> None:
         if len(self.tiers) not in (1, 2):
@@ -102,6 +105,7 @@ def gpu_run(
     experts_per_layer: float | None = None,
     host: Tier | None = None,
     users: Users | None = None,
+    routing: Rule | None = None,
 ) -> Run:
     """Return a run of GPU memory under a policy; `host`: host memory over a disk."""
     below = [host] if host else []
@@ -109,4 +113,4 @@ def gpu_run(
     charge = timing.predictor_ns / max(1, slowest_ns)
     tiers = (Tier(slots, policy, link, experts_per_layer, charge), *below)
     shape = replace(shape, batch_slots=users.max_batch if users else 1)
-    return Run(requests, shape, tiers, timing, cold, users)
+    return Run(requests, shape, tiers, timing, cold, users, routing)

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from policies.core.bent import Bending
 from policies.core.events import NOTHING_PICKED, Events, Picked, routing_of_batch
 from policies.core.policy import NO_INTS, START, Event, Int, Requests, Shape
 from sim.loop.run import Users
@@ -55,6 +56,10 @@ class Routing(Protocol):
     def start(self) -> Event:
         """Return what policies may know when the step starts."""
 
+    @property
+    def bend(self) -> Callable[[int, Int], None] | None:
+        """What bends the choice of a layer by the states of all experts (rule 22), if anything does."""
+
 
 class LiveStep:
     """A step of a model that runs now, of one or more requests: `put` what a router has chosen, then have it routed.
@@ -62,6 +67,8 @@ class LiveStep:
     phase: PREFILL or DECODE; number: of the step in its requests; events: how many the run had before this step;
     token_ids: [T] of the tokens that it takes in, a request after another, or none; requests: R, in batch slots 0 to R.
     """
+
+    bend = None
 
     def __init__(self, phase: int, number: int, events: int, token_ids: Int = NO_INTS, requests: int = 1) -> None:
         self._phase = phase
@@ -140,6 +147,7 @@ class Step:
     chosen: Callable[[int], tuple[Int, dict[int, int]]]  # see `Routing`
     event: Callable[[int], Event]
     start: Callable[[], Event]
+    bend: Callable[[int, Int], None] | None
     waited_ns: tuple[int, ...] = ()  # by `begins`; empty: nobody waited
     draft_ns: int = 0  # before it
 
@@ -147,8 +155,8 @@ class Step:
 class OneAtATime:
     """The requests of a trace, one after another."""
 
-    def __init__(self, requests: Requests, shape: Shape) -> None:
-        self._requests = requests
+    def __init__(self, requests: Requests, shape: Shape, bending: Bending | None = None) -> None:
+        self._requests, self._bending = requests, bending
         self._layers = shape.layers
 
     def steps(self, first: int = 0) -> Iterator[Step]:
@@ -158,7 +166,7 @@ class OneAtATime:
         before = sum(len(self._requests[ordinal].phase) for ordinal in range(first)) * self._layers
         for ordinal in range(first, last + 1):
             request = self._requests[ordinal]
-            events = Events.of(request, self._layers, before)
+            events = Events.of(request, self._layers, before, self._bending)
             before += events.count
             yield from _steps_of(ordinal, request, events, more=ordinal < last)
 
@@ -170,9 +178,16 @@ def _steps_of(ordinal: int, request: RequestSteps, events: Events, more: bool) -
         active = Active(ordinal, request, 0, number)
         places = (active.place,)
         begins, ends = places if number == 0 else (), places if number == last else ()
-        routing = partial(events.chosen, number), partial(events.event, number), partial(events.start, number)
+        routing = routing_in(events, number)
         together = phase, tokens, context, places, begins, ends, more or number < last, number == last
-        yield Step(*together, *routing, draft_ns=active.draft_ns)
+        yield Step(*together, **routing, draft_ns=active.draft_ns)
+
+
+def routing_in(events: Events, number: int) -> dict[str, Any]:
+    """Return what a step asks of the events of step number `number`: see `Routing`."""
+    bent = events.routing.bent.kind
+    asked = {name: partial(getattr(events, name), number) for name in ("chosen", "event", "start", "bend")}
+    return asked if bent else {**asked, "bend": None}
 
 
 @dataclass(slots=True)
@@ -275,9 +290,11 @@ class Admission:
 class Batches:
     """The requests of a trace by users who run at a time (rule 18)."""
 
-    def __init__(self, requests: Requests, shape: Shape, users: Users, clock: Clock) -> None:
+    def __init__(
+        self, requests: Requests, shape: Shape, users: Users, clock: Clock, bending: Bending | None = None
+    ) -> None:
         self._admission = Admission(requests, users)
-        self._shape = shape
+        self._shape, self._bending = shape, bending
         self._clock = clock
 
     def steps(self, first: int = 0) -> Iterator[Step]:
@@ -296,13 +313,12 @@ class Batches:
             begins = tuple(each.place for each in admitted)
             ends = tuple(each.place for each in parts if each.ends)
             batch = [(each.batch_slot, each.step, each.request) for each in parts]
-            events = Events(routing_of_batch(batch, 1, self._shape), layers, before)
+            events = Events(routing_of_batch(batch, 1, self._shape, self._bending), layers, before)
             context = sum(int(each.request.context[each.step]) for each in parts)
             phase, draft_ns = int(events.routing.phase[0]), max(each.draft_ns for each in parts)
             admission.ended(parts)
             idle = not admission.active
             before += layers
             tokens = sum(place.tokens for place in places)
-            routing = partial(events.chosen, 0), partial(events.event, 0), partial(events.start, 0)
             together = phase, tokens, context, places, begins, ends, admission.more, idle
-            yield Step(*together, *routing, waited_ns=tuple(waited), draft_ns=draft_ns)
+            yield Step(*together, **routing_in(events, 0), waited_ns=tuple(waited), draft_ns=draft_ns)

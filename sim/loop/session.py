@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from policies.core.policy import Event, Float, Int
+from policies.core.bent import COUNTS, Bending
+from policies.core.policy import NO_INTS, Event, Float, Int
 from policies.core.residency import ObservedResidency, PolicyResidency, Residency
 from policies.core.runner import PolicyRunner
 from sim.loop import host
@@ -81,6 +82,7 @@ class Session:
         self.decider: Decider = decider or decider_of(run)
         link, experts = run.gpu.link, run.shape.experts
         residency = self.decider.residency(run.gpu.slots, link.sizes(experts))
+        self.bending = Bending(run.routing, run.shape) if run.routing else None
         self.residency: Residency = ObservedResidency(residency, observer) if observer else residency
         self._silent, self._predicts = self.decider.silent, device.predictor_takes_time
         self._asks_at_start = self.decider.at_start
@@ -90,6 +92,10 @@ class Session:
             observer.run_begins(residency, lambda: self.device.now())
         self._host: Host | None = None
         self._admission: tuple[PolicyRunner, PolicyResidency] | None = None  # who decides what is admitted (rule 21)
+        self._states = NO_INTS
+        if run.routing:
+            assert isinstance(residency, PolicyResidency), "only policies say which experts are present"
+            self._states = residency.states
         if host.needed(run):
             assert isinstance(residency, PolicyResidency), "only policies decide what the host does"
             self._host = Host(run, residency, device, observer)
@@ -123,6 +129,8 @@ class Session:
 
     def route(self, step: Routing, layer: int) -> None:
         """Look up what `layer` chose, ask the policies, let link and compute stream start what they can."""
+        if step.bend:  # rule 22
+            step.bend(layer, self._states)
         chosen, tokens = step.chosen(layer)
         pump, host = self.pump, self._host
         if host:
@@ -262,10 +270,19 @@ class Session:
         return self._since
 
     def totals(self) -> list[int]:
-        """Return stalls by cause, the residency's counters, reads, and busy times of all streams: all so far."""
+        """Return stalls by cause, the residency's counters, reads, what was bent, and busy times: all so far."""
         self._turn(self._doing)
         reads, busy = (self._host.reads(), self._host.busy_ns()) if self._host else ((0, 0), (0, 0))
-        return [*self._stall_ns, *self.residency.counters(), *reads, self.pump.busy_ns(), self._compute_ns, *busy]
+        bent = self.bending.counts.tolist() if self.bending else [0] * len(COUNTS)
+        return [
+            *self._stall_ns,
+            *self.residency.counters(),
+            *reads,
+            *bent,
+            self.pump.busy_ns(),
+            self._compute_ns,
+            *busy,
+        ]
 
     def evicted(self) -> tuple[list[int], list[int]]:
         """Return who left GPU memory and host memory since this was last asked, in order."""

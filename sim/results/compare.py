@@ -75,6 +75,7 @@ class SweptRun:
     trace: str
     phase: str
     warmup_requests: int
+    routing: str | None  # the rule that bent it, at a loss
     requests: pd.DataFrame  # request, lookups, decoded, hit_rate, tpot_mean_ms, ttft_ms
 
     @property
@@ -135,7 +136,17 @@ def swept_runs(rows: Sequence[Row], requests: pd.DataFrame, folder: Path = Path(
 
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:
     requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
-    names = ("policy", "oracle", "cache_experts", "all_experts", "layers", "trace", "phase", "warmup_requests")
+    names = (
+        "policy",
+        "oracle",
+        "cache_experts",
+        "all_experts",
+        "layers",
+        "trace",
+        "phase",
+        "warmup_requests",
+        "routing",
+    )
     return SweptRun(
         folder=folder,
         **{name: row[name] for name in names},
@@ -325,6 +336,7 @@ def interval(totals: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[
 def _unpaired(baseline: SweptRun, cell: SweptRun) -> Iterator[str]:
     """Yield what of both runs differs, so that their requests cannot be compared."""
     names = {"trace": "traces", "phase": "phases", "warmup_requests": "numbers of warm-up requests"}
+    names["routing"] = "rules of lossy routing"
     for name, what in names.items():
         if (one := getattr(baseline, name)) != (other := getattr(cell, name)):
             yield f"different {what}: {baseline.where} has {one}, {cell.where} has {other}"
@@ -333,7 +345,7 @@ def _unpaired(baseline: SweptRun, cell: SweptRun) -> Iterator[str]:
         yield f"different requests: {baseline.where} and {cell.where}, {sizes} of them"
     first, second = baseline.requests["lookups"], cell.requests["lookups"]
     known = first.notna() & second.notna()  # not of requests that shared steps
-    for name in baseline.requests["request"][((first != second) & known).to_numpy()]:
+    for name in () if cell.routing else baseline.requests["request"][((first != second) & known).to_numpy()]:
         yield f"{baseline.where} and {cell.where}: request {name} looks up another number of experts"
 
 

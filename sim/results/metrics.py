@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from policies.core.bent import COUNTS, WHOLE
 from policies.core.grammar import policy_title
 from policies.core.policy import Float
 from sim.loop.log import STALLS, Int, RunLog
@@ -73,6 +74,8 @@ RESULTS = pa.schema(
         ("draft", COUNT),  # tokens drafted a decode step; null: none
         ("acceptance", TEXT),  # as stated
         ("prefill_chunk", COUNT),  # tokens of a prompt in a step; null: all
+        ("routing", TEXT),  # the rule that bent it, as stated (rule 22): then the run is not lossless
+        *_required(("lost_weight", "changed_choices"), SHARE),  # of the router's, by that rule
         ("max_batch", COUNT),  # requests at a time; null: one after another
         ("arrivals", TEXT),
         ("arrival_rate", pa.float64()),  # requests a second
@@ -103,7 +106,7 @@ REQUESTS = pa.schema(
 """Columns of requests.parquet, a row per cell and request."""
 
 _COUNTED = (
-    *("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch"),
+    *("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch", *COUNTS),
     *("demand_bytes", "prefetch_bytes", "wasted_bytes", "prefetch_transfers", "prefetch_used"),
     *("link_busy_ns", "compute_busy_ns", "host_busy_ns", "disk_busy_ns"),
 )
@@ -136,6 +139,7 @@ class Cell:
     draft: int | None
     acceptance: str | None
     prefill_chunk: int | None
+    routing: str | None
     max_batch: int | None
     arrivals: str | None
     arrival_rate: float | None
@@ -234,6 +238,8 @@ class Summary:
             "decode_hit_rate": _ratio(self._decoded["hits"], sum(self._decoded.values())),
             **{f"bytes_{kind}": sums[f"{kind}_bytes"] if size else None for kind in ("demand", "prefetch", "wasted")},
             "prefetch_used": sums["prefetch_used"],
+            "lost_weight": (_ratio(sums["lost"], sums["routed"]) or 0.0) / WHOLE,
+            "changed_choices": _ratio(sums["changed"], sums["choices"]) or 0.0,
             "prefetch_precision": _ratio(sums["prefetch_used"], fetched),
             "expert_bytes": size or None,
             "commit": commit(),
@@ -340,7 +346,8 @@ def engine_words(row: Row) -> list[str]:
 
 
 def cell_text(row: Row) -> str:
-    return f"{policy_title(row['policy'], row['oracle'])}, {size_text(row)}"
+    routing = f" with lossy routing {row['routing']}" if row["routing"] else ""
+    return f"{policy_title(row['policy'], row['oracle'])}{routing}, {size_text(row)}"
 
 
 def users_text(row: Row) -> str:

@@ -52,11 +52,12 @@ class Grid:
     policies: tuple[PolicySpec, ...]
     sizes: dict[str, int]  # as stated: slots, no two the same
     whole: int | None = None  # slots of a cache of all experts, if GPU memory has room for it
+    measures: tuple[PolicySpec, ...] = (LRU, BELADY)  # what rows are judged by; Belady bounds no bent routing
 
     def cells(self) -> list[tuple[PolicySpec, int]]:
         """Return all cells in the order of the rows; behind them those that rows are measured by."""
         cells = {(policy.text, slots): (policy, slots) for policy, slots in self.requested()}
-        measures = [(policy, slots) for slots in self.sizes.values() for policy in (LRU, BELADY)]
+        measures = [(policy, slots) for slots in self.sizes.values() for policy in self.measures]
         for policy, slots in [*measures, *([(LRU, self.whole)] if self.whole else [])]:
             cells.setdefault((policy.text, slots), (policy, slots))
         return list(cells.values())
@@ -81,7 +82,8 @@ def grid_of(loaded: Loaded, policies: Sequence[PolicySpec], cache_sizes: Sequenc
     for policy in policies:
         loaded.require(policy, min(sizes.values()))
     whole = loaded.whole_slots
-    return Grid(tuple(policies), sizes, whole if isinstance(loaded, TimedRun) and loaded.fits(whole) else None)
+    fits = isinstance(loaded, TimedRun) and loaded.fits(whole)
+    return Grid(tuple(policies), sizes, whole if fits else None, (LRU,) if loaded.rule else (LRU, BELADY))
 
 
 @dataclass(frozen=True)
@@ -175,13 +177,14 @@ def outcome(table: Table, store: Store) -> Outcome:
     by = winner.metric(rows)
     known = {(policy.text, slots): row for (policy, slots), row in cells}
     for (policy, slots), row in cells:
-        if (BELADY.text, slots) not in known:  # all experts, which are run for their time alone
+        if slots not in table.grid.sizes.values():  # all experts, which are run for their time alone
             continue
         without = misses.get((policy.without_prefetch(), slots))
         if policy.prefetches and without:
             row["prefetch_coverage"] = (without - row["misses"]) / without
-        lru, belady = (known[each.text, slots] for each in (LRU, BELADY))
-        row |= measures(row, lru, belady, by)
+        if (BELADY.text, slots) in known:
+            lru, belady = (known[each.text, slots] for each in (LRU, BELADY))
+            row |= measures(row, lru, belady, by)
         if table.grid.whole and by != "misses":
             row["resident_ms"] = known[LRU.text, table.grid.whole][by]
     return Outcome(

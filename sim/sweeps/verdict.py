@@ -35,13 +35,13 @@ UNITS = {"a GiB": 2**30, "100 MiB": 100 * 2**20, "a MiB": 2**20}
 def sentences(rows: Sequence[Row], runs: Sequence[SweptRun]) -> list[str]:
     """Return the answer of a sweep: rows of results.parquet, and the same runs with their requests, as far as known."""
     by = winner.metric(rows)
-    whole, best = list(_whole(rows[0], by)), winner.best_of_sizes(rows, by)
+    whole, best = [*lossy(rows), *_whole(rows[0], by)], winner.best_of_sizes(rows, by)
     predicted = list(_lookahead(rows, best))
     if all(row["oracle"] for row in rows):
-        return ["Only oracles were run, which know the future: there is nothing to choose.", *predicted]
+        return [*lossy(rows), "Only oracles were run, which know the future: there is nothing to choose.", *predicted]
     if not best:
         card = rows[0]["hardware"]
-        return [f"None of these caches fits {card} beside dense weights and KV cache: nothing to choose."]
+        return [*lossy(rows), f"None of these caches fits {card} beside dense weights and KV cache: nothing to choose."]
     chosen = best[_knee(best, by) or -1]
     if len({row["policy"] for row in rows if not row["oracle"]}) == 1:
         name = chosen["policy"]
@@ -83,7 +83,7 @@ def of_run(row: Row, runs: Sequence[SweptRun]) -> list[str]:
     by = winner.metric([row])
     room = [] if row["fits"] is not False else [f"This cache does not fit the {row['hardware']}: choose a smaller one."]
     title = policy_title(row["policy"], row["oracle"])
-    return [*_whole(row, by), *room, _gain(row, runs, by, f" under {title}"), *_misses([row], title)]
+    return [*lossy([row]), *_whole(row, by), *room, _gain(row, runs, by, f" under {title}"), *_misses([row], title)]
 
 
 def of_pairs(pairs: Sequence[tuple[SweptRun, SweptRun, Sequence[Difference]]]) -> list[str]:
@@ -101,9 +101,10 @@ def of_pairs(pairs: Sequence[tuple[SweptRun, SweptRun, Sequence[Difference]]]) -
         runs = groups.setdefault((baseline.where, baseline.policy, size, measure), {})
         runs |= {found[0].baseline: baseline, found[0].cell: cell}
     sizes: dict[str, list[str]] = {}
+    bent = [f"Not lossless: these are runs under {rule}." for _, cell, _ in pairs[:1] if (rule := cell.routing)]
     for (_, _, size, measure), runs in groups.items():
         sizes.setdefault(_choice(runs, measure), []).extend([size] if size else [])
-    return [f"{text} at {_listed(at)}." if at else f"{text.rstrip(',')}." for text, at in sizes.items()]
+    return bent + [f"{text} at {_listed(at)}." if at else f"{text.rstrip(',')}." for text, at in sizes.items()]
 
 
 def _choice(runs: Mapping[str, SweptRun], measure: Measure) -> str:
@@ -124,6 +125,19 @@ def _choice(runs: Mapping[str, SweptRun], measure: Measure) -> str:
         return f"Choose {best}, which beats {beaten} in {measure.meaning},"
     chance = f"differ in {measure.meaning} by no more than chance"
     return f"Choose {' or '.join([best, *equal])}, which {chance} and beat {beaten},"
+
+
+def lossy(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield that a rule changed what the model computes, and how much of it (rule 22)."""
+    if rows[0]["routing"]:
+        lost, changed = (
+            " to ".join(dict.fromkeys(f"{100 * each(row[name] for row in rows):.3g}%" for each in (min, max)))
+            for name in ("lost_weight", "changed_choices")
+        )
+        yield (
+            f"Not lossless: {rows[0]['routing']} changes {changed} of the routers' choices, with {lost} of their "
+            "weight; compare it with runs under the same rule alone."
+        )
 
 
 def _whole(row: Row, by: str) -> Iterator[str]:

@@ -57,7 +57,7 @@ def played(**columns) -> SweptRun:
     n = len(next(iter(columns.values())))
     table = {"request": [str(i) for i in range(n)], "lookups": 8, "decoded": 1, "hit_rate": np.nan, "ttft_ms": np.nan}
     requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
-    return SweptRun(Path("x"), "lru", False, 4, None, 16, 2, None, "t", "decode", 0, requests)
+    return SweptRun(Path("x"), "lru", False, 4, None, 16, 2, None, "t", "decode", 0, None, requests)
 
 
 def alone(values):

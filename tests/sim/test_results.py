@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from policies.core.bent import COUNTS
 from sim.loop import RequestLog, RunLog
 from sim.results import REQUESTS, RESULTS, Cell, summarise, write_rows
 from traces import DECODE, PREFILL
@@ -27,7 +28,9 @@ def a_log(**changed):
         "prefetch_transfers": [0, 2, 2, 2, 2, 2],
         "prefetch_used": [0, 1, 1, 1, 1, 1],
         "prefetch_wasted": [0, 0, 1, 0, 0, 1],
-        **dict.fromkeys(("on_host", "reads_demand", "reads_prefetch", "host_busy_ns", "disk_busy_ns"), [0] * 6),
+        **dict.fromkeys(
+            ("on_host", "reads_demand", "reads_prefetch", *COUNTS, "host_busy_ns", "disk_busy_ns"), [0] * 6
+        ),
         "demand_bytes": [300] * 6,
         "prefetch_bytes": [0, 200, 200, 200, 200, 200],
         "wasted_bytes": [0, 0, 100, 0, 0, 100],
@@ -56,6 +59,7 @@ def a_cell(**changed):
         "all_experts": 64,
         "layers": 4,
         "host_memory": None,
+        "routing": None,
         **dict.fromkeys(("draft", "acceptance", "prefill_chunk")),
         "max_batch": None,
         "arrivals": None,

@@ -7,6 +7,7 @@ Its numbers are small, so that transfers and computes tie, contend and take no t
 import gzip
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,8 +27,11 @@ from policies.core import (
     runner,
     spec,
 )
+from policies.core.bent import COUNTS
 from sim.engines import cases
-from sim.loop import RunLog
+from sim.loop import Run, RunLog
+from sim.loop.run import gpu_run
+from traces.steps import Choices, RequestSteps
 
 Case = dict[str, Any]
 
@@ -170,7 +174,20 @@ def play(case: Case, engine: str = "simpy") -> Case:
     """An engine's result of a case, stall by cause included."""
 
     def result_with_stalls(log: RunLog, case: cases.Case) -> Case:
-        return {**case_result(log, case), "stalls": log.stall_ns.sum(axis=0).tolist()}
+        counts = {"bent": [int(getattr(log, name).sum()) for name in COUNTS]} if bent else {}
+        return {**case_result(log, case), "stalls": log.stall_ns.sum(axis=0).tolist(), **counts}
+
+    bent = case.get("bent")
+
+    def requests(stated: cases.Case) -> list[RequestSteps]:
+        made = case_requests(stated)
+        return [with_tokens(*each, case) for each in zip(made, bent["tokens"], strict=True)] if bent else made
+
+    def bent_run(*args: Any, **options: Any) -> Run:
+        if bent:
+            names = {"drop": "below", "substitute": "bonus", "commit": "layers"}
+            options["routing"] = spec.read_rule(f"{bent['rule']}:{names[bent['rule']]}={bent['by']}")
+        return gpu_run(*args, **options)
 
     partitions = case.get("partitions")
 
@@ -200,14 +217,42 @@ def play(case: Case, engine: str = "simpy") -> Case:
                     best[expert] = max(priority, best.get(expert, -np.inf))
             return np.array(list(best), np.int64), np.array(list(best.values()), np.float64)
 
-    case_result = cases.case_result
+    case_result, case_requests = cases.case_result, cases.case_requests
     with (
+        patch.object(cases, "case_requests", requests),
+        patch.object(cases, "gpu_run", bent_run),
         patch.object(cases, "case_result", result_with_stalls),
         patch.object(runner, "PolicyResidency", residency),
         patch.object(cases, "parse", parse),
         patch.dict(registry._prefetch, scripted=Scripted),
     ):
         return cases.run_case(case, engine)
+
+
+def with_tokens(request: RequestSteps, tokens: list[Any], case: Case) -> RequestSteps:
+    """Return a request with the choices of each token, as traces have them. tokens: steps x tokens x layers."""
+    k, rows = case["bent"]["k"], [token for step in tokens for token in step]
+    width = case["E"]
+
+    def padded(values: list[Any], size: int, empty: Any) -> list[Any]:
+        return [*values, *[empty] * (size - len(values))]
+
+    def column(of: Callable[[Any], list[Any]], size: int, empty: Any, dtype: Any) -> Any:
+        return np.array([[padded(of(layer), size, empty) for layer in token] for token in rows], dtype)
+
+    def behind(layer: Any, values: list[Any], empty: Any, place: int) -> list[Any]:
+        return [*padded(values, k, empty), *(other[place] for other in layer["others"])]
+
+    ids = column(lambda layer: [expert for expert, _ in layer["choices"]], k, 255, np.uint8)
+    weights = column(lambda layer: [weight for _, weight in layer["choices"]], k, 0, np.float64)
+    shown = column(
+        lambda layer: behind(layer, [expert for expert, _ in layer["choices"]], 255, 0), k + width, 255, np.uint8
+    )
+    scores = column(lambda layer: behind(layer, layer["scores"], 0, 1), k + width, 0, np.float64)
+    picks = column(lambda layer: layer["picks"][: len(layer["choices"])], k, 255, np.uint8)[:, :, None]
+    each = np.array([len(step) for step in tokens], np.int64)
+    choices = Choices(ids, 255, weights, shown, scores, picks, (case["bent"]["by"],))
+    return replace(request, tokens=each, context=each, choices=choices)
 
 
 def stored_cases(path: Path = STORED_CASES) -> list[Case]:
