@@ -1,7 +1,7 @@
 """Defaults that commands and functions share: each stands here once."""
 
 POLICY = "eamc-blend"
-POLICIES = "lru,eamc,eamc-blend"
+POLICIES = "lru,class-lru,eamc-blend"
 CACHE_SIZE = "25%"
 CACHE_SIZES = "10%,25%,50%"
 HARDWARE = "a5000"
