@@ -3,6 +3,8 @@
 Nothing but transfers is copied to the device, and nothing is allocated in a run. Compute waits, on the device, for the
 event behind an expert's last piece; a slot is taken again only when its last use was seen to have ended. Dense parts,
 combine and head are a CUDA graph each, small experts at hand one fused kernel, others matmuls on views of their slots.
+On the compute stream an event stands behind dense parts and heads, which the host awaits; behind other work one is
+recorded when somebody asks whether it has ended, and what stands before an event has ended with it.
 """
 
 import time
@@ -86,11 +88,10 @@ def fused(network: Network) -> Fused | None:
 
 
 class Pending(NamedTuple):
-    """Submitted work and the event behind it; experts of one launch share it, and the last of them gives it back."""
+    """Submitted work, and the event behind it; None: the event of later work tells as well."""
 
     completion: Completion
-    event: Event
-    last: bool = True
+    event: Event | None = None
 
 
 class CudaDevice(Device):
@@ -122,6 +123,7 @@ class CudaDevice(Device):
         self._compute, self._link = gpu.compute_stream(), gpu.copy_stream()
         self._copies: deque[Pending] = deque()
         self._computes: deque[Pending] = deque()
+        self._past = 0  # of these, the first ones, known to have ended
         self._landing: dict[int, Event] = {}  # behind the last piece of an expert
         self._spare: list[Event] = []
         gpu.synchronize()
@@ -167,7 +169,7 @@ class CudaDevice(Device):
     def combine(self, layer: int, tokens: int, context: int) -> None:
         if self._network.profile.runs(layer, tokens, context):
             self._compute.run(self._launches.combine if tokens == 1 else partial(self._network.combine, tokens))
-        self._mark(self._compute, self._computes, Completion(Kind.COMBINE))
+        self._computes.append(Pending(Completion(Kind.COMBINE)))
 
     @timed
     def head(self, tokens: int, requests: int = 1) -> None:
@@ -192,12 +194,31 @@ class CudaDevice(Device):
 
         Copies are looked at again when compute has ended: one that it waited for had ended before.
         """
-        copies, computes = self._copies, self._computes
-        if copies and copies[0].event.query():
-            return self._ended(copies)
-        if computes and computes[0].event.query():
-            return self._ended(copies if copies and copies[0].event.query() else computes)
-        return None
+        if self._copy_ended():
+            return self._ended(self._copies)
+        if not self._compute_ended():
+            return None
+        if self._copy_ended():
+            return self._ended(self._copies)
+        self._past -= 1
+        return self._ended(self._computes)
+
+    def _copy_ended(self) -> bool:
+        return bool(self._copies) and self._copies[0].event.query()  # type: ignore[union-attr]  # each has one
+
+    def _compute_ended(self) -> bool:
+        """Return whether the oldest work has ended: an event at it or behind it has."""
+        computes = self._computes
+        if self._past or not computes:
+            return self._past > 0
+        for place, pending in enumerate(computes):
+            if pending.event:
+                break
+        else:
+            computes[-1] = Pending(pending.completion, self._recorded(self._compute))
+            return False
+        self._past = place + 1 if pending.event.query() else 0
+        return self._past > 0
 
     def discard_copies(self) -> None:
         """Let the pieces under way end, and forget them."""
@@ -216,7 +237,7 @@ class CudaDevice(Device):
         return [[work] for work in works]
 
     def _launch(self, works: list[Work]) -> None:
-        """Launch once, with a completion for each expert."""
+        """Launch once."""
         slots = [slot for _, slot, _ in works]
         tokens = works[0][2]
         if self._verify:
@@ -228,11 +249,7 @@ class CudaDevice(Device):
             self._compute.run(lambda: self._network.expert(weights, tokens))
         if self._verify:
             self._compute.run(lambda: self._require(works))
-        *others, final = [Completion(Kind.EXPERT, expert) for expert, _, _ in works]
-        event = self._spare.pop() if self._spare else self.gpu.event()
-        self._compute.record(event)
-        self._computes.extend(Pending(completion, event, last=False) for completion in others)
-        self._computes.append(Pending(final, event))
+        self._computes.extend(Pending(Completion(Kind.EXPERT, expert)) for expert, _, _ in works)
 
     def _in_memory(self, slots: list[int]) -> tuple[torch.Tensor, list[int]]:
         """Return what a fused launch reads: uint8[n, stride] and rows of it."""
@@ -245,17 +262,21 @@ class CudaDevice(Device):
         """End the submission of a piece: a hook for other paths."""
 
     def _mark(self, stream: Stream, pending: deque[Pending], completion: Completion) -> Event:
-        event = self._spare.pop() if self._spare else self.gpu.event()
-        stream.record(event)
+        event = self._recorded(stream)
         pending.append(Pending(completion, event))
         return event
 
+    def _recorded(self, stream: Stream) -> Event:
+        event = self._spare.pop() if self._spare else self.gpu.event()
+        stream.record(event)
+        return event
+
     def _ended(self, pending: deque[Pending]) -> Completion:
-        completion, event, last = pending.popleft()
-        if last:
+        completion, event = pending.popleft()
+        if event:
             self._spare.append(event)
-        if self._landing.get(completion.expert) is event:
-            del self._landing[completion.expert]
+            if self._landing.get(completion.expert) is event:
+                del self._landing[completion.expert]
         return completion
 
     def _require(self, works: list[Work]) -> None:

@@ -1,6 +1,7 @@
 """The CUDA device: over streams that run in any order which their events allow, and over a GPU where there is one."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -107,6 +108,25 @@ def test_what_routing_does_not_decide_runs_as_graphs_and_the_host_waits_for_noth
     assert spent["synchronize"] == 0
     assert spent["event"] <= 16
     assert gpu.counts["synchronize"] == 2, "at opening and at closing"
+
+
+@pytest.mark.parametrize("fused", [True], indirect=True)
+def test_where_everything_hits_a_layer_takes_three_launches_and_one_event(fused: list[int]) -> None:
+    gpu = FakeGpu(5)
+    with device(gpu, L * E) as made:
+        made._verify = False  # which launches as well
+        trace = synthetic(2, 12, layers=L, experts=E, top_k=K, seed=1, prompt_tokens=0)
+        made.prepare(range(1, 64))
+        size, calls = made.store.expert_bytes, list[Counter[str]]()
+        plan = run_of(Requests(trace), Shape(L, E), L * E, parse("lru"), size, size, False)
+        log = play(plan, made, lambda row: calls.append(gpu.counts.copy()))
+    ended = np.array([[each[name] for name in ("run", "record", "wait")] for each in calls])
+    spent, misses = np.diff(ended, axis=0).sum(axis=1), log.misses[1:]
+    all_hit = misses == 0
+    assert all_hit.any()
+    assert (spent[all_hit] == 4 * L + 2).all()
+    # a body, a tail and the events behind them, the wait for it, and its launch
+    assert (spent <= 4 * L + 2 + 6 * misses).all()
 
 
 def test_nothing_is_copied_to_the_gpu_but_by_the_pump_and_nothing_pinned_by_torch(

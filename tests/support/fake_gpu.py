@@ -37,9 +37,11 @@ class FakeStream(Stream):
 
     def run(self, task: Task) -> None:
         self.runs += 1
+        self._gpu.counts["run"] += 1
         self.items.append((task, [True]))
 
     def record(self, event: FakeEvent) -> None:
+        self._gpu.counts["record"] += 1
         mark = event.mark = [False]
         self.items.append((lambda: mark.__setitem__(0, True), [True]))
 
