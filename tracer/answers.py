@@ -217,6 +217,7 @@ class Runner:
             expert_hidden_size=None if shape.width == hidden else shape.width,
             expert_matrices=shape.matrices,
             lookahead=hook.picks,
+            candidates=hook.wanted.candidates(hook.top_k, hook.experts),
             tools={name: version(name) for name in ("moe-expert-cache", "torch", "transformers")},
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tracer.gates import Gate, find_gate, read_gates
 from tracer.lookahead import Lookahead
 from tracer.nllb import mended
-from tracer.observed import Pass, Wanted
+from tracer.observed import Pass, Wanted, candidates_of
 from traces.errors import InputError
 from traces.models.sites import Site, find_sites
 from traces.schema import Picks
@@ -54,6 +54,7 @@ class ExpertsHook:
         gate_probs: bool = False,
         lookahead: tuple[int, ...] = (),
         picks: int | None = None,
+        scores: int | None = None,
     ):
         self.model = model
         self.sites = find_sites(model)
@@ -64,9 +65,9 @@ class ExpertsHook:
         self.stacks = 2 if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else 1
         self.notes: list[str] = []
         self.passes: list[Pass] = []
-        self._wanted = Wanted(weights, gate_probs, lookahead, picks)
+        self.wanted = Wanted(weights, gate_probs, lookahead, picks, scores)
         self._weights = weights
-        self._gate_probs = gate_probs
+        self._reads_gates = gate_probs or scores is not None
         self._ahead = Lookahead(lookahead) if lookahead else None
         self._layers: list[list[Site]] | None = None  # of each stack, in the order of execution
         self._gates: dict[Site, Gate] = {}
@@ -86,7 +87,7 @@ class ExpertsHook:
     @property
     def picks(self) -> Picks | None:
         """What it records of lookahead."""
-        return self._wanted.picked(self.top_k, self.experts)
+        return self.wanted.picked(self.top_k, self.experts)
 
     @property
     def ahead(self) -> Lookahead | None:
@@ -165,7 +166,7 @@ class ExpertsHook:
 
         if self._ahead:
             yield from self._ahead.attach(site)
-        if (self._gate_probs or self._ahead) and site.router is not None:
+        if (self._reads_gates or self._ahead) and site.router is not None:
             yield site.router.register_forward_hook(scored)
         yield from site.attach(report)
 
@@ -206,7 +207,7 @@ class ExpertsHook:
             self.top_k = max(self.top_k, choice.experts.shape[1])
             if self._weights and not site.weighted:
                 raise InputError(f"weights of {site.name} cannot be recorded: its experts do not receive them")
-            if self._gate_probs:
+            if self._reads_gates:
                 output = self._router_outputs.get(site)
                 self._gates[site] = find_gate(site, output, choice.experts, choice.weights)
         if self._ahead and self.picks:
@@ -241,11 +242,18 @@ class ExpertsHook:
                 )
         ids, weights = self._sorted([(choice.experts, choice.weights) for choice in self._seen], tokens)
         probs = ahead = scores = None
-        if self._gate_probs:
+        candidates = known = None
+        if self._reads_gates:
             outputs = [self._router_outputs[site] for site in layers]
             gates = [self._gates[site] for site in layers]
             read = read_gates(gates, outputs, tokens) if layers else torch.empty(tokens, 0, self.experts)
-            probs = self._placed(stack, read.half(), 0)
+            probs = self._placed(stack, read.half(), 0) if self.wanted.gate_probs else None
+            if count := self.wanted.candidates(self.top_k, self.experts):
+                both = candidates_of(ids.cpu().numpy(), read.cpu().numpy(), count)
+                candidates, known = (
+                    self._placed(stack, torch.from_numpy(each), empty)
+                    for each, empty in zip(both, (-1, 0), strict=True)
+                )
         if self._ahead and self.picks:
             picked, device = self.picks, ids.device
             shape = tokens, len(layers), len(picked.distances), picked.count
@@ -261,6 +269,8 @@ class ExpertsHook:
             probs,
             ahead,
             scores,
+            candidates,
+            known,
         )
 
     def _sorted(self, choices: list[tuple[Tensor, Tensor]], tokens: int) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
 from tracer.loading import Loading
-from tracer.observed import Answer, Pass, Sampling, Tokens, Wanted
-from tracer.routers import NAMED, Routers
+from tracer.observed import Answer, Pass, Sampling, Tokens, Wanted, candidates_of
+from tracer.routers import NAMED, TRANSFORMS, Routers
 from traces.errors import InputError, located, refuse
 from traces.llama_library import EVAL, Copied, library
 from traces.models.gguf_files import parts
@@ -36,6 +36,9 @@ from traces.models.gguf_profile import of_gguf
 from traces.schema import TraceMeta
 
 ROUTERS = re.compile(rb"ffn_moe_(?:topk|weights(?:_softmax|_norm|_scaled)?)-(\d+)")
+
+PROBABILITIES = b"ffn_moe_probs-%d"
+"""Logits, where weights are a softmax of those of the chosen experts alone."""
 
 KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
 """Types of keys and values, as ggml numbers them; llama.cpp's own default is float16."""
@@ -166,6 +169,8 @@ class GgufRunner:
                 f"{model.name} cannot be recorded: of its {expected} MoE layers, {sum(read)} show their "
                 "routing in llama.cpp"
             )
+        if self._options.scores:
+            self._wanted |= {PROBABILITIES % block for block in self._layers}
         if self._picks:
             blocks = list(self._layers)
             self._routers = Routers(model.path, blocks, model.profile.top_k)
@@ -194,6 +199,7 @@ class GgufRunner:
             expert_hidden_size=profile.expert_hidden_size or None,
             expert_matrices=profile.expert_matrices,
             lookahead=self._picks,
+            candidates=self._options.candidates(profile.top_k, profile.experts),
             tools={"moe-expert-cache": version("moe-expert-cache"), **self._library.tools},
         )
 
@@ -260,12 +266,13 @@ class GgufRunner:
 
     def feed(self, tokens: Tokens) -> Pass:
         """Feed tokens, and return what they were routed to; raises InputError."""
-        shown, ahead = [], []
+        shown, ahead, scored = [], [], list[NDArray[np.float32]]()
         for first in range(0, len(tokens), TOKENS):
             part = tokens[first : first + TOKENS]
             self._run(part)
             shown.append(self._shown(len(part)))
             ahead.append(self._ahead(len(part)))
+            scored.extend([self._probabilities()] if self._options.scores else [])
             if first + TOKENS < len(tokens):
                 self._on_step(0)
         ids, weights = (np.concatenate(parts) for parts in zip(*shown, strict=True))
@@ -274,10 +281,18 @@ class GgufRunner:
         order = np.argsort(np.where(ids < 0, np.inf, -weights), axis=2, kind="stable")
         ids, weights = (np.take_along_axis(each, order, 2) for each in (ids, weights))
         made = Pass(0, ids, weights.astype(np.float16) if self._options.weights else None)
+        if count := self._options.candidates(self.loaded.profile.top_k, self.loaded.profile.experts):
+            candidates = candidates_of(ids, np.concatenate(scored), count)
+            made = replace(made, candidates=candidates[0], scores=candidates[1])
         if not self._picks:
             return made
         picks, scores = (np.concatenate(parts) for parts in zip(*ahead, strict=True))
         return replace(made, lookahead=picks, lookahead_scores=scores)
+
+    def _probabilities(self) -> NDArray[np.float32]:
+        """Return the routers' probabilities of all experts, [T, L, E], of what has run."""
+        shown = np.stack([self._array(PROBABILITIES % block, np.float32) for block in self._layers], 1)
+        return shown if shown.min() >= 0 and shown.max() <= 1 else TRANSFORMS["softmax"](shown)
 
     def _ahead(self, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
         """Return what routers pick ahead of time, and scores, [T, L, distances, picks] each, of what has run."""

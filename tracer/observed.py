@@ -48,6 +48,11 @@ class Wanted:
     gate_probs: bool = False
     lookahead: tuple[int, ...] = ()
     picks: int | None = None
+    scores: int | None = None  # candidates of a token, of which these are recorded
+
+    def candidates(self, top_k: int, experts: int) -> int | None:
+        """Return how many candidates a token of a model has."""
+        return max(top_k, min(self.scores, experts)) if self.scores else None
 
     def picked(self, top_k: int, experts: int) -> Picks | None:
         """Return what a trace of a model states of its lookahead."""
@@ -68,6 +73,19 @@ class Pass:
     gate_probs: NDArray[np.float16] | None = None  # [T, L, E]
     lookahead: NDArray[np.int32] | None = None  # [T, L, distances, picks], -1 where there is no layer so far before
     lookahead_scores: NDArray[np.float16] | None = None  # of these
+    candidates: NDArray[np.int32] | None = None  # [T, L, C] the ids, then the likeliest others
+    scores: NDArray[np.float32] | None = None  # of these, logarithms of probabilities
+
+
+def candidates_of(
+    ids: NDArray[np.int32], probabilities: NDArray[np.float32], count: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return candidates and their scores, as a pass has them. probabilities: [T, L, E]."""
+    is_chosen = (np.arange(probabilities.shape[2]) == ids[..., None]).any(-2)
+    others = np.argsort(np.where(is_chosen, 1, -probabilities), -1, kind="stable")[..., : count - ids.shape[2]]
+    found = np.concatenate([ids, others.astype(np.int32)], -1)
+    held = np.take_along_axis(probabilities, np.maximum(found, 0), -1)
+    return found, np.log(np.maximum(held, np.finfo(np.float32).tiny)).astype(np.float32)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,9 @@ class Options:
         str | None, Option("1,2,3: what routers so many layers ahead pick for a layer's input.", KEEP)
     ] = None
     picks: Annotated[Positive | None, Option("Experts that each picks, with scores.", KEEP, "twice the chosen")] = None
+    scores: Annotated[
+        Positive | None, Option("Candidates of a token in a layer whose scores are recorded, its choices first.", KEEP)
+    ] = None
     embedding: Annotated[bool, Option("Record a mean embedding of each prompt.", KEEP)] = False
     no_tokens: Annotated[bool, Option("Leave token ids out: prompts may be private.", KEEP)] = False
 
@@ -83,7 +86,8 @@ class Options:
         """What is recorded besides ids; distances of 0 for what is no list of them."""
         far = re.fullmatch(r"\d{1,9}(,\d{1,9})*", self.lookahead or "0", re.ASCII)
         distances = sorted({int(each) for each in far[0].split(",")}) if far else [0]
-        return Wanted(self.weights, self.gate_probs, tuple(distances) if self.lookahead else (), self.picks)
+        ahead = tuple(distances) if self.lookahead else ()
+        return Wanted(self.weights, self.gate_probs, ahead, self.picks, self.scores)
 
     @property
     def sampling(self) -> Sampling:
@@ -237,6 +241,8 @@ class Recording:
             token_id=np.array(tokens, np.int32) if not options.no_tokens else None,
             lookahead=meta.stored(_rows(answers, "lookahead")) if options.lookahead else None,
             lookahead_scores=_rows(answers, "lookahead_scores") if options.lookahead else None,
+            candidates=meta.stored(_rows(answers, "candidates")) if options.scores else None,
+            scores=_rows(answers, "scores") if options.scores else None,
             gate_probs=_rows(answers, "gate_probs") if options.gate_probs else None,
             embedding=np.stack(embedding) if embedding else None,
             drafted=np.concatenate(drafted).astype(np.int16) if drafted else None,

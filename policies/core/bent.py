@@ -82,8 +82,9 @@ class Rule(ABC):
     kind: ClassVar[int] = RANK
     Options: ClassVar[type] = Options
 
-    def __init__(self, options: object) -> None:
-        self.options = options
+    def __init__(self, options: object, text: str) -> None:
+        """Take the options, and the text that states the rule."""
+        self.options, self.text = options, text
 
     def by(self, top_k: int) -> float:
         """Return the number that the rule compares with, of a model that chooses `top_k` experts."""
@@ -308,6 +309,19 @@ def choose(bent: Bent, row: int, layer: int, present: Int) -> None:
         if ids[i] >= 0 and not chosen[i]:
             bent.counts[2] += 1
             bent.counts[3] += int(np.rint(shares[i] * WHOLE))
+
+
+@compiled
+def choose_all(bent: Bent, present: Int, into: Int) -> None:
+    """Write what all tokens of one layer choose, [T, k]: -1 in the place of what is dropped, others in their order."""
+    for row in range(len(into)):
+        choose(bent, row, 0, present)
+        n = 0
+        for i in range(len(bent.chosen)):
+            if bent.chosen[i] or bent.kind == DROP:
+                into[row, n] = bent.ids[row, 0, i] if bent.chosen[i] else -1
+                n += 1
+        into[row, n:] = -1
 
 
 @compiled

@@ -353,7 +353,7 @@ def read_rule(text: str) -> Rule:
     term = read_scope(text)
     if term.name not in RULES:
         raise unknown("routing", term.name, RULES)
-    return RULES[term.name](_options(RULES[term.name], term.options))
+    return RULES[term.name](_options(RULES[term.name], term.options), text)
 
 
 def make_policy(policy: PolicyLike, *, prefetch: Half | None = None, **options: Any) -> PolicySpec:

@@ -30,6 +30,7 @@ app = program.group(
         "compare": "replay.commands.compare:compare",
         "store": "replay.commands.store:store",
         "generate": "replay.commands.generate:generate",
+        "quality": "replay.commands.quality:quality",
         "serve": "replay.commands.serve:serve",
     },
     RunByDefault,

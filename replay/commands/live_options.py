@@ -15,7 +15,7 @@ from replay.live.model import LiveModel
 from replay.live.opening import MOST, open_live
 from sim.commands import options
 from sim.defaults import CACHE_SIZE, POLICY
-from sim.experiment import SIZES
+from sim.experiment import OPTIONS, SIZES
 from sim.quantities import show_bytes
 from terminal import console
 from traces.errors import refuse
@@ -49,6 +49,8 @@ class LiveOptions:
         int, typer.Option(min=0, help="Layers ahead whose routers run on a layer's input, as for gate. Default: 0.")
     ] = 0
 
+    routing: Annotated[str | None, typer.Option(help=OPTIONS["routing"].help)] = None
+
     def live(self, model: str | None, on: options.Stated, policy: str | PolicySpec, progress: Progress) -> LiveModel:
         live = open_live(
             model,
@@ -60,6 +62,7 @@ class LiveOptions:
             progress=progress,
             on_note=console.warn,
             lookahead=self.lookahead,
+            routing=self.routing,
         )
         live.draft = self.draft
         return live

@@ -183,7 +183,8 @@ class LayerExperts:
 
     def whole(self, hidden: Tensor, index: Tensor, weights: Tensor, slots: dict[int, int]) -> Tensor:
         """Compute an event of which every expert is in a slot; slots: by expert."""
-        if self._chosen and (not self._record.is_trusted or self._record.program):
+        partly = bool((index < 0).any())  # a token computes less than it chose (rule 22)
+        if partly or (self._chosen and (not self._record.is_trusted or self._record.program)):
             for expert in sorted(slots):
                 self.expert(expert, slots[expert])
             return self.combined()
@@ -202,7 +203,8 @@ class LayerExperts:
         """Take an event: hidden[T, H], index[T, k], weights[T, k]."""
         self._hidden, self._index, self._weights = hidden, index, weights
         chosen = index[0].tolist() if len(index) == 1 else []
-        self._chosen = chosen if len(set(chosen)) == len(chosen) else []
+        computed = [expert for expert in chosen if expert >= 0]
+        self._chosen = chosen if len(set(computed)) == len(computed) else []
         self._may_try = True
         self._record = self._records.setdefault((hidden.dtype, weights.dtype), Record())
         if self._first.device != index.device:

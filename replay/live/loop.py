@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Condition
 
+from policies.core.bent import Bending
 from policies.core.events import Picked
 from policies.core.policy import Int
 from replay.devices.cpu import Outcome
@@ -84,6 +85,13 @@ class LiveLoop:
             self._driver.begin(step)
             self._driver.session.submitting(Kind.ROUTER)
             self._driver.session.start(step)
+
+    def bending(self, layer: int) -> tuple[Bending, Int]:
+        """Return what bends the routing, and the states of all experts of a layer."""
+        session, E = self._driver.session, self._run.shape.experts
+        assert session.bending
+        with self._changed:
+            return session.bending, session.states[layer * E : (layer + 1) * E].copy()
 
     def route(self, tokens: Int, picks: Picked) -> None:
         """Take the choice of the next layer's router. tokens: int64[rows, E] that chose each expert.

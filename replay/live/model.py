@@ -25,7 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from policies.core.policy import NO_INTS, Listener
+from policies.core.bent import Bending
+from policies.core.policy import NO_INTS, Int, Listener
 from policies.core.spec import Part, PolicySpec
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
@@ -219,8 +220,14 @@ class LiveModel:
         return replace(trace, meta=meta, lookahead=picks, lookahead_scores=scores)
 
     def as_stored(self, meta: TraceMeta) -> TraceMeta:
-        """Return the metadata of a trace with the bytes that packed experts have, which are those that move."""
+        """Return the metadata of a trace with the bytes that packed experts have, which move, and what bent routing."""
+        if rule := self.run.routing:
+            meta = replace(meta, settings={**meta.settings, "routing": rule.text})
         return replace(meta, expert_bytes=self.run.gpu.link.expert_bytes) if self._is_packed else meta
+
+    def bending(self, layer: int) -> tuple[Bending, Int]:
+        """Return what bends the routing, and the states of the experts of a layer."""
+        return self._loop.bending(layer)
 
     def clear(self) -> None:
         """Forget counters, steps and trace, which take some hundred bytes a token. The cache stays as it is."""

@@ -30,6 +30,7 @@ class NextRouters:
         self.picks = Picks(hook.picks.distances, hook.top_k)
         self._sites, self._ahead = hook.sites, hook.ahead
         self._states: Tensor | None = None  # that have entered the layer at hand
+        self.named: dict[tuple[int, int], NDArray[np.int64]] = {}  # by layer and distance, the latest choices [T, k]
         self._ahead.picks = hook.top_k
         for site in hook.sites:
             for handle in self._ahead.answering(site):
@@ -42,6 +43,11 @@ class NextRouters:
         if not self._ahead.trying:
             self._states = states_of(args, kwargs)
 
+    @property
+    def trying(self) -> bool:
+        """Whether a router is run on what is not its own input."""
+        return self._ahead.trying
+
     def choices(self, layer: int) -> Choices:
         """Return what the routers behind `layer` would choose for what has entered it. Raise InputError."""
         found: Choices = []
@@ -52,6 +58,7 @@ class NextRouters:
             except TypeError as error:
                 raise InputError(f"`lookahead`: {site.name} cannot be run on hidden states alone: {error}") from error
             found.append((index.cpu().numpy(), scores.float().cpu().numpy()))
+            self.named[layer + len(found), len(found)] = found[-1][0]
         return found
 
 

@@ -19,14 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from policies.core.bent import Commit, Rule
 from policies.core.policy import Shape
-from policies.core.spec import PolicyLike, PolicySpec, parse
+from policies.core.spec import PolicyLike, PolicySpec, parse, read_rule
 from replay.device_choice import DeviceChoice, require_cuda
 from replay.devices.cpu import nothing
 from replay.devices.expert_file import ExpertFile
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
 from replay.devices.store import RESERVE_BYTES, available_memory_bytes, require_host_memory, stride_of
+from replay.live.bender import Bender
 from replay.live.device import LiveDevice, LiveGpu, host_experts
 from replay.live.held import held_store
 from replay.live.layout import ExpertLayer, ShardStore, expert_layers, without_interface
@@ -77,6 +79,7 @@ def load_model(
     profile: str | Path | None = None,
     dtype: str = "auto",
     lookahead: int = 0,
+    routing: str | None = None,
     **options: Any,
 ) -> Any:
     """Load a transformers model whose experts stay on disk, or in host memory beside a GPU, behind a cache.
@@ -85,7 +88,8 @@ def load_model(
     is as large as fits into memory, with 537 MB left free. device: disk, or cuda. seed: of policies that draw.
     profile: a file for what the policy learns: it starts from it, and writes it when the model is closed. dtype: auto
     is the checkpoint's. lookahead: layers ahead whose routers run on a layer's input, for policies such as gate, in its
-    time. options: `lanes`, `store` and `threads`, as for `moe-replay generate`.
+    time. routing: a rule that bends it at a loss, such as "drop:below=0.75/k" (rule 22). options: `lanes`, `store` and
+    `threads`, as for `moe-replay generate`.
 
     The model is called as any other, for inference alone. Its `expert_cache` has `counters`, `report()`, `trace`,
     `clear()` and `close()`, and `with load_model(...) as model:` closes it. Raise InputError, a ValueError, for a
@@ -99,6 +103,7 @@ def load_model(
         dtype=dtype,
         profile=Path(profile) if profile else None,
         lookahead=lookahead,
+        routing=routing,
     )
     return live.model
 
@@ -150,6 +155,7 @@ def open_live(
     progress: Progress = lambda count: nullcontext(lambda pieces: None),
     on_note: Callable[[str], None] = warnings.warn,
     lookahead: int = 0,
+    routing: str | None = None,
 ) -> LiveModel:
     """Load a model without its experts and put a cache of them in front of disk or host memory. See `load_model`.
 
@@ -157,7 +163,9 @@ def open_live(
     file for experts that loading converts, by default in the user's cache folder. name: of the model; by default the
     folder's, or the hub id. progress: is shown while experts are written or read; on_note: gets what no pass can raise.
     """
-    spec = _prepared(target, policy, profile, lookahead)
+    spec, rule = _prepared(target, policy, profile, lookahead), read_rule(routing) if routing else None
+    if isinstance(rule, Commit):
+        lookahead = max(lookahead, rule.options.layers)
     gpu = Gpu() if target.device == "cuda" else None
     with ExitStack() as opening:
         if target.threads:
@@ -180,6 +188,7 @@ def open_live(
             progress,
             on_note,
             lookahead,
+            rule,
         )
         live.until_closed(opening)
     return live
@@ -211,6 +220,7 @@ def _cached(
     progress: Progress = lambda count: nullcontext(lambda pieces: None),
     on_note: Callable[[str], None] = warnings.warn,
     lookahead: int = 0,
+    rule: Rule | None = None,
 ) -> LiveModel:
     """Put a cache between the experts of a model and their source, all of which `opening` closes. See `open_live`."""
     loaded = model.loaded
@@ -227,6 +237,7 @@ def _cached(
     _require(gpu, slots * stride, f"a cache of {slots} experts")
     run = gpu_run((), shape, slots, spec, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
     _warm_up(run, hook.top_k)
+    run = replace(run, routing=rule)
     kv_per_token, dense_ns = _try_out(loaded, len(layers))
     largest = max(stride, *(end_of(layer.rows) for layer in layers))  # as it lies in a slot, or is computed
     memory = memory_of(loaded, model.dense_bytes, slots * stride, largest, hook.top_k, kv_per_token)
@@ -246,6 +257,8 @@ def _cached(
     beyond = on_note, unchanged, profile, next_routers
     live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, *beyond)
     opening.callback(live.end)
+    if rule:
+        Bender(rule, live, next_routers, opening)
     return live
 
 

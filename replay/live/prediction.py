@@ -23,7 +23,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
 
     Compute was timed in the run, beside transfers where there were any; these were timed alone, and feel contention.
     """
-    run, trace, log = live.run, answered.trace, answered.log
+    run, trace, log = replace(live.run, routing=None), answered.trace, answered.log  # what was computed
     events = len(log.step_ns) * run.shape.layers
     predictor_ns = int(log.stall_ns[:, PREDICTOR].sum()) // max(1, events)
     behind, slowed = live.time_transfers()

@@ -36,6 +36,7 @@ def measured(
         draft=draft or None,
         acceptance=RECORDED if draft else None,
         prefill_chunk=None,
+        routing=lossy.text if (lossy := run.routing) and lossy.is_lossy(trace.top_k) else None,
         max_batch=most if most > 1 else None,
         arrivals="closed" if most > 1 else None,
         arrival_rate=None,

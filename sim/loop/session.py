@@ -92,10 +92,10 @@ class Session:
             observer.run_begins(residency, lambda: self.device.now())
         self._host: Host | None = None
         self._admission: tuple[PolicyRunner, PolicyResidency] | None = None  # who decides what is admitted (rule 21)
-        self._states = NO_INTS
+        self.states = NO_INTS
         if run.routing:
             assert isinstance(residency, PolicyResidency), "only policies say which experts are present"
-            self._states = residency.states
+            self.states = residency.states
         if host.needed(run):
             assert isinstance(residency, PolicyResidency), "only policies decide what the host does"
             self._host = Host(run, residency, device, observer)
@@ -130,7 +130,7 @@ class Session:
     def route(self, step: Routing, layer: int) -> None:
         """Look up what `layer` chose, ask the policies, let link and compute stream start what they can."""
         if step.bend:  # rule 22
-            step.bend(layer, self._states)
+            step.bend(layer, self.states)
         chosen, tokens = step.chosen(layer)
         pump, host = self.pump, self._host
         if host:

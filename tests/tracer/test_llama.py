@@ -39,20 +39,24 @@ def opened(path: Path, loaded: LoadedModel, **written: Any) -> GgufModel:
 
 
 def recorded(loaded: Any, out: Path, prompts: list[Prompt] = PROMPTS, **options: Any) -> Trace:
-    record(loaded, prompts, out, Options(**{"max_new_tokens": 8, "weights": True, "lookahead": "1,2,3", **options}))
+    record(
+        loaded,
+        prompts,
+        out,
+        Options(**{"max_new_tokens": 8, "weights": True, "lookahead": "1,2,3", "scores": 6, **options}),
+    )
     return Trace.read(out, EXTRA)
 
 
 def assert_routed_alike(one: Trace, other: Trace) -> None:
     """Require all tokens, experts and their order to be equal: there are no ties among these random weights."""
-    for name in ("offsets", "step", "phase", "position", "token_id", "experts", "lookahead"):
+    for name in ("offsets", "step", "phase", "position", "token_id", "experts", "lookahead", "candidates"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
     assert one.weights is not None
     assert other.weights is not None
     np.testing.assert_allclose(one.weights.astype(float), other.weights.astype(float), atol=1e-3)
-    assert one.lookahead_scores is not None
-    assert other.lookahead_scores is not None
-    np.testing.assert_allclose(one.lookahead_scores.astype(float), other.lookahead_scores.astype(float), atol=1e-3)
+    for name in ("lookahead_scores", "scores"):
+        np.testing.assert_allclose(getattr(one, name).astype(float), getattr(other, name).astype(float), atol=1e-3)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -87,7 +91,7 @@ def test_tokens_are_drawn_by_the_seed_and_a_resumed_recording_is_the_whole(tmp_p
     loaded = opened(tmp_path, made("mixtral"))
     drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
     whole = recorded(loaded, tmp_path / "whole", **drawn)
-    options, steps = Options(max_new_tokens=8, weights=True, lookahead="1,2,3", **drawn), 0
+    options, steps = Options(max_new_tokens=8, weights=True, lookahead="1,2,3", scores=6, **drawn), 0
 
     def interrupt(rows: int) -> None:
         nonlocal steps

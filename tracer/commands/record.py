@@ -98,7 +98,7 @@ def record(
         refuse(
             (
                 more,
-                "--gate-probs and --embedding are for --model: --weights and --lookahead are of a GGUF file too",
+                "--gate-probs and --embedding are for --model: --weights, --lookahead and --scores work with both",
             ),
             (options.batch_size > 1, "--batch-size is for --model: llama.cpp is given one prompt at a time"),
         )

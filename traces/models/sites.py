@@ -107,12 +107,11 @@ class Interface(Site):
         return count if isinstance(count, int) else super().experts
 
     def attach(self, report: Report) -> Iterator[Any]:
-        names = list(inspect.signature(self.module.forward).parameters)[:3]
         known = False
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal known
-            given = args if len(args) > 2 else (*args, *(kwargs[key] for key in names[len(args) :] if key in kwargs))
+            given = handed(module, args, kwargs)
             if not known and not is_routing(given):
                 raise InputError(
                     f"{self.name} ({type(self.module).__name__}) is not called as experts(hidden, index, weights), "
@@ -122,6 +121,12 @@ class Interface(Site):
             report(given[1], given[2])
 
         yield self.module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def handed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a module is called with in the place of its first three parameters, as far as it is."""
+    names = list(inspect.signature(module.forward).parameters)[:3]
+    return args if len(args) > 2 else (*args, *(kwargs[key] for key in names[len(args) :] if key in kwargs))
 
 
 class SkipExpert(Interface):

@@ -1,0 +1,167 @@
+"""The price of bent routing: a model under a rule beside the whole model, on the same text, one token at a time.
+
+Both are told each token of the text and say how likely each next one is. Intervals resample stretches of tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policies.core.policy import Float
+from replay.live.memory import kv_name_in
+from replay.live.model import LiveModel
+from sim.results.compare import interval
+from sim.results.plot import COLOURS
+from traces.errors import refuse
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STRETCH = 16
+"""Tokens that are drawn together: those that lie side by side are alike."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a model said of a text."""
+
+    likely: list[Tensor]  # by request float32[tokens, words]: logarithms of the probabilities of the next word
+    fetches: float  # experts a token
+    ms: float  # a token
+    row: dict[str, Any]  # of the run (`sim.results.metrics.RESULTS`)
+
+
+def tell(live: LiveModel, requests: Sequence[Sequence[int]]) -> Told:
+    """Have a model say how likely each next token is."""
+    name, likely = kv_name_in(live.model), []
+    live.clear()
+    for ids in requests:
+        rows, cache = list[Tensor](), dict[str, Any]()
+        for token in ids[:-1]:
+            with torch.inference_mode():
+                output = live.model(
+                    input_ids=torch.tensor([[token]], device=live.loaded.device),
+                    **{"use_cache": True, "return_dict": True, **cache},
+                )
+            cache = {name: output[name]}
+            rows.append(output.logits[0, -1].float().log_softmax(-1).cpu())
+        live.end_request()
+        likely.append(torch.stack(rows))
+    counted, tokens = live.counters, sum(map(len, likely))
+    fetches = counted["demand_transfers"] + counted["prefetch_transfers"]
+    return Told(likely, fetches / tokens, counted["step_ns"] / tokens / 1e6, live.report().row)
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a rule costs and saves."""
+
+    routing: str
+    whole: Told
+    bent: Told
+    requests: Sequence[Sequence[int]]
+
+    @cached_property
+    def _totals(self) -> Float:
+        """[4, stretches]: surprise by the bent model and by the whole one, tokens on which both agree, divergence."""
+        return np.concatenate(list(self._stretches()), axis=1)
+
+    def _stretches(self) -> Iterator[Float]:
+        for ids, whole, bent in zip(self.requests, self.whole.likely, self.bent.likely, strict=True):
+            following = torch.tensor(ids[1:])[:, None]
+            surprise = [-each.gather(-1, following)[:, 0] for each in (bent, whole)]
+            divergence = torch.where(whole.isfinite(), whole.exp() * (whole - bent), 0).sum(-1)
+            each = torch.stack(
+                [*surprise, (whole.argmax(-1) == bent.argmax(-1)).float(), divergence, torch.ones(len(whole))]
+            )
+            starts = np.arange(0, len(whole), STRETCH)
+            yield np.add.reduceat(each.double().numpy(), starts, axis=1)
+
+    def _mean(self, row: int) -> float:
+        return float(self._totals[row].sum() / self._totals[-1].sum())
+
+    def _interval(self, row: int, beside: int | None = None) -> tuple[float, float]:
+        """Return that of a mean, or of its difference from another one."""
+        totals, tokens = self._totals, self._totals[-1]
+        return interval(np.stack([totals[row], tokens, totals[beside] if beside else 0 * tokens, tokens]))
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Return all figures by name, with intervals of 95%."""
+        low, high = self._interval(0, 1)
+        agreed, diverged = self._interval(2), self._interval(3)
+        whole, bent, told = np.exp(self._mean(1)), np.exp(self._mean(0)), self.bent.row
+        return {
+            **{name: told[name] for name in ("policy", "cache_experts", "cache_fraction")},
+            "routing": self.routing,
+            "tokens": int(self._totals[-1].sum()),
+            "fetches_whole": self.whole.fetches,
+            "fetches": self.bent.fetches,
+            "ms_whole": self.whole.ms,
+            "ms": self.bent.ms,
+            **{name: told[name] for name in ("lost_weight", "changed_choices")},
+            "perplexity_whole": float(whole),
+            "perplexity": float(bent),
+            "perplexity_more": float(bent / whole - 1),
+            "perplexity_more_low": float(np.exp(low) - 1),
+            "perplexity_more_high": float(np.exp(high) - 1),
+            "agreement": self._mean(2),
+            "agreement_low": agreed[0],
+            "agreement_high": agreed[1],
+            "kl": self._mean(3),
+            "kl_low": diverged[0],
+            "kl_high": diverged[1],
+        }
+
+
+def sentence(row: dict[str, Any]) -> str:
+    """Return what a rule saves and costs."""
+    low, more, high = (f"{100 * row[f'perplexity_more{end}']:+.1f}" for end in ("_low", "", "_high"))
+    share = f"{100 * row['cache_fraction']:.3g}%"
+    saved = 1 - row["fetches"] / row["fetches_whole"] if row["fetches_whole"] else 0.0
+    return (
+        f"Not lossless: {row['routing']} fetches {row['fetches']:.1f} experts a token instead of "
+        f"{row['fetches_whole']:.1f} ({saved:.0%} fewer) under {row['policy']} with {share} of the "
+        f"experts; perplexity {row['perplexity']:.2f} instead of {row['perplexity_whole']:.2f} ({more}%; 95%: {low} to "
+        f"{high}) on {row['tokens']:,} tokens, and {row['agreement']:.1%} of the likeliest next tokens are the same."
+    )
+
+
+def figure(rows: Sequence[dict[str, Any]]) -> "Figure":
+    """Return fetches against what perplexity rises by, a line for each kind of rule, policy and size."""
+    from sim.results.drawing import Drawing
+
+    drawing = Drawing(figsize=(6.4, 4.0), layout="constrained")
+    axes, lines = drawing.subplots(), dict[str, list[dict[str, Any]]]()
+    for row in rows:
+        kind = row["routing"].partition(":")[0]
+        lines.setdefault(f"{kind}, {row['policy']}, {row['cache_fraction']:.3g}", []).append(row)
+    for number, (name, points) in enumerate(lines.items()):
+        points = sorted(points, key=lambda row: row["fetches"])
+        more, low, high = (
+            np.array([100 * row[f"perplexity_more{end}"] for row in points]) for end in ("", "_low", "_high")
+        )
+        x, colour = [row["fetches"] for row in points], COLOURS[number % len(COLOURS)]
+        axes.errorbar(x, more, [more - low, high - more], fmt="o-", color=colour, label=name, capsize=2, markersize=4)
+        axes.axvline(points[0]["fetches_whole"], color=colour, linewidth=0.8, linestyle=":")
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set_xlabel("experts fetched a token (dotted: by the whole model)")
+    axes.set_ylabel("perplexity, % more than of the whole model")
+    axes.legend(fontsize=8)
+    return drawing
+
+
+def split(ids: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """Return the first requests of two tokens and more, of so many tokens together. Raise InputError for none."""
+    found, left = [], tokens
+    for each in ids:
+        found.append(list(each[: max(0, left)]))
+        left -= len(each)
+    found = [each for each in found if len(each) > 1]
+    refuse((not found, "the text has no request of two tokens: there is no next one to be told"))
+    return found
