@@ -46,6 +46,7 @@ BUILT_IN = (
     "retention.multi_criteria",
     "retention.class_lru",
     "prefetch.lookahead",
+    "blend.foresight",
 )
 """Modules of this package that register policies."""
 

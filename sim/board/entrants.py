@@ -15,14 +15,14 @@ from traces.errors import InputError
 POLICIES = ("lfu", "lrfu", "eamc", "eamc-blend")
 """Those that are run where none are named."""
 
-CEILING = "belady+oracle1"
+FASTEST = "belady+oracle1"
 """Belady that fetches what the next layer will use: the ceiling in time."""
 
 
 def every() -> list[str]:
     """Return the policies that ship, each once: of those that decide alike, the first."""
     found: dict[PolicySpec, str] = {}
-    for text in (*_built_in(), *(policy for _, policy in _of_systems()), CEILING):
+    for text in (*_built_in(), *(policy for _, policy in _of_systems()), FASTEST):
         policy = parse(text)
         if _runs(policy):
             found.setdefault(policy, text)

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from policies.core.spec import PolicySpec
 from policies.overhead import measured_bytes
 from sim.board.cases import HITS, SIZES, Case, cases_of
-from sim.board.result import BELADY, DIGITS, LRU, UNKNOWN, Figures, Gain, Result, entry
+from sim.board.result import BELADY, DIGITS, KNOWABLE, LRU, UNKNOWN, Figures, Gain, Result, entry
 from sim.loaded import TimedRun, load
 from sim.loop.requests import Requests
 from sim.results import compare
@@ -44,8 +44,11 @@ class Board:
 
     @classmethod
     def of(cls, cards: Sequence[Card], policies: Sequence[str], stored: Result | None = None) -> "Board":
-        """Return the board of these policies, LRU and Belady; costs are `stored`, or measured. Raise InputError."""
-        named = specs([LRU, *policies, BELADY], None)
+        """Return the board of these policies, LRU and both ceilings; costs are `stored`, or measured.
+
+        Raise InputError.
+        """
+        named = specs([LRU, *policies, KNOWABLE, BELADY], None)
         cases = list(cases_of(cards))
         loaded = [load(case.experiment) for case in cases]
         timed = [each for each in loaded if isinstance(each, TimedRun)]
