@@ -197,11 +197,10 @@ def _certainty(entry: Entry, found: Result) -> Iterator[str]:
     """Yield what is gained over LRU at a quarter, with intervals, and which traces have none."""
     for start in entry.gains.get(HITS, ()):
         gain, count = gain_text(entry.gains[HITS][start][SIZES.index(QUARTER)]), found.requests[start][HITS]
-        of = f"{count} requests of {start} ({CONFIDENCE:.0%})"
+        of = f"{f'{count} requests' if count >= FEWEST else 'blocks of tokens'} of {start} ({CONFIDENCE:.0%})"
         yield f"Over LRU at {QUARTER} it gains {gain} points of hits on {of}."
-    few = [start for start, counts in found.requests.items() if counts[HITS] < FEWEST]
-    if few:
-        yield f"Too few requests for intervals: {', '.join(few)}."
+    if few := [start for start in found.requests if start not in entry.gains.get(HITS, ())]:
+        yield f"Too few requests and tokens for intervals: {', '.join(few)}."
 
 
 def gain_text(gain: Gain) -> str:

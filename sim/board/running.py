@@ -93,9 +93,10 @@ class Board:
                     at = slice(place, None, len(self.policies))  # rows come by size, then by policy
                     values = tuple(_figure(row, case) for row in outcome.rows[at])
                     figures[policy.text].setdefault(case.measure, {})[case.start] = values
-                    if case.counted >= compare.FEWEST and policy.text != LRU:
+                    if policy.text != LRU:
                         over = tuple(map(_gain, found[:: len(self.policies)], found[at], [case] * len(SIZES)))
-                        gains[policy.text].setdefault(case.measure, {})[case.start] = over
+                        if all(one == one for one, *_ in over):
+                            gains[policy.text].setdefault(case.measure, {})[case.start] = over
         return Result(
             version=board().version,
             traces={card.name: sum_of(card.folder) for card in self.cards},
@@ -128,7 +129,7 @@ def _figure(row: Row, case: Case) -> float:
 
 def _gain(lru: compare.SweptRun, mine: compare.SweptRun, case: Case) -> Gain:
     found = compare.gain(lru, mine, COLUMNS[case.measure == HITS])
-    if found is None:
+    if found is None or not found.is_enough:
         return UNKNOWN, UNKNOWN, UNKNOWN
     low, middle, high = (round(each, 4) for each in (found.low, found.more, found.high))
     return middle, low, high

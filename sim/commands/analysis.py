@@ -115,6 +115,8 @@ def compare(
             console.say(f"{size}{difference.sentence()}")
     console.say("")
     console.say("Differences are those of the sweep's table, of all requests together; intervals resample requests.")
+    if any(difference.tokens for _, _, all_ in found for difference in all_):
+        console.say("Of few requests they resample blocks of tokens: that is for such text, not for other requests.")
 
 
 def _differences(found: Sequence[tuple[SweptRun, SweptRun, Sequence[Difference]]]) -> Table:

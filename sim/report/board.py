@@ -10,7 +10,7 @@ from sim.quantities import show_ms
 from sim.report.elements import Item, Section, Shown, figure_item
 from sim.report.page import rendered
 from sim.results import plot
-from sim.results.compare import CONFIDENCE
+from sim.results.compare import CONFIDENCE, FEWEST
 
 DRAWN = 3
 """Policies in the figure beside LRU and Belady: the best ones."""
@@ -85,7 +85,12 @@ def _certainty(found: Result) -> Iterator[Section]:
     if not gained:
         return
     starts = list(next(iter(gained.values()))[HITS])
-    columns = [(start, measure) for start in starts for measure in found.measures]
+    columns = [
+        (start, measure)
+        for start in starts
+        for measure in found.measures
+        if start in found.policies[LRU].figures[measure]
+    ]
     place = SIZES.index(QUARTER)
     rows = []
     for text, gains in gained.items():
@@ -95,8 +100,8 @@ def _certainty(found: Result) -> Iterator[Section]:
     requests = "; ".join(f"{found.counts(start)} of {start}" for start in starts)
     text = (
         f"What is gained over LRU at {QUARTER}: points of the hit rate, and percent of time on each machine, with "
-        f"intervals of {CONFIDENCE:.0%}, paired over {requests}. An interval that reaches 0 may be chance. The other "
-        "traces have too few requests for one."
+        f"intervals of {CONFIDENCE:.0%}, paired over {requests}. An interval that reaches 0 may be chance. Of fewer "
+        f"than {FEWEST} requests blocks of tokens are drawn: how sure a gain is on such text, not on other requests."
     )
     yield Section("How sure it is", (Item("text", text), Item("table", head=head, rows=tuple(rows))))
 

@@ -4,12 +4,17 @@ A figure of a cell is that of its row in results.parquet: of all lookups, of all
 interval is the percentile bootstrap's (Efron 1979): the middle 95% of the differences of totals of requests drawn with
 replacement. Requests count as independent; a cache that stays warm makes them a little less so. Of few requests it is
 too narrow: under a normal law it holds a mean in 85% of cases with five requests, in 90% with ten, in 93% with twenty.
+
+Of fewer than FEWEST requests with LEAST_TOKENS decoded tokens or more blocks of consecutive tokens are drawn instead
+(the stationary bootstrap of Politis and Romano 1994), of sqrt(n) of the n tokens in the mean: such an interval says how
+sure a difference is on text such as this, and nothing of other requests. Prompts stay as they are.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,7 +25,8 @@ from policies.core.scope import SCOPES
 from policies.core.spec import PolicyLike, text_of
 from sim.quantities import parse_cache_size, stated_bytes
 from sim.results import files
-from sim.results.metrics import REQUESTS, RESULTS, Row
+from sim.results.metrics import FEWEST as FEWEST
+from sim.results.metrics import REQUESTS, RESULTS, STEP, Row
 from traces.errors import InputError, unknown
 
 CONFIDENCE = 0.95
@@ -28,8 +34,8 @@ RESAMPLES = 10_000
 RESAMPLES_OF_A_TABLE = 2_000
 DRAWN_AT_ONCE = 2**22
 
-FEWEST = 6
-"""The least requests that can show a difference: with n of them chance gives all the same sign in 2 of 2^n cases."""
+LEAST_TOKENS = FEWEST**2
+"""Of which blocks are drawn: FEWEST blocks."""
 FEW = f", which may be chance: there are fewer than {FEWEST} requests"
 
 Float = NDArray[np.float64]
@@ -55,6 +61,9 @@ MEASURES = (
         *("ttft_ms", "", "time to the first token", 1, "ms"), "slower to the first token", "faster to the first token"
     ),
 )
+
+OF_A_STEP = {"hit_rate": ("hits", "lookups", 1.0), "tpot_mean_ms": ("decode_ns", "decoded", 1e-6)}
+"""Of measures that have it by step: what is counted, over what, and its unit."""
 
 OF_A_REQUEST = {"tpot_mean_ms": "tpot_mean_ms", "ttft_mean_ms": "ttft_ms", "misses": "hit_rate"}
 """Of each column of results that judges policies, the measure that pairs their requests."""
@@ -101,13 +110,24 @@ class Difference:
     low: float
     high: float
     requests: int
+    tokens: int  # of which blocks were drawn; 0: requests were
     cache_experts: int  # of the cell
     cell_oracle: bool = False  # whether it sees the future
     baseline_oracle: bool = False
 
+    @property
+    def sample(self) -> str:
+        """Return `40 requests`, or `blocks of 300 tokens of one request`."""
+        requests = "one request" if self.requests == 1 else f"{self.requests} requests"
+        return f"blocks of {self.tokens:,} tokens of {requests}" if self.tokens else requests
+
+    @property
+    def is_enough(self) -> bool:
+        return self.tokens > 0 or self.requests >= FEWEST
+
     def sentence(self) -> str:
         """`eamc is 3.2 ms (95%: 2.1 to 4.4) slower per token than lru over 40 requests`."""
-        over = f"over {self.requests} requests"
+        over = f"over {self.sample}"
         cell = policy_title(self.cell, self.cell_oracle)
         baseline = policy_title(self.baseline, self.baseline_oracle)
         if self.more == self.low == self.high == 0:
@@ -116,7 +136,7 @@ class Difference:
         low, high = sorted((sign * self.low, sign * self.high))
         size, low_text, high_text = _figures(abs(self.more), low, high)
         direction = self.measure.less if sign < 0 else self.measure.more
-        chance = ", which may be chance" if low <= 0 <= high else FEW if self.requests < FEWEST else ""
+        chance = ", which may be chance" if low <= 0 <= high else "" if self.is_enough else FEW
         return (
             f"{cell} is {size} {self.measure.unit} ({CONFIDENCE:.0%}: {low_text} to {high_text}) {direction} than "
             f"{baseline} {over}{chance}"
@@ -240,13 +260,16 @@ def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: in
     names = _names(baseline, cell)
     rows = []
     for measure in MEASURES:
-        totals = paired(baseline, cell, measure)
-        if totals.shape[1] > 1:  # one has no interval
-            low, high = interval(totals, seed, resamples)
-            about = (totals.shape[1], cell.cache_experts, cell.oracle, baseline.oracle)
+        totals, drawn = paired(baseline, cell, measure), sample(baseline, cell, measure)
+        if drawn.totals.shape[1] > 1:  # one has no interval
+            low, high = interval(drawn, seed, resamples)
+            about = (totals.shape[1], drawn.tokens, cell.cache_experts, cell.oracle, baseline.oracle)
             rows.append(Difference(measure, names[1], names[0], float(_more(totals.sum(axis=1))), low, high, *about))
     if not rows:
-        raise InputError(f"{names[0]} and {names[1]} have fewer than two requests with a measure in common")
+        raise InputError(
+            f"{names[0]} and {names[1]} have fewer than two requests with a measure in common, and fewer than "
+            f"{LEAST_TOKENS} decoded tokens"
+        )
     return rows
 
 
@@ -276,12 +299,12 @@ def measure_of(judged_by: str) -> Measure:
 def indistinct(best: SweptRun, others: Sequence[SweptRun], measure: Measure) -> list[SweptRun]:
     """Return those of `others` that are not worse than `best` beyond the noise.
 
-    That is: the interval of the paired difference over requests reaches 0, or there are fewer than FEWEST.
+    That is: the interval of the paired difference reaches 0, or there is too little for one.
     """
     equal = []
     for other in others:
-        totals = paired(best, other, measure)
-        low, high = interval(totals, resamples=RESAMPLES_OF_A_TABLE) if totals.shape[1] >= FEWEST else (0.0, 0.0)
+        totals, drawn = paired(best, other, measure), sample(best, other, measure)
+        low, high = interval(drawn, resamples=RESAMPLES_OF_A_TABLE) if drawn.is_enough else (0.0, 0.0)
         if low <= 0 <= high or (_more(totals.sum(axis=1)) < 0) != (measure.name == "hit_rate"):
             equal.append(other)
     return equal
@@ -297,6 +320,34 @@ def paired(baseline: SweptRun, cell: SweptRun, measure: Measure) -> Float:
     return totals[:, ~np.isnan(totals).any(axis=0) & (totals[1::2] > 0).all(axis=0)]
 
 
+class Sample(NamedTuple):
+    """What is drawn from: requests, or blocks of tokens."""
+
+    totals: Float  # as of `paired`
+    tokens: int  # of which blocks are drawn; 0: requests are
+    fixed: Float | int = 0  # [4, 1] totals that are always there: of prompts
+
+    @property
+    def is_enough(self) -> bool:
+        return self.tokens > 0 or self.totals.shape[1] >= FEWEST
+
+
+def sample(baseline: SweptRun, cell: SweptRun, measure: Measure) -> Sample:
+    """Return what intervals of both are drawn from: totals of requests, or of tokens where these are few."""
+    totals = paired(baseline, cell, measure)
+    runs = cell.requests["steps"], baseline.requests["steps"]
+    if not 0 < totals.shape[1] < FEWEST or measure.name not in OF_A_STEP or any(each.isna().any() for each in runs):
+        return Sample(totals, 0)
+    total, count, unit = OF_A_STEP[measure.name]
+    steps = [np.array([step for request in run for step in request]).reshape(-1, len(STEP)).T for run in runs]
+    decoded = steps[0][STEP.index("decoded")] > 0
+    scale = measure.scale * unit
+    of_steps = np.concatenate([[scale * each[STEP.index(total)], each[STEP.index(count)]] for each in steps])
+    if decoded.sum() < LEAST_TOKENS:
+        return Sample(totals, 0)
+    return Sample(of_steps[:, decoded], int(decoded.sum()), of_steps[:, ~decoded].sum(axis=1, keepdims=True))
+
+
 def total(run: SweptRun, measure: Measure) -> float:
     """Return a run's figure over all requests that have one."""
     of_it, count, *_ = paired(run, run, measure).sum(axis=1)
@@ -304,14 +355,15 @@ def total(run: SweptRun, measure: Measure) -> float:
 
 
 def spans(runs: Sequence[SweptRun], column: str) -> dict[tuple[str, int], tuple[float, float]]:
-    """Return by policy and size the interval of a column of results, of runs with FEWEST requests or more."""
+    """Return by policy and size the interval of a column of results, of runs with requests or tokens enough."""
     measure = replace(next(each for each in MEASURES if each.name == OF_A_REQUEST.get(column, column)), scale=1)
     found = {}
     for run in runs:
-        totals = paired(run, run, measure)
-        if totals.shape[1] >= FEWEST:
-            totals[2] = 0  # beside nothing
-            found[run.policy, run.cache_experts] = interval(totals, resamples=RESAMPLES_OF_A_TABLE)
+        drawn = sample(run, run, measure)
+        if drawn.is_enough:
+            alone = np.array([[1], [1], [0], [1]])  # beside nothing
+            drawn = drawn._replace(totals=alone * drawn.totals, fixed=alone * drawn.fixed)
+            found[run.policy, run.cache_experts] = interval(drawn, resamples=RESAMPLES_OF_A_TABLE)
     return found
 
 
@@ -321,14 +373,19 @@ def _more(totals: Float) -> Float:
     return difference
 
 
-def interval(totals: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
+def interval(drawn: Sample, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
     """Return the percentile bootstrap interval of `_more` of totals [4, n], n at least 1; equal for equal seeds."""
     rng = np.random.default_rng(seed)
-    count, found = totals.shape[1], np.empty(resamples)
+    count, found = drawn.totals.shape[1], np.empty(resamples)
     at_once = max(1, DRAWN_AT_ONCE // count)
     for start in range(0, resamples, at_once):
         part = found[start : start + at_once]
-        part[:] = _more(totals[:, rng.integers(count, size=(len(part), count))].sum(axis=2))
+        places = rng.integers(count, size=(len(part), count))
+        if drawn.tokens:  # the token behind the one before, or now and then another
+            follows = rng.random(places.shape) >= 1 / math.sqrt(count)
+            for i in range(1, count):
+                places[:, i] = np.where(follows[:, i], (places[:, i - 1] + 1) % count, places[:, i])
+        part[:] = _more(drawn.totals[:, places].sum(axis=2) + drawn.fixed)
     low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 

@@ -101,9 +101,15 @@ REQUESTS = pa.schema(
         ("ttft_ms", MS),
         ("tpot_mean_ms", MS),
         ("cell", TEXT),
+        ("steps", pa.list_(pa.list_(pa.int64()))),  # of each of its steps STEP; null of FEWEST requests and more
     ]
 )
 """Columns of requests.parquet, a row per cell and request."""
+
+STEP = ("lookups", "hits", "decoded", "decode_ns")
+
+FEWEST = 6
+"""The least requests that can show a difference: with n of them chance gives all the same sign in 2 of 2^n cases."""
 
 _COUNTED = (
     *("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch", *COUNTS),
@@ -171,6 +177,8 @@ class Summary:
         self._begun = np.zeros(len(requests), np.bool_)  # by request
         self._shared = False  # whether a step had several requests
         self._unused = 0  # prefetched experts that steps which do not count left in the cache
+        few = len(requests) - cell.warmup_requests < FEWEST
+        self._by_step: list[Int] | None = [] if few else None  # [n, 5] request, and STEP
 
     def add(self, log: RunLog) -> int:
         """Take steps run, of one request or of many; return how many requests began in them.
@@ -212,6 +220,9 @@ class Summary:
             np.add.at(self._of_request[name], request, value)
         self._shared |= len(rows.step) != len(log.step_ns)
         if not self._shared:
+            if self._by_step is not None:
+                lookups, hits = (log.hits + log.late + log.misses)[step], log.hits[step]
+                self._by_step.append(np.stack([request, lookups, hits, decoded, latency * ~prefill], axis=1))
             for name in _LOOKED_UP:
                 looked_up = getattr(log, name)[step]
                 np.add.at(self._of_request[name], request, looked_up)
@@ -269,10 +280,18 @@ class Summary:
             "queue_ms": sums["waited"] / 1e6 if timed else None,
             "ttft_ms": self._mean_ms(sums["prefill_ns"], np.minimum(sums["prefills"], 1)),
             "tpot_mean_ms": self._mean_ms(sums["decode_ns"], sums["decoded"]),
+            "steps": None
+            if shared or self._by_step is None
+            else [self._steps_of(each).tolist() for each in here.tolist()],
         }
         none = [None] * len(here)
         values = {name: none if columns.get(name) is None else columns[name] for name in REQUESTS.names}
         return pa.table({name: pa.array(values[name], REQUESTS.field(name).type) for name in values}, REQUESTS)
+
+    def _steps_of(self, request: int) -> Int:
+        """Return STEP of each of a request's steps, [n, 4]."""
+        steps = np.concatenate(self._by_step or [np.zeros((0, 5), np.int64)])
+        return steps[steps[:, 0] == request, 1:]
 
     @property
     def _steps(self) -> Int:

@@ -123,7 +123,7 @@ def marks(outcome: Outcome, runs: Sequence[compare.SweptRun]) -> dict[tuple[int,
         best = next(each for each in here if each.policy == winner.policy)
         others = [each for each in here if each is not best and able.get((each.cache_experts, each.policy))]
         equal = compare.indistinct(best, others, compare.measure_of(outcome.judged_by))
-        too_few = best.requests[compare.OF_A_REQUEST[outcome.judged_by]].count() < compare.FEWEST
+        too_few = not compare.sample(best, best, compare.measure_of(outcome.judged_by)).is_enough
         mark = BEST if not equal else UNKNOWN if too_few else EQUAL
         for each in (best, *equal) if others else ():
             found[each.cache_experts, each.policy] = mark
@@ -134,7 +134,9 @@ def legend(marks: Mapping[tuple[int, str], str], runs: Sequence[compare.SweptRun
     """Yield what the columns and marks of a sweep's table mean, as far as they occur."""
     yield from GAPS
     if EQUAL in marks.values():
-        yield f"{EQUAL}: the best mean, or within its noise ({compare.CONFIDENCE:.0%}, paired over requests)"
+        drawn = compare.sample(runs[0], runs[0], compare.measure_of(judged_by))
+        of = "blocks of tokens" if drawn.tokens else "requests"
+        yield f"{EQUAL}: the best mean, or within its noise ({compare.CONFIDENCE:.0%}, paired over {of})"
     if UNKNOWN in marks.values():
         count = int(runs[0].requests[compare.OF_A_REQUEST[judged_by]].count())
         yield f"{UNKNOWN}: too few requests to say which is the best ({count}; {compare.FEWEST} are needed)"

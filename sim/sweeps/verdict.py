@@ -112,9 +112,9 @@ def _choice(runs: Mapping[str, SweptRun], measure: Measure) -> str:
     names = list(runs)
     totals = {name: compare.total(run, measure) for name, run in runs.items()}
     best = min(names, key=lambda name: totals[name] * (-1 if measure.name == "hit_rate" else 1))
-    counts = [compare.paired(runs[best], run, measure).shape[1] for run in runs.values()]
-    if min(counts) < compare.FEWEST:
-        few = f"({min(counts)}; {compare.FEWEST} are needed)"
+    samples = [compare.sample(runs[best], run, measure) for run in runs.values()]
+    if not all(each.is_enough for each in samples):
+        few = f"({min(each.totals.shape[1] for each in samples)}; {compare.FEWEST} are needed)"
         return f"Too few requests to choose between {_listed(names)} {few}"
     others = [name for name in names if name != best]
     equal = [name for name in others if compare.indistinct(runs[best], [runs[name]], measure)]
@@ -201,15 +201,16 @@ def _too_dear(rows: Sequence[Row], chosen: Row, by: str) -> str:
 
 def _against(lru: SweptRun, mine: SweptRun, by: str) -> str:
     gain = compare.gain(lru, mine, by)
-    if gain is None or gain.requests < compare.FEWEST:
+    if gain is None or not gain.is_enough:
         count = gain.requests if gain else len(mine.requests)
         return f"but these are too few requests to compare it with LRU ({count}; {compare.FEWEST} are needed)"
     if gain.low <= 0 <= gain.high:
-        return f"which differs from LRU by no more than chance ({gain.requests} requests)"
+        return f"which differs from LRU by no more than chance ({gain.sample})"
     more = "less" if by in WHAT and gain.more > 0 else "fewer" if gain.more > 0 else "more"
     unit = "%" if by in WHAT else " points"
     low, mean, high = sorted(abs(each) for each in (gain.low, gain.more, gain.high))
-    return f"{mean:.0f}{unit} {more} than under LRU (95%: {low:.0f} to {high:.0f})"
+    of = f", {gain.sample}" if gain.tokens else ""
+    return f"{mean:.0f}{unit} {more} than under LRU (95%: {low:.0f} to {high:.0f}{of})"
 
 
 def _memory(best: Sequence[Row], by: str) -> Iterator[str]:

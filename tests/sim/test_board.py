@@ -158,7 +158,7 @@ def test_the_page_needs_no_network_and_begins_with_the_answer(made: tuple[Path, 
     assert re.findall("<p>(.*?)</p>", summary)[0] == printed.splitlines()[0]
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", text.replace("xlink:href", "href"))
     headings = re.findall("<h2>(.*?)</h2>", text)
-    assert headings[:3] == ["Ranking", "How far the ceiling is", f"{COUNTED} cold: hits"]
+    assert headings[:4] == ["Ranking", "How far the ceiling is", "How sure it is", f"{COUNTED} cold: hits"]
     assert f"{TIMED} cold: time" in headings
     assert f"{COUNTED} cold: time" not in headings
 
@@ -186,7 +186,7 @@ def test_in_a_browser_its_tables_sort_and_scroll_on_a_narrow_screen(made: tuple[
     assert found["drawn"] == 1
     ranking, *others = found["tables"]
     assert ranking["scrolls"]
-    assert len(others) == 3
+    assert len(others) == 4
     for table in others:
         assert table["up"] == sorted(table["before"])
         assert table["down"] == table["up"][::-1]

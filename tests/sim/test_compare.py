@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from sim.commands import app
 from sim.report import inputs as report_inputs
 from sim.results import Difference, SweptRun, choose, differences, pairs_across, read, split_name
-from sim.results.compare import MEASURES, indistinct, interval
+from sim.results.compare import MEASURES, Sample, indistinct, interval, paired, sample
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import SIZES
 from traces import InputError, write_trace
@@ -35,6 +35,8 @@ def home(tmp_path_factory):
     trace = synthetic(6, tokens=15, layers=3, experts=16, top_k=2, seed=3, prompt_tokens=6)
     write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **SIZES)), home / "tiny")
     write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **SIZES)), home / "other")
+    long = synthetic(1, tokens=60, layers=3, experts=16, top_k=2, seed=4, prompt_tokens=6)
+    write_trace(replace(long, meta=replace(long.meta, model="tiny", **SIZES)), home / "long")
 
     def sweep(out, *arguments, trace="tiny", policies="lru,lfu,eamc"):
         sizes = ("--cache-sizes", "25%,50%") if "--cache-sizes" not in arguments else ()
@@ -55,14 +57,21 @@ def home(tmp_path_factory):
 
 def played(**columns) -> SweptRun:
     n = len(next(iter(columns.values())))
-    table = {"request": [str(i) for i in range(n)], "lookups": 8, "decoded": 1, "hit_rate": np.nan, "ttft_ms": np.nan}
+    table = {
+        "request": [str(i) for i in range(n)],
+        "lookups": 8,
+        "decoded": 1,
+        "hit_rate": np.nan,
+        "ttft_ms": np.nan,
+        "steps": None,
+    }
     requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
     return SweptRun(Path("x"), "lru", False, 4, None, 16, 2, None, "t", "decode", 0, None, requests)
 
 
 def alone(values):
     """Totals of requests with these values, of one token each, beside a baseline of 0."""
-    return np.array([values, np.ones(len(values)), np.zeros(len(values)), np.ones(len(values))])
+    return Sample(np.array([values, np.ones(len(values)), np.zeros(len(values)), np.ones(len(values))]), 0)
 
 
 def mean_interval_of_normal(values):
@@ -88,6 +97,37 @@ def test_intervals_hold_the_true_mean_about_as_often_as_they_claim():
         low <= 3 <= high for low, high in (interval(alone(rng.exponential(3, 40)), i, 1_000) for i in range(400))
     )
     assert 0.88 <= held / 400 <= 0.98
+
+
+def test_blocks_of_tokens_hold_the_true_mean_more_often_than_tokens_by_themselves():
+    """200 answers of 400 tokens, each token's value half of the one before and noise: their mean is 0."""
+    rng, held = np.random.default_rng(7), {0: 0, 400: 0}
+    for i in range(200):
+        noise, values = rng.normal(size=500), np.zeros(500)
+        for t in range(1, 500):
+            values[t] = 0.5 * values[t - 1] + noise[t]
+        for tokens in held:
+            low, high = interval(alone(values[100:])._replace(tokens=tokens), i, 500)
+            held[tokens] += low <= 0 <= high
+    assert 0.88 <= held[400] / 200 <= 0.98
+    assert held[0] / 200 < 0.8
+
+
+def test_of_one_request_tokens_add_up_to_its_figures(home):
+    options = "--policies", "lru,lfu", "--cache-sizes", "25%", "--quiet", "--workers", "1"
+    moe_sim("sweep", "tiny", "--requests", "1", *options, "--out", "alone", cwd=home)
+    moe_sim("sweep", "long", *options, "--out", "long-alone", cwd=home)
+    lru, lfu = read(home / "alone")
+    assert sample(lru, lfu, TPOT).tokens == 0  # too short
+    lru, lfu = read(home / "long-alone")
+    for measure in (TPOT, HIT_RATE):
+        found = sample(lru, lfu, measure)
+        assert (found.tokens, found.is_enough) == (60, True)
+        whole = found.totals.sum(axis=1, keepdims=True) + found.fixed
+        np.testing.assert_allclose(whole, paired(lru, lfu, measure))
+    said = moe_sim("compare", "long-alone", "--policies", "lru,lfu", cwd=home)
+    assert "over blocks of 60 tokens of one request" in said
+    assert "not for other requests" in said
 
 
 def test_the_same_seed_gives_the_same_interval_however_many_are_drawn_at_once(monkeypatch):
@@ -137,7 +177,7 @@ def test_a_request_that_lacks_a_measure_is_left_out_of_it():
     ],
 )
 def test_a_difference_is_said_in_a_plain_sentence(measure, mean, low, high, sentence):
-    assert Difference(measure, "eamc", "lru", mean, low, high, 40, 16).sentence() == sentence
+    assert Difference(measure, "eamc", "lru", mean, low, high, 40, 0, 16).sentence() == sentence
 
 
 @pytest.mark.parametrize(("requests", "told"), [(2, False), (5, False), (6, True)])

@@ -87,7 +87,7 @@ def test_the_page_begins_with_the_verdict_that_the_sweep_printed(swept, whole):
     assert re.findall("<p>(.*?)</p>", summary) == [*said, f"{where}: these times are not measured."]
     assert whole.count(where) == 1 + 2 * 3 + 1 + 1, "in the box, in captions (twice each), above intervals and table"
     assert said[0].startswith("All 320 experts (960 MiB) fit the a5000: no cache is needed")
-    assert "too few requests to compare it with LRU (4; 6 are needed)" in said[2]
+    assert "blocks of 95 tokens of 4 requests" in said[2]
 
 
 def test_no_cell_is_faster_than_the_floor_nor_hits_more_than_belady(swept):

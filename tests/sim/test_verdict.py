@@ -46,7 +46,14 @@ def runs_of(rows, requests: int = 8):
     """`requests` of each, whose times lie about its mean as those of all others do, so that pairs differ alike."""
     table = [
         {name: each[name] for name in ("policy", "cache_experts")}
-        | {"request": str(i), "hits": 1000 - each["misses"], "lookups": 1000, "decoded": 10, "ttft_ms": None}
+        | {
+            "request": str(i),
+            "hits": 1000 - each["misses"],
+            "lookups": 1000,
+            "decoded": 10,
+            "ttft_ms": None,
+            "steps": None,
+        }
         | {"tpot_mean_ms": each["tpot_mean_ms"] and each["tpot_mean_ms"] + (i - (requests - 1) / 2)}
         for each in rows
         for i in range(requests)
