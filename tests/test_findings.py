@@ -32,7 +32,7 @@ def test_a_changed_result_changes_the_text(held):
 
 def test_the_figures_that_it_names_are_there():
     named = set(re.findall(r"\]\((\S+\.png)\)", (ROOT / text.NAME).read_text("utf-8")))
-    assert len(named) == 4
+    assert len(named) == 5
     assert all((ROOT / name).is_file() for name in named)
 
 
@@ -46,6 +46,8 @@ def test_the_tables_hold_no_routing(held):
         "similarity",
         "models",
         "speculation",
+        "bent",
+        "quality",
     }
     for table in held.values():
         assert all(table[name].map(type).isin([str, int, float, bool]).all() for name in table.columns)

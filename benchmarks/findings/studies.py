@@ -8,6 +8,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,16 @@ import pandas as pd
 
 from policies.core.spec import parse
 from policies.core.stack_distances import lru_misses
-from sim import sweep
+from replay.live.model import LiveModel
+from replay.live.opening import open_live
+from replay.live.quality import prices
+from sim import simulate, sweep
 from sim.analysis import speculation as analysis
 from sim.analysis.curves import Accesses, belady_misses
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.sweeps.grid import grid_of
+from tracer.prompts import Columns, read_prompts
 from traces.board import board
 from traces.hot_experts import carry_over
 from traces.importers import import_dump
@@ -38,6 +44,9 @@ SPECULATED = ("25%", "50%", "100%")
 CAPACITIES = (1, 10, 50, 120, 300)
 USERS = (1, 2, 4, 8)
 DRAFTED = (1, 2, 4, 8)
+QUARTER_AND_HALF = ("25%", "50%")
+DROPS = ("drop:below=0.5/k", "drop:below=0.75/k", "drop:below=1/k")
+SUBSTITUTES = ("substitute:bonus=0.05", "substitute:bonus=0.15", "substitute:bonus=0.3")
 WINDOW = 16
 """Tokens whose experts are counted together."""
 GPT_OSS, DEEPSEEK, MIXTRAL = "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b"
@@ -155,6 +164,34 @@ def models(traces: Sequence[tuple[str, Trace]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def bent(folder: Path) -> pd.DataFrame:
+    """Return fetches and what is lost where absent experts are dropped, of the requests with recorded weights."""
+    with np.load(folder / f"{FILES[GPT_OSS]}-weights-first40.npz") as held:
+        weights = held["weights"]
+    trace = read(folder, GPT_OSS)[0].head(40)
+    trace, rows = replace(trace, weights=weights), []
+    for size, (policy, rule) in product(
+        QUARTER_AND_HALF, (("belady", None), *(("lru", rule) for rule in (None, *DROPS)))
+    ):
+        run = simulate(trace, policy, size, untimed=True, routing=rule)
+        kept = ("policy", "cache_fraction", "routing", "tokens", "lost_weight", "changed_choices")
+        rows.append(
+            {**{name: run[name] or 0 for name in kept}, "routing": rule or "", "fetches": run["misses"] / run["tokens"]}
+        )
+    return pd.DataFrame(rows)
+
+
+def quality(folder: Path) -> pd.DataFrame:
+    """Return what rules cost and save on the shipped model and the test set of GSM8K, which it was not trained on."""
+    asked = read_prompts(folder.parent / "prompts" / "gsm8k_test.jsonl", Columns())
+
+    def opening(policy: str, size: str, rule: str | None) -> LiveModel:
+        return open_live(None, policy=policy, cache_size=size, routing=rule)
+
+    found = prices(opening, asked, ["lru"], QUARTER_AND_HALF, (*DROPS, *SUBSTITUTES, "commit:layers=1"), 1_000)
+    return pd.DataFrame(found).drop(columns=["ms", "ms_whole"])
+
+
 def mixtral(folder: Path) -> Trace:
     """Return the small trace of Mixtral, whose source says nothing but the routing."""
     with np.load(folder / f"{MIXTRAL}.npz", allow_pickle=False) as held:
@@ -202,6 +239,8 @@ def run(folder: Path, out: Path, only: Sequence[str] = ()) -> None:
                 (MIXTRAL, mixtral(folder)),
             ]
         ),
+        "bent": lambda: bent(folder),
+        "quality": lambda: quality(folder),
         "speculation": lambda: pd.concat(
             [
                 halves(lambda trace, rows: speculation(trace.select(np.array(rows))), MOST // 2, facts=False),

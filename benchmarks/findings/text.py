@@ -12,7 +12,19 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from benchmarks.findings.studies import CAPACITIES, DEEPSEEK, GPT_OSS, MIXTRAL, MOST, SIZES, SPECULATED, USERS, WINDOW
+from benchmarks.findings.studies import (
+    CAPACITIES,
+    DEEPSEEK,
+    DROPS,
+    GPT_OSS,
+    MIXTRAL,
+    MOST,
+    SIZES,
+    SPECULATED,
+    USERS,
+    WINDOW,
+)
+from replay.live.quality import figure as bent_figure
 from sim.results import plot
 from sim.results.files import write_figure
 
@@ -491,9 +503,66 @@ def _models(held: dict[str, Table]) -> str:
     )
 
 
+def _more_perplexity(row: dict[Any, Any]) -> str:
+    more, low, high = (100 * row[f"perplexity_more{end}"] for end in ("", "_low", "_high"))
+    return f"{more:+.1f}% (95%: {low:+.1f} to {high:+.1f})"
+
+
+def _bent(held: dict[str, Table]) -> str:
+    rows, live = held["bent"].to_dict("records"), held["quality"].to_dict("records")
+    quarter = [row for row in rows if row["cache_fraction"] == 0.25]
+    whole = {row["policy"]: row["fetches"] for row in quarter if not row["routing"]}
+    one = next(row for row in quarter if row["routing"] == DROPS[-1])
+    near = min(
+        (row for row in live if row["perplexity_more"] <= 0.01), key=lambda row: row["fetches"] / row["fetches_whole"]
+    )
+    saved = 1 - near["fetches"] / near["fetches_whole"]
+    return "\n".join(
+        [
+            f"A per cent of perplexity buys {saved:.0%} of the fetches, where present experts stand in for absent ones",
+            "",
+            f"`{near['routing']}` fetches {near['fetches']:.1f} experts a token instead of "
+            f"{near['fetches_whole']:.1f} on the shipped model with {near['cache_fraction']:.0%} of the experts in the "
+            f"cache, at {_more_perplexity(near)} of perplexity. Dropping costs more for the fetches that it saves, and "
+            "committing to the layer before saves next to none by itself: it is for prefetchers. On gpt-oss-20b at 25% "
+            f"dropping absent experts below the mean weight fetches {one['fetches']:.1f} experts a token and loses "
+            f"{one['lost_weight']:.1%} of the weight, where LRU fetches {whole['lru']:.1f} and Belady, which knows the "
+            f"future and changes nothing, {whole['belady']:.1f}: what is lossy passes what is optimal.",
+            "",
+            "The shipped model on the first tokens of GSM8K's test set, each read as a decoded one, under LRU. *Same*: "
+            "tokens at which the likeliest next one is the whole model's. It is a model of 5 million parameters, whose "
+            "choices are less sharp than a large one's.",
+            "",
+            "| rule | cache | fetches a token | perplexity | same | KL, nats | weight lost | choices changed |",
+            "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+            *(
+                f"| {row['routing']} | {row['cache_fraction']:.0%} | {row['fetches']:.1f} of "
+                f"{row['fetches_whole']:.1f} | {_more_perplexity(row)} | {row['agreement']:.1%} | {row['kl']:.4f} "
+                f"| {row['lost_weight']:.1%} | {row['changed_choices']:.1%} |"
+                for row in live
+            ),
+            "",
+            "![Fetches against perplexity](notebooks/figures/findings-bent.png)",
+            "",
+            f"gpt-oss-20b, the first 40 requests ({rows[0]['tokens']:,} tokens), whose weights were recorded; "
+            "its routing is as recorded, so what a dropped expert changes in later layers is not seen.",
+            "",
+            "| policy | rule | cache | fetches a token | weight lost | choices changed |",
+            "| --- | --- | --- | ---: | ---: | ---: |",
+            *(
+                f"| {row['policy']} | {row['routing'] or '-'} | {row['cache_fraction']:.0%} | {row['fetches']:.1f} "
+                f"| {row['lost_weight']:.1%} | {row['changed_choices']:.1%} |"
+                for row in rows
+            ),
+            "",
+            "`moe-replay quality --routing RULE --text FILE` measures the same of any model.",
+        ]
+    )
+
+
 FINDINGS = (
     *(_gap, _paper, _capacity, _collapse, _frozen, _activation, _groups, _prefetch, _users),
-    *(_speculation, _models),
+    *(_speculation, _models, _bent),
 )
 
 TAIL = """
@@ -547,5 +616,6 @@ def figures(held: dict[str, Table]) -> "dict[str, Figure]":
         "findings-activation.png": plot.scatter(
             points, "tokens of the request", "share of all experts, used repeatedly", log=True
         ),
+        "findings-bent.png": bent_figure(held["quality"].to_dict("records")),
         "findings-users.png": plot.line_panels(users, "requests at a time", "tokens per second"),
     }

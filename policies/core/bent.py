@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,10 @@ from policies.core.policy import LOADING, NO_FLOATS, NO_INTS, Float, Int, Option
 from traces.errors import InputError, refuse
 from traces.steps import Choices, RequestSteps
 
-if TYPE_CHECKING:
-    from policies.core.events import Routing
+Routing = Any
+"""`policies.core.events.Routing`, of which a `Bent` is a part."""
 
-FAITHFUL, DROP, RANK = range(3)
+DROP, RANK = 1, 2
 
 WHOLE = 1_000_000_000
 """The weight of all choices of a token, in the unit of what is counted as lost."""
@@ -57,21 +57,9 @@ class Bent(NamedTuple):
     counts: Int  # by COUNTS, so far
 
 
-_NONE, _FLAT, _DEEP = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros((0, 0, 0))
+_NONE, _DEEP, _FLOATS = np.zeros((0, 0), np.int64), np.zeros((0, 0, 0), np.int64), np.zeros((0, 0, 0))
 NOT_BENT = Bent(
-    FAITHFUL,
-    0.0,
-    0,
-    _NONE,
-    _NONE,
-    np.zeros((0, 0, 0), np.int64),
-    _DEEP,
-    _DEEP,
-    _FLAT,
-    NO_INTS,
-    _NONE,
-    NO_FLOATS,
-    NO_INTS,
+    0, 0.0, 0, _NONE, _NONE, _DEEP, _FLOATS, _FLOATS, _FLOATS[0:0].reshape(0, 0), NO_INTS, _NONE, NO_FLOATS, NO_INTS
 )
 
 
@@ -229,42 +217,34 @@ class Bending:
         room = np.zeros(candidates.ids.shape[-1], np.int64), np.zeros((2, E), np.int64), np.zeros(E)
         return Bent(self.rule.kind, self.rule.by(top_k), top_k, first, last, *candidates, weight, *room, self.counts)
 
-    def routing(self, routing: "Routing", parts: Sequence[tuple[int, RequestSteps]], steps: int) -> "Routing":
+    def routing(self, routing: Routing, parts: Sequence[tuple[int, RequestSteps]], steps: int) -> Routing:
         """Return routing of so many steps whose events are yet to be written by `bend`.
 
         parts: the first step of each request, in the order of its batch slots. Raise InputError for what a trace lacks.
         """
         L, E, R = self._shape.layers, self._shape.experts, len(parts)
-        held: list[Candidates] = []
-        weights, tokens, first, begin = [], np.empty((steps, R), np.int64), np.empty((steps, R), np.int64), 0
+        held, weights, tokens, first = list[Candidates](), list[Float](), *np.empty((2, steps, R), np.int64)
+        begin = 0
         for r, (step, request) in enumerate(parts):
             tokens[:, r] = request.tokens[step : step + steps]
             before = int(request.tokens[:step].sum())
             choices = require(self.rule, request.choices).rows(slice(before, before + int(tokens[:, r].sum())))
             held.append(self.rule.candidates(choices))
-            known = np.zeros(held[-1].ids.shape[:2]) if choices.weights is None else choices.weights.astype(np.float64)
-            weights.append(known if choices.weights is None else np.where(choices.chosen, known, 0).sum(-1))
+            known = 0 if choices.weights is None else choices.weights
+            weights.append(np.where(choices.chosen, known, 0).sum(-1, dtype=np.float64))
             first[:, r] = begin + np.cumsum(tokens[:, r]) - tokens[:, r]
             begin += len(held[-1].ids)
-        top_k = choices.top_k
         joined = Candidates(*(np.concatenate(each) for each in zip(*held, strict=True)))
-        room = L * int(np.minimum(tokens.sum(1) * top_k, E).sum())
-        experts, counts = np.zeros(room, np.int64), np.full(room, tokens.sum(1).max(), np.int64)
-        offsets = np.zeros(steps * L + 1, np.int64)
-        if R == 1:
-            own = offsets, experts, counts
-        else:
-            room_of_each = L * int(np.minimum(tokens * top_k, E).sum())
-            own = np.zeros(steps * L * R + 1, np.int64), *np.zeros((2, room_of_each), np.int64)
+        room, of_each = (L * int(np.minimum(n * choices.top_k, E).sum()) for n in (tokens.sum(1), tokens))
         return routing._replace(
-            offsets=offsets,
-            experts=experts,
-            counts=counts,
-            weights=np.zeros(room) if len(routing.weights) else routing.weights,
-            own_offsets=own[0],
-            own_experts=own[1],
-            own_counts=own[2],
-            bent=self.over(joined, top_k, first, first + tokens, np.concatenate(weights)),
+            offsets=np.zeros(steps * L + 1, np.int64),
+            experts=np.zeros(room, np.int64),
+            counts=np.full(room, tokens.sum(1).max(), np.int64),
+            weights=np.zeros(room if len(routing.weights) else 0),
+            own_offsets=np.zeros(steps * L * R + 1, np.int64),
+            own_experts=np.zeros(of_each, np.int64),
+            own_counts=np.zeros(of_each, np.int64),
+            bent=self.over(joined, choices.top_k, first, first + tokens, np.concatenate(weights)),
         )
 
 
@@ -325,7 +305,7 @@ def choose_all(bent: Bent, present: Int, into: Int) -> None:
 
 
 @compiled
-def bend(routing: "Routing", states: Int, step: int, layer: int, L: int) -> None:
+def bend(routing: Routing, states: Int, step: int, layer: int, L: int) -> None:
     """Write an event as its tokens choose by `states` [L*E], behind the event before."""
     bent, R, number = routing.bent, len(routing.batch_slots), step * L + layer
     E = len(bent.weights)

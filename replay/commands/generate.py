@@ -15,6 +15,7 @@ from replay.warmup import undisturbed
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.sweeps.config import seeded
+from sim.sweeps.verdict import lossy
 from terminal import console
 from tracer.record import Options
 from traces.errors import InputError
@@ -47,7 +48,8 @@ def generate(
 ) -> None:
     """Let a model generate with its experts on disk, or in host memory beside a GPU, and a cache of them.
 
-    The answers are those of the whole model, bit for bit. They go to standard output, the report to standard error.
+    Answers are those of the whole model, bit for bit, unless --routing changes them. They go to standard output, the
+    report to standard error.
     With --draft a pass takes in several tokens, whose logits may differ in the last bits from those of one at a time;
     greedy answers are the same wherever the two likeliest tokens differ by more, sampled ones are as likely.
 
@@ -95,7 +97,8 @@ def generate(
             console.say(" ".join(map(str, last)))
         if not quiet:
             measured = outcome(live, answered)
-            console.say_on_stderr(shown.verdict(measured))
+            for line in (*lossy([measured.row]), shown.verdict(measured)):
+                console.say_on_stderr(line)
             if opened.draft:
                 console.say_on_stderr(shown.drafts(answered.log))
             for part in (shown.title(measured), shown.table(measured)):

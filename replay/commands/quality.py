@@ -10,7 +10,8 @@ import typer
 from policies.core.grammar import split_list
 from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
-from replay.live.quality import Price, figure, sentence, split, tell
+from replay.live.model import LiveModel
+from replay.live.quality import figure, prices, sentence
 from sim.commands import options, printed
 from sim.commands.printed import progress
 from sim.results.files import write_figure
@@ -26,7 +27,7 @@ SHOWN = {
     "changed": ("changed_choices", "{:.1%}"),
     "perplexity": ("perplexity", "{:.2f}"),
     "more": ("perplexity_more", "{:+.1%}"),
-    "same\\ngreedy": ("agreement", "{:.1%}"),
+    "same\ngreedy": ("agreement", "{:.1%}"),
     "KL": ("kl", "{:.4f}"),
 }
 
@@ -38,7 +39,9 @@ def quality(
     on: Live,
     text: Annotated[
         Path | None,
-        typer.Option(help="File of texts, as moe-trace record reads prompts. Default: the shipped prompts."),
+        typer.Option(
+            help="File of texts, prompts with answers as moe-trace record reads them. Default: the shipped prompts."
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text that are read, at most.")] = 512,
     figure_file: Annotated[Path | None, typer.Option("--figure", help="File for a figure of fetches and loss.")] = None,
@@ -54,19 +57,13 @@ def quality(
     rules = split_list(opened.routing)
     refuse((not rules, "name the rules whose price is measured: --routing drop:below=0.75/k"))
     options.check_figure(figure_file, overwrite)
-    asked, rows = read_prompts(text or demo.PROMPTS, Columns()), []
-    for policy in split_list(opened.policy):
-        for size in split_list(opened.cache_size):
-            told = {}
-            for rule in (None, *rules):
-                here = replace(opened, cache_size=size, routing=rule)
-                with here.live(
-                    model, on, seeded(policy, 0), partial(progress, quiet=output.quiet, what="experts")
-                ) as live:
-                    ids = [live.loaded.prompt_tokens(each.turns, template=False) for each in asked]
-                    requests = split(ids, tokens)
-                    told[rule] = tell(live, requests)
-            rows += [Price(rule, told[None], told[rule], requests).row for rule in rules]
+
+    def opening(policy: str, size: str, rule: str | None) -> LiveModel:
+        here = replace(opened, cache_size=size, routing=rule)
+        return here.live(model, on, seeded(policy, 0), partial(progress, quiet=output.quiet, what="experts"))
+
+    asked = read_prompts(text or demo.PROMPTS, Columns())
+    rows = prices(opening, asked, split_list(opened.policy), split_list(opened.cache_size), rules, tokens)
     if figure_file:
         write_figure(figure(rows), figure_file)
     table = printed.table("rule", "policy", "cache", *SHOWN, left=2)

@@ -3,9 +3,10 @@
 Both are told each token of the text and say how likely each next one is. Intervals resample stretches of tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, product, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from replay.live.memory import kv_name_in
 from replay.live.model import LiveModel
 from sim.results.compare import interval
 from sim.results.plot import COLOURS
+from tracer.prompts import Prompt
 from traces.errors import refuse
 
 if TYPE_CHECKING:
@@ -93,9 +95,10 @@ class Price:
     @property
     def row(self) -> dict[str, Any]:
         """Return all figures by name, with intervals of 95%."""
-        low, high = self._interval(0, 1)
-        agreed, diverged = self._interval(2), self._interval(3)
         whole, bent, told = np.exp(self._mean(1)), np.exp(self._mean(0)), self.bent.row
+        more = np.array([bent / whole, *np.exp(self._interval(0, 1))]) - 1
+        means = {name: (self._mean(place), *self._interval(place)) for name, place in (("agreement", 2), ("kl", 3))}
+        spans = {"perplexity_more": more, **means}
         return {
             **{name: told[name] for name in ("policy", "cache_experts", "cache_fraction")},
             "routing": self.routing,
@@ -107,15 +110,11 @@ class Price:
             **{name: told[name] for name in ("lost_weight", "changed_choices")},
             "perplexity_whole": float(whole),
             "perplexity": float(bent),
-            "perplexity_more": float(bent / whole - 1),
-            "perplexity_more_low": float(np.exp(low) - 1),
-            "perplexity_more_high": float(np.exp(high) - 1),
-            "agreement": self._mean(2),
-            "agreement_low": agreed[0],
-            "agreement_high": agreed[1],
-            "kl": self._mean(3),
-            "kl_low": diverged[0],
-            "kl_high": diverged[1],
+            **{
+                f"{name}{end}": float(value)
+                for name, each in spans.items()
+                for end, value in zip(("", "_low", "_high"), each, strict=True)
+            },
         }
 
 
@@ -156,12 +155,36 @@ def figure(rows: Sequence[dict[str, Any]]) -> "Figure":
     return drawing
 
 
-def split(ids: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """Return the first requests of two tokens and more, of so many tokens together. Raise InputError for none."""
-    found, left = [], tokens
-    for each in ids:
-        found.append(list(each[: max(0, left)]))
-        left -= len(each)
-    found = [each for each in found if len(each) > 1]
+def prices(
+    opening: Callable[[str, str, str | None], LiveModel],
+    asked: Sequence[Prompt],
+    policies: Sequence[str],
+    sizes: Sequence[str],
+    rules: Sequence[str],
+    tokens: int,
+) -> list[dict[str, Any]]:
+    """Return a row for each policy, cache size and rule, of the first tokens of a text; see `Price`.
+
+    opening: opens a model with these three, without a rule for None. Raise InputError for a text without a next token.
+    """
+    rows = []
+    for policy, size in product(policies, sizes):
+        told = {}
+        for rule in (None, *rules):
+            with opening(policy, size, rule) as live:
+                requests = _read(live, asked, tokens)
+                told[rule] = tell(live, requests)
+        rows += [Price(rule, told[None], told[rule], requests).row for rule in rules]
+    return rows
+
+
+def _read(live: LiveModel, asked: Sequence[Prompt], tokens: int) -> list[list[int]]:
+    """Return the ids of prompts with their answers, of so many tokens together, but for requests of a single one."""
+    found: list[list[int]] = []
+    for each in asked:
+        said = filter(None, chain(*zip_longest(each.turns, each.responses)))
+        found.append(live.loaded.prompt_tokens(list(said), template=False)[:tokens])
+        tokens -= len(found[-1])
+    found = [ids for ids in found if len(ids) > 1]
     refuse((not found, "the text has no request of two tokens: there is no next one to be told"))
     return found

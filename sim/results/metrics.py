@@ -365,7 +365,7 @@ def engine_words(row: Row) -> list[str]:
 
 
 def cell_text(row: Row) -> str:
-    routing = f" with lossy routing {row['routing']}" if row["routing"] else ""
+    routing = f" with lossy routing {row['routing']}" if row.get("routing") else ""
     return f"{policy_title(row['policy'], row['oracle'])}{routing}, {size_text(row)}"
 
 
