@@ -17,7 +17,7 @@ from policies.blend.neighbours import LATEST
 from policies.blend.series import near_chance, near_log
 from policies.blend.worth import CHARGE, WORKS, Worth
 from policies.core.compiled import compiled
-from policies.core.policy import Event, Float, Int, Shape, Single
+from policies.core.policy import CHANGED, CHANGED_HERE, DID_NOTHING, UNCHANGED, Event, Float, Int, Shape, Single
 from policies.core.ranking import add
 from traces.steps import DECODE
 
@@ -159,9 +159,12 @@ def even_odds(own: Blend) -> float:
 
 
 @compiled
-def begin_step(own: Blend, event: Event) -> None:
-    """Take note of it where a step begins with this event, and whether what it does pays in this step."""
-    numbers, decode, begins = own.numbers, event.phase == DECODE, False
+def begin_step(own: Blend, event: Event) -> bool:
+    """Take note of it where a step begins with this event, and whether what it does pays in this step.
+
+    Return whether scores of any layer have changed.
+    """
+    numbers, decode, begins, changed = own.numbers, event.phase == DECODE, False, False
     for r in range(len(event.batch_slots)):
         batch_slot = event.batch_slots[r]
         if own.steps[batch_slot] != event.steps[r]:
@@ -169,8 +172,8 @@ def begin_step(own: Blend, event: Event) -> None:
             if not begins:
                 begins = True
                 if numbers[DECODES]:
-                    _set_aside(own)
-                _work_or_not(own, event.serial)
+                    changed = _set_aside(own)
+                changed |= _work_or_not(own, event.serial)
                 works = own.worth.numbers[WORKS] != 0
                 numbers[DECODES] = decode and works
                 numbers[STEPS] += works
@@ -180,30 +183,32 @@ def begin_step(own: Blend, event: Event) -> None:
                 if r == 0:
                     place = own.known.passes.request[batch_slot, LATEST]
                     learning.begin_step(own.learning, numbers[DECODED], place, own.known.passes.serial[place])
+    return changed
 
 
 @compiled
-def _set_aside(own: Blend) -> None:
-    """A decoded token has ended: layers that it did not run are set aside."""
-    L, E = own.layers.shape[1], own.scratch.shape[1]
+def _set_aside(own: Blend) -> bool:
+    """A decoded token has ended: layers that it did not run are set aside; return whether there are any."""
+    L, E, any_ = own.layers.shape[1], own.scratch.shape[1], False
     for layer in range(L):
         if own.layers[RAN, layer] != own.numbers[STEPS] and not own.layers[ASIDE, layer]:
-            own.layers[ASIDE, layer] = 1
+            own.layers[ASIDE, layer], any_ = 1, True
             for expert in range(layer * E, (layer + 1) * E):
                 own.keep[0, expert] -= SET_ASIDE
+    return any_
 
 
 @compiled
-def _work_or_not(own: Blend, serial: int) -> None:
-    """A step begins: start to work, or stop and do as LRU does, by what pays."""
+def _work_or_not(own: Blend, serial: int) -> bool:
+    """A step begins: start to work, or stop and do as LRU does, by what pays; return whether either."""
     keep, layers, (L, E), works = own.keep, own.layers, own.cached.shape, worth.pays(own.worth, own.cached.shape[0])
     if works == own.worth.numbers[WORKS]:
-        return
+        return False
     own.worth.numbers[WORKS] = works
     if not works:
         for expert in range(L * E):
             keep[SCORE, expert] = keep[LRU, expert]
-        return
+        return True
     own.numbers[DECODED] += HORIZON  # nothing that is recorded is judged by what comes now
     own.learning.asked[LAYER] = NONE
     for batch_slot in range(len(own.steps)):
@@ -213,16 +218,19 @@ def _work_or_not(own: Blend, serial: int) -> None:
         for expert in range(layer * E, (layer + 1) * E):  # until the layer runs: as if used once in so many passes
             passes = 1.0 + (serial - keep[LRU, expert]) / L
             keep[SCORE, expert] = -np.log(passes) - possible(own, layer, 1)
+    return True
 
 
 # The keep scores: what each event teaches, and how it scores its layer's experts
 
 
 @compiled
-def observe(own: Blend, event: Event) -> bool:
-    """Learn from the event, and score its layer's experts again. Return whether nothing of this was done."""
+def observe(own: Blend, event: Event) -> int:
+    """Learn from the event, and score its layer's experts again. Return which scores have changed, and whether it did
+    nothing else.
+    """
     layer, (L, E) = event.layer, own.cached.shape
-    begin_step(own, event)
+    changed = CHANGED if begin_step(own, event) else CHANGED_HERE
     if own.worth.sums[CHARGE] > 0.0:
         worth.count(own.worth, event, own.keep[CACHED], L)
         for expert in event.experts:
@@ -230,9 +238,9 @@ def observe(own: Blend, event: Event) -> bool:
         if not own.worth.numbers[WORKS]:
             for expert in event.experts:
                 own.keep[SCORE, expert] = event.serial
-            return True
+            return DID_NOTHING | changed
     if len(event.experts) == 0:
-        return False
+        return changed
     own.layers[RAN, layer], own.layers[ASIDE, layer] = own.numbers[STEPS], 0
     for r in range(len(event.batch_slots)):
         first, last = event.offsets[r], event.offsets[r + 1]
@@ -242,11 +250,11 @@ def observe(own: Blend, event: Event) -> bool:
         upcoming = (layer + ahead) % L
         for e in range(E):
             own.cached[upcoming, e] = own.keep[CACHED, upcoming * E + e]
-    return False
+    return changed
 
 
 @compiled
-def score(own: Blend, keep: Float, event: Event) -> bool:
+def score(own: Blend, keep: Float, event: Event) -> int:
     """`observe`, whose keep scores are these."""
     return observe(own, event)
 
@@ -299,15 +307,17 @@ def _score(own: Blend, leads: bool, layer: int) -> None:
 
 
 @compiled
-def note_insert(keep: Float, expert: int, serial: int, start: int) -> None:
+def note_insert(keep: Float, expert: int, serial: int, start: int) -> int:
     """A transfer of the expert starts."""
     keep[CACHED, expert], keep[LRU, expert] = 1.0, serial
+    return UNCHANGED
 
 
 @compiled
-def note_eviction(keep: Float, expert: int) -> None:
+def note_eviction(keep: Float, expert: int) -> int:
     """The expert leaves the cache."""
     keep[CACHED, expert] = 0.0
+    return UNCHANGED
 
 
 # The prefetches: what is likely enough in the layers that come next

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.core.calling import NO_EXPERTS, CFunction, Held, Proposal, Scores, call, value, with_names
-from policies.core.compiled import OURS, compiled
+from policies.core.compiled import OURS, compiled, inlined
 from policies.core.limits import Bounds, Limiter, Limits, within
-from policies.core.policy import NO_INTS, Compiled, Event, Int, Listener, Policy, Shape
+from policies.core.policy import CHANGED, DID_NOTHING, NO_INTS, Compiled, Event, Int, Listener, Policy, Shape
 
 HOOKS = ("on_lookup", "on_host_lookup", "on_insert", "on_evict")
 """Bookkeeping in the keep scores (rule 8), by the name that a policy declares."""
@@ -139,32 +139,37 @@ def _adapted(template: Any, cls: type[Listener], name: str) -> Any:
     return with_names(template, qualname, **names)
 
 
+@inlined
+def changes(answer: int | None) -> int:
+    """Return what a function says that it did."""
+    if answer is None:
+        return CHANGED
+    return int(answer)
+
+
 # Templates: `function` is what a policy declares, `ours` whether the policy is of this package.
 function: Any = None
 ours = True
 
 
 def _on_lookup(scores: Any, expert: int, serial: int, start: int) -> int:
-    function(value(scores).keep, expert, serial)
-    return 0
+    return changes(function(value(scores).keep, expert, serial))
 
 
 def _on_insert(scores: Any, expert: int, serial: int, start: int) -> int:
-    function(value(scores).keep, expert, serial, start)
-    return 0
+    return changes(function(value(scores).keep, expert, serial, start))
 
 
 def _on_evict(scores: Any, expert: int, serial: int, start: int) -> int:
-    function(value(scores).keep, expert)
-    return 0
+    return changes(function(value(scores).keep, expert))
 
 
 def _observe(state: Any, scores: Any, event: Any, _: int) -> int:
-    return 1 if function(value(state), value(scores).keep, value(event)) else 0
+    return changes(function(value(state), value(scores).keep, value(event)))
 
 
 def _observe_without_scores(state: Any, scores: Any, event: Any, _: int) -> int:
-    return 1 if function(value(state), value(event)) else 0
+    return changes(function(value(state), value(event))) & DID_NOTHING
 
 
 def _propose(state: Any, event: Any, proposal: Any, _: int) -> int:

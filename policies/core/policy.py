@@ -156,6 +156,12 @@ KEEP_ROWS = 2
 """Of the keep scores of every policy: the score, and what breaks its ties."""
 
 
+CHANGED, DID_NOTHING, UNCHANGED, CHANGED_HERE = 0, 1, 2, 4
+"""What a compiled function of an eviction policy may return: it may have changed any scores, as with None; of an event,
+that it did nothing, as with True; and it changed none, or none but those of the event's layer or of the expert that it
+was called for. The last two may stand with the one before them: DID_NOTHING | CHANGED_HERE."""
+
+
 class Compiled(NamedTuple):
     """The functions of a policy that compiled engines run; all but `start` and those of requests are compiled.
 
@@ -167,7 +173,8 @@ class Compiled(NamedTuple):
     lookups are called whatever the expert's state is; `on_host_lookup` of a miss that is computed on the host, where it
     differs. `more_rows`: of `keep`, behind the first two (KEEP_ROWS), which are as `ScorePolicy` says. `in_order`:
     nothing else writes scores, the second are all equal, and one that changes becomes the greatest of all: residents
-    are kept in a list.
+    are kept in a list. Scores change in the functions of the eviction policy alone, and between requests; one that
+    changes few of them and says so (UNCHANGED, CHANGED_HERE) saves a search among all.
     """
 
     start: Callable[[Shape, Any], Any] | None = None  # the state when a run begins
@@ -175,10 +182,10 @@ class Compiled(NamedTuple):
     propose: Callable[..., int] | None = None  # (state, event, ids, priorities): fill both; how many
     begin_request: Callable[[Any, int], None] | None = None  # (state, batch_slot), not compiled
     end_request: Callable[[Any, int], None] | None = None  # (state, batch_slot), not compiled
-    on_lookup: Callable[[Float, int, int], None] | None = None  # (keep, expert, serial of the event)
-    on_host_lookup: Callable[[Float, int, int], None] | None = None  # None: as on_lookup
-    on_insert: Callable[[Float, int, int, int], None] | None = None  # (keep, expert, serial, number of the transfer)
-    on_evict: Callable[[Float, int], None] | None = None  # (keep, expert)
+    on_lookup: Callable[[Float, int, int], int | None] | None = None  # (keep, expert, serial of the event)
+    on_host_lookup: Callable[[Float, int, int], int | None] | None = None  # None: as on_lookup
+    on_insert: Callable[[Float, int, int, int], int | None] | None = None  # (keep, expert, serial, transfer)
+    on_evict: Callable[[Float, int], int | None] | None = None  # (keep, expert)
     more_rows: int = 0
     in_order: bool = False
 

@@ -22,10 +22,10 @@ from policies.core.calling import EVICT, HIT, INSERT, VICTIM, ask, checked
 from policies.core.calling import call as call_address
 from policies.core.compiled import allocating, apart, compiled, inlined
 from policies.core.policy import ABSENT as ABSENT
+from policies.core.policy import CHANGED_HERE, UNCHANGED, Float, Int
 from policies.core.policy import DEMANDED as DEMANDED
 from policies.core.policy import LOADING as LOADING
 from policies.core.policy import READY as READY
-from policies.core.policy import Float, Int
 
 # Rows of m. By expert:
 STATE, SLOT, WANTED, UNUSED, LEFT, PARTITION, KIND, SIZE, BELOW, BEFORE, AFTER, HOME, MISSED = range(13)
@@ -34,21 +34,24 @@ FIRST, END, FREE = range(13, 16)
 # by kind (experts of one partition and size; SHUT: the attempt that found no slot for them);
 SHUT = 16
 # by slot (the expert that holds it, or -1); by place in a queue; by block of experts; and single numbers:
-HELD, DEMANDS, HITS, VICTIMS, COPIES, GREATEST, ONE = range(17, 24)
-ROWS = 24
+HELD, DEMANDS, HITS, VICTIMS, COPIES, GREATEST, LEAST_PRIMARY, LEAST_SECONDARY, MARKED, IN_SEARCH, ONE = range(17, 28)
+ROWS = 28
 
 # States of an expert. WANTED marks one that the current event looked up and has not computed yet (ON_GPU or ON_HOST
 # says where it will be), so a pin is READY and WANTED; UNUSED one that was prefetched and not looked up since;
 # LEFT the proposal in force when it last left the cache; BELOW one that the tier below can give. From the first
-# search in a proposal on, no queued prefetch of a block has a `rank` above GREATEST. An expert that is not admitted has
-# the partition STAGING in place of its HOME; MISSED is the step of its last miss (rule 21).
+# search in a proposal on, no queued prefetch of a block has a `rank` above GREATEST. Of a block that is not MARKED, no
+# expert with a slot has scores below LEAST_PRIMARY and LEAST_SECONDARY (`order`); IN_SEARCH: the last search in it. An
+# expert that is not admitted has the partition STAGING in place of its HOME; MISSED is the step of its last miss (rule
+# 21).
 ON_GPU, ON_HOST = 1, 2
 
 # Single numbers, m[ONE, ...]
 # (LISTS: the column at which the first partition's list begins and ends, or 0 where residents are not listed)
 SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, LOWEST, ACTIVE, PAUSED, LANDING = range(12)
 # (PROPOSAL: the number of the one in force; its experts that may be queued have ids from LOWEST to HIGHEST - 1;
-# SEARCHED: the latest proposal that was searched)
+# SEARCHED: the latest proposal that was searched; SEARCH: how many searches by blocks for a victim there were; BLOCKS:
+# how many blocks of scores there are; SCORES_ARE: what is known of these, UNSEEN to KNOWN)
 # (SIZED: whether a cache is given in bytes, else every SIZE is 1; EVICTED: how many victims of the latest
 # transfer m[VICTIMS] then holds; PARTIAL: whether the tier below may lack experts, else the row BELOW is not looked at;
 # ASKED: the address of a policy that names its victims in Python (`policies.core.calling`); whether it also HEARS of
@@ -68,8 +71,9 @@ SEARCHED = 41
 # of rule 21: the kind of admission (`policies.core.admission`), its window, its cap, and whether the host computes what
 # is not admitted; the staging partition or -1; copies that are queued, and that have started in the step; its number
 ADMISSION, WINDOW, INSERT_CAP, OTHERS_ON_HOST, STAGING, QUEUED_COPIES, STEP_COPIES, STEP = range(42, 50)
+SEARCH, BLOCKS, SCORES_ARE = range(50, 53)
 ADMITTING = slice(ADMISSION, OTHERS_ON_HOST + 1)
-WIDTH = 50  # columns that row ONE needs
+WIDTH = 53  # columns that row ONE needs
 
 NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is there for it
@@ -81,6 +85,12 @@ LEAST = -MOST - 1
 RANK_NOT_PROPOSED = int(np.array(NOT_PROPOSED).view(np.int64)) ^ MOST  # its `rank`
 
 BLOCK = 64  # experts whose priorities are looked at together
+BLOCK_HELD = 256  # experts whose scores are
+FEW_SLOTS = 512  # so many are looked through as they are
+
+# What is known of scores: they may change unseen; all have changed, and no search has followed, or one has; or all is
+# known but of MARKED blocks.
+UNSEEN, NEW, AGAIN, KNOWN = range(4)
 
 
 def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None = None, staging: int = 0) -> Int:
@@ -104,6 +114,7 @@ def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None =
     m[SLOT] = m[HELD] = NO_EXPERT
     m[BEFORE] = m[AFTER] = np.arange(m.shape[1])
     m[ONE, SLOTS], m[ONE, LISTS] = slots, total * listed
+    m[ONE, BLOCKS] = -(-total // BLOCK_HELD)
     m[PARTITION, :total] = m[HOME, :total] = m[KIND, :total] = of
     m[ONE, STAGING] = n - 1 if staging else NO_EXPERT
     m[SIZE, :total], m[BELOW] = 1, 1
@@ -134,7 +145,18 @@ def _partition_of(total: int, partitions: int) -> Int:
 def call(m: Int, hook: int, expert: int, serial: int, start: int) -> None:
     """Rule 8: call one of a score policy's hooks, if it has that one."""
     if m[ONE, hook]:
-        checked(call_address(m[ONE, hook], m[ONE, SCORES], expert, serial, start))
+        changed = checked(call_address(m[ONE, hook], m[ONE, SCORES], expert, serial, start))
+        note_change(m, changed, expert, expert + 1)
+
+
+@inlined
+def note_change(m: Int, changed: int, first: int, last: int) -> None:
+    """A policy may have changed scores, as it says: those of experts from `first` to `last` - 1, or all."""
+    if changed & CHANGED_HERE:
+        for block in range(first // BLOCK_HELD, (last - 1) // BLOCK_HELD + 1):
+            m[MARKED, block] = 1
+    elif not changed & UNCHANGED and m[ONE, SCORES_ARE] != UNSEEN:
+        m[ONE, SCORES_ARE] = NEW
 
 
 @compiled
@@ -263,6 +285,7 @@ def leave_staging(m: Int, expert: int) -> None:
     m[PARTITION, expert] = m[HOME, expert]
     m[STATE, expert], m[LEFT, expert] = ABSENT, m[ONE, PROPOSAL]
     m[HELD, m[SLOT, expert]] = m[SLOT, expert] = NO_EXPERT
+    m[MARKED, expert // BLOCK_HELD] = 1
 
 
 @compiled
@@ -439,10 +462,105 @@ def evictable(m: Int, proposals: Float, partition: int, among_protected: bool) -
 def least(m: Int, keep: Float, proposals: Float, partition: int, among_protected: bool) -> int:
     """Of `evictable` the one with the least (primary, secondary, id), or NO_EXPERT.
 
+    Where scores have changed, the slots are looked through; only at a second search it pays to do so by blocks.
+    """
+    one = m[ONE]
+    if one[LISTS]:
+        return first_in_order(m, proposals, partition, among_protected)
+    if one[SCORES_ARE] == UNSEEN or m[END, partition] - m[FIRST, partition] <= FEW_SLOTS:
+        return least_of_slots(m, keep, proposals, partition, among_protected)
+    if one[SCORES_ARE] == NEW:
+        one[SCORES_ARE] = AGAIN
+        return least_of_slots(m, keep, proposals, partition, among_protected)
+    if one[SCORES_ARE] == AGAIN:
+        one[SCORES_ARE] = KNOWN
+        m[MARKED, : one[BLOCKS]] = 1
+    return least_of_blocks(m, keep, proposals, partition, among_protected)
+
+
+@compiled
+def least_of_blocks(m: Int, keep: Float, proposals: Float, partition: int, among_protected: bool) -> int:
+    """`least`, from the block with the least score on until none is less than the best, and then what equals it."""
+    one, marked, searched, primary, secondary = m[ONE], m[MARKED], m[IN_SEARCH], m[LEAST_PRIMARY], m[LEAST_SECONDARY]
+    count, best = one[BLOCKS], NO_EXPERT
+    one[SEARCH] += 1
+    for block in range(count):
+        if marked[block]:
+            marked[block] = 0
+            measure(m, keep, block)
+    bits, tied, lowest = keep[0].view(np.int64), keep[1].view(np.int64), MOST
+    while True:
+        block = least_block(primary[:count], searched[:count], one[SEARCH])
+        if block == count or primary[block] >= lowest:
+            break
+        searched[block] = one[SEARCH]
+        best = least_of_block(m, keep, proposals, partition, among_protected, block, best)
+        lowest = order(bits[best]) if best >= 0 else MOST
+    for block in range(count):
+        if best < 0 or primary[block] != lowest or searched[block] == one[SEARCH]:
+            continue
+        second = order(tied[best])
+        if secondary[block] < second or (secondary[block] == second and block * BLOCK_HELD < best):
+            best = least_of_block(m, keep, proposals, partition, among_protected, block, best)
+    return best
+
+
+@inlined
+def least_block(primary: Int, searched: Int, search: int) -> int:
+    """The first of the blocks with the least score that this search has not looked at; their number: all are."""
+    least, block = MOST, 0
+    for i in range(len(primary)):
+        least = min(least, MOST if searched[i] == search else primary[i])
+    while block < len(primary) and (primary[block] != least or searched[block] == search):
+        block += 1
+    return block
+
+
+@inlined
+def order(bits: int) -> int:
+    """`rank` of a score; both zeros have the same."""
+    number = rank(bits)
+    return number + (number == -1)
+
+
+@compiled
+def measure(m: Int, keep: Float, block: int) -> None:
+    """Note the least scores of a block's experts that hold a slot, several of which are compared at once."""
+    first, last = block * BLOCK_HELD, min((block + 1) * BLOCK_HELD, keep.shape[1])
+    state, bits = m[STATE, first:last], keep.view(np.int64)
+    primary, secondary = bits[0, first:last], bits[1, first:last]
+    lowest = second = MOST
+    for i in range(len(state)):
+        lowest = min(lowest, order(primary[i]) if state[i] >= LOADING else MOST)
+    for i in range(len(state)):
+        second = min(second, order(secondary[i]) if (state[i] >= LOADING) & (order(primary[i]) == lowest) else MOST)
+    m[LEAST_PRIMARY, block], m[LEAST_SECONDARY, block] = lowest, second
+
+
+@compiled
+def least_of_block(
+    m: Int, keep: Float, proposals: Float, partition: int, among_protected: bool, block: int, best: int
+) -> int:
+    """The least of a block and of `best`."""
+    state, wanted, primary, secondary = m[STATE], m[WANTED], keep[0], keep[1]
+    lowest, second = (primary[best], secondary[best]) if best >= 0 else (np.inf, np.inf)
+    for expert in range(block * BLOCK_HELD, min((block + 1) * BLOCK_HELD, keep.shape[1])):
+        if primary[expert] > lowest or state[expert] != READY or wanted[expert]:
+            continue
+        tie = best >= 0 and primary[expert] == lowest
+        if tie and (secondary[expert] > second or (secondary[expert] == second and expert > best)):
+            continue
+        if m[PARTITION, expert] == partition and protected(m, proposals, expert) == among_protected:
+            best, lowest, second = expert, primary[expert], secondary[expert]
+    return best
+
+
+@compiled
+def least_of_slots(m: Int, keep: Float, proposals: Float, partition: int, among_protected: bool) -> int:
+    """`least`, one slot after another.
+
     Scores go first: they pass over almost every slot. (`expert < 0` tells the compiler that no index is negative.)
     """
-    if m[ONE, LISTS]:
-        return first_in_order(m, proposals, partition, among_protected)
     held, state, wanted, primary, secondary = m[HELD], m[STATE], m[WANTED], keep[0], keep[1]
     best, lowest = NO_EXPERT, np.inf
     for expert in held[m[FIRST, partition] : m[END, partition]]:
@@ -554,6 +672,7 @@ def start(m: Int, keep: Float, expert: int, victim: int, copy: bool = False) -> 
         one[N_PREFETCH] += 1
         one[PREFETCH_ROOM] += m[SIZE, expert]
     m[STATE, expert] = LOADING
+    m[MARKED, expert // BLOCK_HELD] = 1
     m[SLOT, expert] = slot
     m[HELD, slot] = expert
     one[ACTIVE] = expert
@@ -577,6 +696,7 @@ def leave(m: Int, keep: Float, expert: int) -> None:
         m[ONE, N_WASTED] += 1
         m[ONE, WASTED_ROOM] += m[SIZE, expert]
     m[STATE, expert], m[LEFT, expert] = ABSENT, m[ONE, PROPOSAL]
+    m[MARKED, expert // BLOCK_HELD] = 1
     m[HELD, m[SLOT, expert]] = NO_EXPERT
     m[SLOT, expert] = NO_EXPERT
     call(m, ON_EVICT, expert, 0, 0)

@@ -10,7 +10,7 @@ from policies.core.admission import Own
 from policies.core.calling import ADMIT, OBSERVE, START, Asked, Proposal
 from policies.core.events import Events
 from policies.core.limits import limiter
-from policies.core.policy import NO_INTS, Event, Float, Int, Requests, Shape
+from policies.core.policy import DID_NOTHING, NO_INTS, Event, Float, Int, Requests, Shape
 from policies.core.policy import START as STEP_STARTS
 from policies.core.residency import PolicyResidency
 from policies.core.spec import PolicySpec
@@ -77,7 +77,7 @@ class PolicyRunner:
 
     def observe(self, event: Event) -> None:
         self._take_states()
-        idle = [observe(event) for observe in self._observers]
+        idle = [(observe(event) or 0) & DID_NOTHING for observe in self._observers]
         self.idle = self.may_be_idle and bool(idle) and all(idle)
 
     def admit(self, event: Event | None) -> Int:

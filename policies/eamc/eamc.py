@@ -29,7 +29,10 @@ import numpy as np
 from policies.core.compiled import compiled
 from policies.core.limits import layers_ahead
 from policies.core.policy import (
+    CHANGED,
+    CHANGED_HERE,
     KEEP_ROWS,
+    UNCHANGED,
     Compiled,
     Event,
     Float,
@@ -139,13 +142,13 @@ def observe(known: Matched, event: Event) -> bool:
 
 
 @compiled
-def observe_and_score(known: Matched, keep: Float, event: Event) -> None:
+def observe_and_score(known: Matched, keep: Float, event: Event) -> int:
     """Match again, and write the keep scores that this changes."""
-    score(known.says, keep, observe(known, event), event.layer)
+    return score(known.says, keep, observe(known, event), event.layer)
 
 
 @compiled
-def score(says: Prediction, keep: Float, changed: bool, layer: int) -> None:
+def score(says: Prediction, keep: Float, changed: bool, layer: int) -> int:
     """After `observe`: write the keep scores that an event of `layer` changes; visits count where lookups do."""
     L = len(says.decay)
     E = len(says.ratios) // L
@@ -154,10 +157,13 @@ def score(says: Prediction, keep: Float, changed: bool, layer: int) -> None:
             ratios, scores, decay = says.ratios[row * E :], keep[0, row * E :], says.decay[layer, row]
             for e in range(E):
                 scores[e] = (ratios[e] + says.eps) * decay
-    elif says.spares_candidates:
+        return CHANGED
+    if says.spares_candidates:
         keep[0, :] = 0.0
         for i in range(says.starts[layer + 1], says.starts[min(layer + 1 + says.depth, L)]):
             keep[0, says.ids[i]] = 1.0
+        return CHANGED
+    return UNCHANGED
 
 
 @compiled
@@ -280,18 +286,21 @@ VISIT = KEEP_ROWS
 
 
 @compiled
-def count_visit(keep: Float, expert: int, serial: int) -> None:
+def count_visit(keep: Float, expert: int, serial: int) -> int:
     keep[1, expert] += keep[VISIT, 0]
+    return CHANGED_HERE
 
 
 @compiled
-def uncounted(keep: Float, expert: int, serial: int) -> None:
+def uncounted(keep: Float, expert: int, serial: int) -> int:
     """A lookup that the host computes is no visit."""
+    return UNCHANGED
 
 
 @compiled
-def forget_visits(keep: Float, expert: int) -> None:
+def forget_visits(keep: Float, expert: int) -> int:
     keep[1, expert] = 0
+    return CHANGED_HERE
 
 
 @retention("eamc")

@@ -18,7 +18,19 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import allocating, compiled
-from policies.core.policy import NO_INTS, Compiled, Event, Float, Int, Options, Requests, ScorePolicy, Shape
+from policies.core.policy import (
+    CHANGED,
+    CHANGED_HERE,
+    NO_INTS,
+    Compiled,
+    Event,
+    Float,
+    Int,
+    Options,
+    Requests,
+    ScorePolicy,
+    Shape,
+)
 from policies.core.registry import retention
 
 NEVER = np.iinfo(np.int64).max // 2
@@ -62,13 +74,13 @@ def begin(shape: Shape, options: Options) -> NextUses:
 
 
 @compiled
-def observe(uses: NextUses, keep: Float, event: Event) -> None:
+def observe(uses: NextUses, keep: Float, event: Event) -> int:
     """What was looked up now is next used later."""
     if len(uses.upcoming) == 0:
         for expert in event.experts:
             keep[0, expert] = -uses.following[uses.heard[0]]
             uses.heard[0] += 1
-        return
+        return CHANGED_HERE
     for r in range(len(event.batch_slots)):
         batch_slot = event.batch_slots[r]
         uses.latest[batch_slot] = event.steps[r] * uses.layers + event.layer
@@ -81,6 +93,7 @@ def observe(uses: NextUses, keep: Float, event: Event) -> None:
             if uses.upcoming[batch_slot, expert] < NEVER:
                 nearest = min(nearest, uses.upcoming[batch_slot, expert] - uses.latest[batch_slot])
         keep[0, expert] = -nearest if nearest < NEVER else -(FAR + uses.later[expert])
+    return CHANGED
 
 
 @retention("belady", oracle=True)

@@ -5,25 +5,28 @@ freezes on layer-cyclic traffic: a classic baseline, not a recommendation. Rule 
 """
 
 from policies.core.compiled import compiled
-from policies.core.policy import Compiled, Float, ScorePolicy
+from policies.core.policy import CHANGED_HERE, Compiled, Float, ScorePolicy
 from policies.core.registry import retention
 
 
 @compiled
-def count(keep: Float, expert: int, serial: int) -> None:
+def count(keep: Float, expert: int, serial: int) -> int:
     keep[0, expert] += 1
     keep[1, expert] = serial
+    return CHANGED_HERE
 
 
 @compiled
-def note_recency(keep: Float, expert: int, serial: int) -> None:
+def note_recency(keep: Float, expert: int, serial: int) -> int:
     """A lookup that the host computes is not counted."""
     keep[1, expert] = serial
+    return CHANGED_HERE
 
 
 @compiled
-def forget(keep: Float, expert: int) -> None:
+def forget(keep: Float, expert: int) -> int:
     keep[0, expert] = 0
+    return CHANGED_HERE
 
 
 @retention("lfu")

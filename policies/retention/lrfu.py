@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.policy import KEEP_ROWS, Compiled, Float, Options, ScorePolicy, Shape, bounded
+from policies.core.policy import CHANGED_HERE, KEEP_ROWS, Compiled, Float, Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
 
 DECAY = KEEP_ROWS
@@ -28,9 +28,10 @@ class LRFUOptions(Options, policy="lrfu"):
 
 
 @compiled
-def on_lookup(keep: Float, expert: int, serial: int) -> None:
+def on_lookup(keep: Float, expert: int, serial: int) -> int:
     keep[0, expert] = np.logaddexp2(keep[0, expert], keep[DECAY, 0] * serial)
     keep[1, expert] = serial
+    return CHANGED_HERE
 
 
 @retention("lrfu")

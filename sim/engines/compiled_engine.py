@@ -225,6 +225,7 @@ class Engine:
             asks=asked.address if asked else 0,
             hears=not runner.silent,
             may_be_idle=runner.may_be_idle,
+            changed=np.zeros(1, np.int64),
             at_start=prefetcher.proposes and prefetcher.at_start,
             proposal=self.proposal.address,
             ids=proposal.ids,
@@ -276,6 +277,8 @@ class Engine:
         admit_at = streams.NEVER if arrival is None or arrival <= one.now else arrival
         for half in self.halves:
             half.refresh()
+        for cell in cells:
+            cell.residency.m[core.ONE, core.SCORES_ARE] = core.NEW
         if self.asked:
             self.asked.events = Events(routing, self.runner.shape.layers, self.events)
         rows = np.zeros((len(cells), steps, streams.COLUMNS), np.int64)

@@ -18,7 +18,7 @@ from policies.core.calling import START as AT_START
 from policies.core.compiled import apart, compiled, inlined
 from policies.core.events import Routing, event_at, start_at
 from policies.core.placement import ADMITTED, FETCH, LAYERS, SPLIT
-from policies.core.policy import Float, Int
+from policies.core.policy import CHANGED, DID_NOTHING, UNCHANGED, Float, Int
 from policies.core.residency_compiled import BLOCKED
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS
 from sim.loop.log import DISK as ON_DISK
@@ -137,6 +137,7 @@ class Plan(NamedTuple):
     asks: int
     hears: bool  # either wants to know of events
     may_be_idle: bool  # an event of which those that hear do nothing is free
+    changed: Int  # [1] which scores the retention policy says that it changed at the event
     at_start: bool  # the prefetcher is asked when a step starts as well
     proposal: int  # room for one, of which these are the arrays
     ids: Int  # [L*E]
@@ -513,12 +514,14 @@ def disk_busy_until_now(n: Numbers) -> int:
 @compiled
 def decide(run: Streams, plan: Plan, routing: Routing, step: int, layer: int, L: int) -> int:
     """Rules 3 and 4: the policies hear of the event, and propose, if they are compiled; how many experts, or IDLE."""
+    plan.changed[0] = CHANGED if plan.asks else UNCHANGED
     if plan.asks:
         return IDLE if ask(plan.asks, OBSERVE, step * L + layer) else 0
     idle = plan.may_be_idle
     put(event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL]), plan.event)
     if plan.keeps:
-        idle &= checked(call(plan.keeps, plan.keeper, run.m[core.ONE, core.SCORES], plan.event, 0)) == 1
+        plan.changed[0] = checked(call(plan.keeps, plan.keeper, run.m[core.ONE, core.SCORES], plan.event, 0))
+        idle &= (plan.changed[0] & DID_NOTHING) != 0
     if plan.listens:
         idle &= checked(call(plan.listens, plan.fetcher, run.m[core.ONE, core.SCORES], plan.event, 0)) == 1
     if idle:
@@ -712,12 +715,18 @@ def run_steps(
             run = like(cells[c], some)
             core.begin_step(run.m)
             if plan.at_start:
+                core.note_change(run.m, CHANGED, 0, 0)
                 core.take_proposal(run.m, run.proposals)
             act_at_once(run)
         for layer in range(L):
             for c in range(K):
                 route_layer(like(cells[c], some), routing, durations, step, layer)
-            n_proposed = decide(one, plan, routing, step, layer, L) if plan.hears else 0
+            n_proposed = 0
+            if plan.hears:
+                n_proposed = decide(one, plan, routing, step, layer, L)
+                for c in range(K):
+                    run = like(cells[c], some)
+                    core.note_change(run.m, plan.changed[0], layer * len(run.ends), (layer + 1) * len(run.ends))
             overhead_ns = 0 if n_proposed == IDLE else predictor_ns
             n_proposed = max(n_proposed, 0)
             if admits:

@@ -17,7 +17,7 @@ from policies.core.calling import ADMIT, OBSERVE, Held, ask, call, checked, put
 from policies.core.compiled import apart, compiled, inlined
 from policies.core.dispatch import EVENT, Native
 from policies.core.events import Events, Routing, event_at, routing_of
-from policies.core.policy import NO_INTS, Float, Int, Requests, Shape
+from policies.core.policy import CHANGED, NO_INTS, Float, Int, Requests, Shape
 from policies.core.runner import AskedRunner, PolicyRunner
 from policies.core.spec import FETCHED, PolicySpec
 from sim.loop.log import COLUMNS, Ended, RequestLog, RunLog, joined
@@ -37,8 +37,9 @@ class Heard(NamedTuple):
     asks: int  # a policy in Python
     keeps: int  # a compiled one,
     keeper: int  # what it knows,
-    event: int  # and room for the event at hand,
-    named: Int  # [L*E] and for what the policy itself admits
+    event: int  # room for the event at hand,
+    experts: int  # experts of a layer,
+    named: Int  # [L*E] and room for what the policy itself admits
 
 
 @apart
@@ -47,9 +48,11 @@ def hear(m: Int, who: Heard, routing: Routing, step: int, layer: int, L: int) ->
     """Rule 3."""
     if who.asks:
         ask(who.asks, OBSERVE, step * L + layer)
+        core.note_change(m, CHANGED, 0, 0)
     elif who.keeps:
         put(event_at(routing, step, layer, L, m[core.ONE, core.SERIAL]), who.event)
-        checked(call(who.keeps, who.keeper, m[core.ONE, core.SCORES], who.event, 0))
+        changed = checked(call(who.keeps, who.keeper, m[core.ONE, core.SCORES], who.event, 0))
+        core.note_change(m, changed, layer * who.experts, (layer + 1) * who.experts)
 
 
 @apart
@@ -174,7 +177,7 @@ def play(
     asked = None if policy.compiled or runner.silent else AskedRunner(runner, residency)
     native, event = Native(keeper, asked=asked is not None), Held(EVENT)
     named = asked.proposal.ids if asked else NO_INTS
-    who = Heard(asked.address if asked else 0, native.observe, native.state, event.address, named)
+    who = Heard(asked.address if asked else 0, native.observe, native.state, event.address, experts, named)
     room = np.zeros(max(MOST_EVICTIONS, layers * experts * (layers + 1)), np.int64)
     before = np.zeros(len(COUNTED), np.int64)
     cache = residency.m, residency.keep, residency.proposals
@@ -184,6 +187,7 @@ def play(
         runner.begin_request(ordinal)
         routing = routing_of(request, bending)
         native.refresh()
+        residency.m[core.ONE, core.SCORES_ARE] = core.NEW
         if asked:
             asked.events = Events(routing, layers, done)
         done += len(request.phase) * layers

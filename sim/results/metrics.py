@@ -205,7 +205,7 @@ class Summary:
             getattr(rows, name)[~warm] for name in _REQUEST_COLUMNS
         )
         seen = np.unique(rows.request)
-        begun = np.count_nonzero(~self._begun[seen])
+        begun = int(np.count_nonzero(~self._begun[seen]))
         self._begun[seen] = True
         prefill, kept = (log.phase[step] == PREFILL) | (prefills > 0), tokens - rejected
         # A request's first token comes as long after its arrival as it waited, and its prefill took.

@@ -39,6 +39,7 @@ from policies.core.compiled import kept_for
 from policies.core.dispatch import is_compiled
 from policies.core.guard import PolicyError
 from policies.core.registry import built_in
+from policies.core.residency_compiled import FEW_SLOTS
 from policies.core.runner import AskedRunner
 from sim.engines import compiled_engine, count, simpy_engine
 from sim.loop import decider_of, gpu_run, joined, whole
@@ -92,6 +93,18 @@ def test_the_engines_are_equal_on_runs_that_hypothesis_shrinks(
 ) -> None:
     run = draw(lambda low, high: data.draw(st.integers(low, high)))
     assert not difference(run), run
+
+
+@pytest.mark.parametrize("policy", ["eamc", "eamc:keep=least-visited+none", "lfu", "lru+eamc", "eamc-blend", "belady"])
+def test_the_engines_are_equal_where_victims_are_sought_by_blocks(policy: str) -> None:
+    shape, slots = Shape(4, 512), FEW_SLOTS + 1
+    trace = synthetic(3, 60, 4, 512, top_k=32, seed=1)
+    requests, timing = [trace.steps(i) for i in range(3)], FixedTiming(90_000, 1_000, 10, 100, 1_000)
+    run = gpu_run(requests, shape, slots, parse(policy), timing, Link(1_000, 1, 24, 200_000))
+    ours, theirs = (columns(each.simulate(run)) for each in (compiled_engine, simpy_engine))
+    assert len(ours["evictions"]) > FEW_SLOTS
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], name)
 
 
 def test_the_random_runs_reach_every_policy_and_every_counter() -> None:
