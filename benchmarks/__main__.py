@@ -12,6 +12,7 @@ ALL = (
     "record",
     "record_gguf",
     "memory",
+    "scale",
     "streaming",
     "sweep",
     "host",

@@ -83,7 +83,7 @@ def traces_of(dump: Parts, source: Source) -> Iterator[Trace]:
     steps, names = 0, set[str]()
     for part in dump:
         trace = _trace(part, source, E, steps)
-        steps += int(trace.step[-1]) + 1 - steps if part.step is None and len(trace.step) else 0
+        steps = int(trace.step[-1]) + 1 if part.step is None and len(trace.step) else steps
         if repeated := names.intersection(trace.requests["id"]):
             raise InputError(f"{where}: the request id {min(repeated)!r} occurs twice")
         names.update(trace.requests["id"])
