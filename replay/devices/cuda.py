@@ -211,13 +211,11 @@ class CudaDevice(Device):
         computes = self._computes
         if self._past or not computes:
             return self._past > 0
-        for place, pending in enumerate(computes):
-            if pending.event:
-                break
-        else:
-            computes[-1] = Pending(pending.completion, self._recorded(self._compute))
-            return False
-        self._past = place + 1 if pending.event.query() else 0
+        place = next((place for place, pending in enumerate(computes) if pending.event), -1)
+        if place < 0:
+            computes[-1] = Pending(computes[-1].completion, self._recorded(self._compute))
+        elif computes[place].event.query():  # type: ignore[union-attr]  # it has one
+            self._past = place + 1
         return self._past > 0
 
     def discard_copies(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from policies.core.policy import Float
 from replay.live.memory import kv_name_in
 from replay.live.model import LiveModel
-from sim.results.compare import interval
+from sim.results.compare import Sample, interval
 from sim.results.plot import COLOURS
 from tracer.prompts import Prompt
 from traces.errors import refuse
@@ -90,7 +90,7 @@ class Price:
     def _interval(self, row: int, beside: int | None = None) -> tuple[float, float]:
         """Return that of a mean, or of its difference from another one."""
         totals, tokens = self._totals, self._totals[-1]
-        return interval(np.stack([totals[row], tokens, totals[beside] if beside else 0 * tokens, tokens]))
+        return interval(Sample(np.stack([totals[row], tokens, totals[beside] if beside else 0 * tokens, tokens]), 0))
 
     @property
     def row(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Price:
         whole, bent, told = np.exp(self._mean(1)), np.exp(self._mean(0)), self.bent.row
         more = np.array([bent / whole, *np.exp(self._interval(0, 1))]) - 1
         means = {name: (self._mean(place), *self._interval(place)) for name, place in (("agreement", 2), ("kl", 3))}
-        spans = {"perplexity_more": more, **means}
+        spans: dict[str, Iterable[float]] = {"perplexity_more": more, **means}
         return {
             **{name: told[name] for name in ("policy", "cache_experts", "cache_fraction")},
             "routing": self.routing,
