@@ -3,7 +3,7 @@
 Both are told each token of the text and say how likely each next one is. Intervals resample stretches of tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, product, zip_longest
