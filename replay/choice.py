@@ -15,7 +15,7 @@ import numpy as np
 
 from policies.core.policy import Int
 from policies.core.residency_compiled import places_of
-from policies.core.spec import FETCHED, PolicySpec
+from policies.core.spec import PolicySpec
 from replay.device_choice import DeviceChoice
 from replay.keys import key_of
 from sim.engines.simpy_engine import SimpyDevice
@@ -55,7 +55,7 @@ class Choice:
     def __post_init__(self) -> None:
         simulated, policy = self.loaded.simulated_alone(self.policy), self.policy
         instead = "replay the winner of a sweep without it"
-        if policy.placement != FETCHED:
+        if policy.uses_host or policy.admits:
             fetching = PolicySpec.of(policy.evict, policy.prefetch, policy.scope)
             instead = f"replay the same policy without it (`policy` {fetching.text})"
         refuse(

@@ -48,6 +48,7 @@ def test_the_tables_hold_no_routing(held):
         "speculation",
         "bent",
         "quality",
+        "hybrid",
     }
     for table in held.values():
         assert all(table[name].map(type).isin([str, int, float, bool]).all() for name in table.columns)

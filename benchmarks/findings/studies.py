@@ -25,12 +25,13 @@ from sim.analysis import speculation as analysis
 from sim.analysis.curves import Accesses, belady_misses
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.sweeps.grid import grid_of
+from sim.sweeps.grid import grid_of, summed
 from tracer.prompts import Columns, read_prompts
 from traces.board import board
 from traces.hot_experts import carry_over
 from traces.importers import import_dump
 from traces.importers.source import Options
+from traces.models.profile import model
 from traces.stats import WINDOWS, statistics
 from traces.steps import DECODE
 from traces.trace import Trace
@@ -47,6 +48,22 @@ DRAFTED = (1, 2, 4, 8)
 QUARTER_AND_HALF = ("25%", "50%")
 DROPS = ("drop:below=0.5/k", "drop:below=0.75/k", "drop:below=1/k")
 SUBSTITUTES = ("substitute:bonus=0.05", "substitute:bonus=0.15", "substitute:bonus=0.3")
+HYBRID = {
+    "online": "lrfu/split/second:window=8:insert_cap=4",
+    "online, all on the CPU": "lrfu/host/score:insert_cap=4",
+    "one read": "belady/admitted/score",
+    "fewest reads, lead": "belady+fewest-reads:lead=72/host",
+    "two reads": "belady/host/second:window=1000000",
+    "most hits, lead": "belady+oracle:horizon=72/host",
+    "eamc-blend, order alone": "eamc-blend+none/split/second:window=8:insert_cap=4",
+    "eamc-blend": "eamc-blend/split",
+    "eamc-blend, fetched": "eamc-blend",
+}
+"""What is run of a hybrid engine, by its name in the text: the first is what the others are compared with."""
+HYBRID_SIZES = ("15%", "25%", "40%")
+MACHINE = Path(__file__).with_name("hybrid.toml")
+AT_ONCE = 59.7
+"""GB/s of host memory that CPU and link read together, on that machine."""
 WINDOW = 16
 """Tokens whose experts are counted together."""
 GPT_OSS, DEEPSEEK, MIXTRAL = "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b"
@@ -131,6 +148,37 @@ def without_lists(rows: pd.DataFrame) -> pd.DataFrame:
     speeds = {f"speedup_{n}0": [each[n] for each in rows["speedups"]] for n in (5, 7, 9)}
     bounds = {name: rows[name].astype(np.float64) for name in ("break_even", "low", "high")}
     return rows.drop(columns=["union_by_layer", "speedups"]).assign(**bounds, **speeds)
+
+
+def hybrid(trace: Trace, rows: Sequence[int]) -> pd.DataFrame:
+    """Return what policies do where the CPU computes misses, a row for each and each size, at MXFP4.
+
+    The contract's streams do not slow each other down. So each runs at rates that its own run makes consistent: in the
+    share of a token in which the other is busy, CPU and link have their parts of what both read at once.
+    """
+    some = trace.select(np.array(rows))
+    size = model("gpt-oss-20b").expert_bytes
+    some = replace(some, meta=replace(some.meta, layer_expert_bytes=(size,) * some.layers))
+    loaded, found = TimedRun.of(Experiment("in memory", hardware=str(MACHINE)), some), []
+    machine = loaded.hardware
+    alone = np.array([machine.host_memory_bandwidth_gb_per_s, machine.link_bandwidth_gb_per_s])
+    for name, text in HYBRID.items():
+        policy = parse(text)
+        for asked in HYBRID_SIZES:
+            rates = alone
+            for _ in range(4):
+                host, link = rates.tolist()
+                at = replace(machine, host_memory_bandwidth_gb_per_s=host, link_bandwidth_gb_per_s=link)
+                run = replace(loaded, hardware=at)
+                row = summed(run, policy, run.slots(asked), lambda n: None).row()
+                elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
+                beside = np.array([row["link_busy_ms"], row["host_busy_ms"]]) / elapsed
+                rates = 1 / (beside / (alone * AT_ONCE / alone.sum()) + (1 - beside) / alone)
+            moved = sum(row[f"bytes_{kind}"] or 0 for kind in ("demand", "prefetch", "copied")) / size
+            figures = {"hit_rate": row["hit_rate"], "tokens_per_s": row["tokens_per_s"]}
+            reads = {"host_reads": row["on_host"] / row["tokens"], "copies": moved / row["tokens"]}
+            found.append({"run": name, "size": asked, **figures, **reads})
+    return pd.DataFrame(found)
 
 
 def models(traces: Sequence[tuple[str, Trace]]) -> pd.DataFrame:
@@ -228,6 +276,7 @@ def run(folder: Path, out: Path, only: Sequence[str] = ()) -> None:
         "policies": lambda: halves(policies, MOST),
         "capacities": lambda: halves(capacities),
         "users": lambda: halves(users, MOST // 2, facts=False),
+        "hybrid": lambda: hybrid(of(GPT_OSS)[0], list(HALVES[GPT_OSS])[: MOST // 2]),
         "models": lambda: models(
             [
                 *(

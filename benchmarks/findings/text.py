@@ -17,6 +17,8 @@ from benchmarks.findings.studies import (
     DEEPSEEK,
     DROPS,
     GPT_OSS,
+    HYBRID,
+    HYBRID_SIZES,
     MIXTRAL,
     MOST,
     SIZES,
@@ -157,7 +159,7 @@ def fill(line: str) -> str:
 HEAD = """
 # Findings
 
-What the project's own tools say of two large traces, and in the last two findings of smaller ones. Every number is
+What the project's own tools say of two large traces, and in findings 10 to 12 of smaller ones. Every number is
 computed from the tables in `benchmarks/findings/results` (counts and times by request, no routing), which one command
 regenerates:
 
@@ -172,8 +174,8 @@ python -m benchmarks.findings           # this text and its figures alone
   that figures leave them out; the cache has still seen them.
 - **DeepSeek-V2-Lite**: {ds} prompts, {ds_tokens:,} tokens, 26 x 64, top-6 (ngavhane/moe-beyond), from 250 on, run
   token by token: the model did not write these tokens. `eamc-blend` was fitted on the other prompts, too.
-- **Mixtral-8x7B**, of the last two findings alone: 4 requests, 577 tokens, 32 x 8, top-2
-  (Mario928/speculative-moe). The last has the traces of [the board](docs/board.md) too.
+- **Mixtral-8x7B**, of findings 10 and 11 alone: 4 requests, 577 tokens, 32 x 8, top-2
+  (Mario928/speculative-moe). Finding 11 has the traces of [the board](docs/board.md) too.
 
 `eamc-blend`, here as it was before 2026-11-28, is given the ids of the tokens, which it no longer uses:
 [policies/README.md](policies/README.md#eamc-blend-and-what-it-is-made-of).
@@ -463,6 +465,66 @@ def _break_even(row: Any) -> str:
     return value if low == "never" else f"{value} ({low} to {high})"
 
 
+MEASURED = {
+    "one read": (1.286, 1.316, 1.254),
+    "fewest reads, lead": (1.453, 1.664, 1.493),
+    "two reads": (0.910, 1.137, 1.266),
+}
+"""Speed over the peer's online policy in its engine, gpt-oss-120b at 11%, 25% and 40%: foresight_outcome_095.md."""
+
+
+def _hybrid(held: dict[str, Table]) -> str:
+    table = held["hybrid"].set_index(["run", "size"])
+    times = {
+        name: [table.loc[name, size].tokens_per_s / table.loc["online", size].tokens_per_s for size in HYBRID_SIZES]
+        for name in HYBRID
+    }
+    rows, off = [], []
+    for name, policy in HYBRID.items():
+        cells = []
+        for i, size in enumerate(HYBRID_SIZES):
+            row, measured = table.loc[name, size], MEASURED.get(name)
+            beside = f" ({measured[i]:.2f})" if measured else ""
+            off += [abs(times[name][i] - measured[i])] if measured else []
+            moved = f"{row.host_reads:.1f} + {row.copies:.1f}"
+            cells += [share(row.hit_rate), moved, f"{times[name][i]:.2f}{beside}"]
+        rows.append(f"| {name}: `{policy}` | {' | '.join(cells)} |")
+    blend, order, fetched = (
+        f"{min(times[name]):.2f} to {max(times[name]):.2f}"
+        for name in ("eamc-blend", "eamc-blend, order alone", "eamc-blend, fetched")
+    )
+    return "\n".join(
+        [
+            "Where the CPU computes misses, a copy in time counts and a hit does not",
+            "",
+            f"There `eamc-blend` is {blend} times as fast as a policy of recency and frequency with the same engine, "
+            f"and its order of eviction alone {order} times: the gain is its prefetch. Without the CPU, with every "
+            f"miss fetched, it is {fetched} times as fast. A peer measured oracles in its engine "
+            "(moe-speed-of-light, gpt-oss-120b); their ratios are in brackets, and come out here in their order and "
+            f"with their signs, {100 * max(off):.0f} points off at most. Reading each miss once, where the oracle "
+            "admits it, is worth more than the hits of copying all; copies that begin three tokens ahead are worth "
+            "most of what was measured. A learned order of the peer, with 6 to 18% fewer reads, was 0.90 to 1.05 times as "
+            "fast.",
+            "",
+            f"gpt-oss-20b in MXFP4, the first {MOST // 2} requests, on that peer's machine as it describes it "
+            "([hybrid.toml](benchmarks/findings/hybrid.toml)). *Reads* a token: experts computed on the CPU + copied "
+            "over the link. *Times*: speed over the first row. The contract's streams do not slow each other down; "
+            "CPU and link read one memory, so the rates of each run are those at which its own overlap is consistent.",
+            "",
+            f"| run | {' | '.join(f'{size}: hits | reads | times' for size in HYBRID_SIZES)} |",
+            f"| --- |{' ---: |' * 3 * len(HYBRID_SIZES)}",
+            *rows,
+            "",
+            "*Two reads* stands for the peer's oracle of most hits, which copied each expert and computed it "
+            "meanwhile, since its copies landed two steps later. *Most hits, lead* is what that oracle would be if "
+            "they landed in time: then a copy for a single use hides behind compute, and fewest reads is not the fastest. What "
+            "the peer's online policy decides is known in outline alone (some misses of a layer are fetched, the CPU "
+            "computes the others, some four copies a token), and the first row was chosen among a few that fit: the "
+            "second, which computes all of them on the CPU, is slower, and the ratios to it are higher by as much.",
+        ]
+    )
+
+
 def _models(held: dict[str, Table]) -> str:
     table = held["models"].sort_values("num_experts").to_dict("records")
     above = {str(row["trace"]): row["reuse"] / row["chance"] for row in table}
@@ -562,7 +624,7 @@ def _bent(held: dict[str, Table]) -> str:
 
 FINDINGS = (
     *(_gap, _paper, _capacity, _collapse, _frozen, _activation, _groups, _prefetch, _users),
-    *(_speculation, _models, _bent),
+    *(_speculation, _models, _bent, _hybrid),
 )
 
 TAIL = """

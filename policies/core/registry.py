@@ -47,6 +47,7 @@ BUILT_IN = (
     "retention.class_lru",
     "prefetch.lookahead",
     "blend.foresight",
+    "prefetch.fewest_reads",
 )
 """Modules of this package that register policies."""
 

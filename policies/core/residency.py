@@ -283,6 +283,10 @@ class PolicyResidency:
         counts: list[int] = self.m[core.ONE, core.COUNTERS].tolist()
         return counts
 
+    def is_staged(self, expert: int) -> bool:
+        """Return whether `expert` is in a staging slot, or waits for one (rule 21)."""
+        return self._stages and bool(self.m[core.PARTITION, expert] == self._one[core.STAGING])
+
     def is_prefetch(self, expert: int) -> bool:
         """Return whether `expert` came, or comes, by a prefetch and was not looked up since."""
         return bool(self.m[core.UNUSED, expert])

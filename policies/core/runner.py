@@ -53,8 +53,9 @@ class PolicyRunner:
 
     def residency(self, room: int, sizes: Int | None = None) -> PolicyResidency:
         """Return the residency of a cache of `room` slots, or bytes where `sizes` [L*E] are the experts' bytes."""
-        # rule 6: one scale only where both halves are one policy with the same options
-        same = self.prefetcher.options == self.retention.options
+        # rule 6: one scale only where both halves have the same options, if they are of the same kind
+        ours, theirs = self.prefetcher.options, self.retention.options
+        same = ours == theirs or type(ours) is not type(theirs)
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
         keeper = self.retention
         if self._residencies and any(dispatch.hooks_of(keeper)):

@@ -135,12 +135,13 @@ class PolicySpec:
         )
 
     @classmethod
-    def _canonical(cls, evict: Part, prefetch: Part, *others: Part) -> "PolicySpec":
+    def _canonical(cls, evict: Part, prefetch: Part, scope: Part, placement: Part, admission: Part) -> "PolicySpec":
         one = _alike(evict, prefetch) if registry.is_pair(evict.name) else prefetch == NO_PREFETCH
         both = replace(evict, stated=evict.stated | prefetch.stated)
         halves = (both.term,) if one else (evict.term, prefetch.term)
+        others = scope, placement, admission
         typed = (None if part == default else part.term for part, default in zip(others, DEFAULTS, strict=True))
-        return cls(evict, prefetch, *others, Expression(halves, *typed))
+        return cls(evict, prefetch, scope, placement, admission, Expression(halves, *typed))
 
     @property
     def _others(self) -> tuple[Part, Part, Part]:
@@ -205,7 +206,8 @@ class PolicySpec:
         """How it decides which misses are admitted (rule 21); None: always."""
         if self.admission == ADMITTED:
             return None
-        return self.admission.cls(self.admission.options, self.placement.cls is Admitted)
+        cls: type[Admission] = self.admission.cls
+        return cls(self.admission.options, self.placement.cls is Admitted)
 
     @property
     def seed(self) -> int | None:
@@ -275,9 +277,9 @@ class PolicySpec:
             return self
         return replace(self, scope=part, typed=replace(self.typed, scope=term))
 
-    def admitting(self, admission: str) -> "PolicySpec":
+    def admitting(self, admission: str | None) -> "PolicySpec":
         """Return the same policy with this admission, with options, unless it names one. Raise InputError."""
-        term = read_scope(admission)
+        term = read_scope(admission or Always.name)
         part = _part(term, registry.admission)
         if self.typed.admission or part == ADMITTED:
             return self

@@ -39,7 +39,7 @@ FAR = 2**40
 
 
 @allocating
-def _next_uses(offsets: Int, experts: Int, number: int, upcoming: Int) -> Int:
+def next_uses(offsets: Int, experts: Int, number: int, upcoming: Int) -> Int:
     """For each access of a request, backwards: the event of the next one to the same expert.
 
     number: of the first event after the request; upcoming: [L*E] the next use of each expert, carried on.
@@ -139,7 +139,7 @@ class Belady(ScorePolicy):
     def _begin_one_of_several(self, request: int, batch_slot: int) -> None:
         state, routed, first = self.state, self._requests[request], np.full(self.shape.total, NEVER, np.int64)
         heard = state.heard - self._starts()
-        self._running[batch_slot] = _next_uses(routed.offsets, routed.experts, len(routed.offsets) - 1, first)
+        self._running[batch_slot] = next_uses(routed.offsets, routed.experts, len(routed.offsets) - 1, first)
         heard[batch_slot] = 0
         state.upcoming[batch_slot], state.latest[batch_slot] = first, -1
         self._last = max(self._last, request)
@@ -173,5 +173,5 @@ class Belady(ScorePolicy):
     def _look_back(self, request: int, upcoming: Int) -> tuple[int, Int]:
         """The events of a request and, by access, the next uses; `upcoming` is carried from its end to its start."""
         routed = self._requests[request]
-        following = _next_uses(routed.offsets, routed.experts, int(self._ends[request]), upcoming)
+        following = next_uses(routed.offsets, routed.experts, int(self._ends[request]), upcoming)
         return len(routed.offsets) - 1, following

@@ -44,6 +44,13 @@ Scope = Annotated[
     str | None,
     typer.Option(help="What shares the slots, for policies without @: global, layer or layer:profile=TRACE."),
 ]
+Admission = Annotated[
+    str | None,
+    typer.Option(
+        help="Which misses enter the cache, for policies that name no admission: always, never, score, second:window=W "
+        "or own; each takes insert_cap=N (background copies a step) and staging=N (slots). Default: always."
+    ),
+]
 CacheSizes = Annotated[str, typer.Option("--cache-sizes", "--cache-size", help=_CACHE_SIZES_HELP)]
 SomeCacheSizes = Annotated[str | None, typer.Option(help=f"{_CACHE_SIZES_HELP} Default: {CACHE_SIZES}.")]
 Workers = Annotated[int | None, typer.Option(help="Number of processes. Default: one per core.")]
@@ -106,9 +113,9 @@ class CellOptions:
     def size(self) -> str:
         return self.cache_size or CACHE_SIZE
 
-    def chosen(self, loaded: Loaded) -> tuple[PolicySpec, int]:
-        """Return the policy and the slots. Raise InputError where the trace cannot be run so."""
-        policy = parse(self.policy or POLICY)
+    def chosen(self, loaded: Loaded, admission: str | None = None) -> tuple[PolicySpec, int]:
+        """Return the policy, with an admission, and the slots. Raise InputError where the trace cannot be run so."""
+        policy = parse(self.policy or POLICY).admitting(admission)
         return policy, loaded.slots_for(policy, self.size)
 
     def taken(self, experiment: Experiment, stated: Mapping[str, Any]) -> list[str]:

@@ -30,6 +30,7 @@ from traces.errors import InputError
 def run(
     cell: options.CellOptions,
     stated: Annotated[options.Stated, options.all_but("untimed")],
+    admission: options.Admission = None,
     *,
     timeline: Annotated[
         Path | None, typer.Option(help="File for a timeline (.json, .json.gz) that https://ui.perfetto.dev opens.")
@@ -56,7 +57,7 @@ def run(
     if not timeline and (window or no_slots):
         raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
     loaded = TimedRun.of(options.experiment(stated, cell.trace))
-    spec, slots = cell.chosen(loaded)
+    spec, slots = cell.chosen(loaded, admission)
     if window:
         timeline_window.check(window, Requests(loaded.trace))
     output.note(*cell.taken(loaded.experiment, stated), *loaded.notes)
@@ -149,7 +150,12 @@ def _more(row: Row, elapsed: float) -> dict[str, str]:
     if row["on_host"]:
         share = _share(row["on_host"], row["misses"])
         lines["host"] = f"computed {row['on_host']:,} experts ({share} of the misses), busy "
-        lines["host"] += f"{_share(row['host_busy_ms'], elapsed)} of the time"
+        lines["host"] += (
+            f"{_share(row['host_busy_ms'], elapsed)} of the time, {row['on_host'] / row['tokens']:,.1f} a token"
+        )
+    if row["admitted"] is not None:
+        lines["admission"] = f"{_share(row['admitted'], row['misses'])} of the misses admitted, background copies of "
+        lines["admission"] += f"{row['copies']:,} experts, {show_bytes(row['bytes_copied'])}"
     if reads := row["reads_demand"] + row["reads_prefetch"]:
         lines["disk"] = f"{reads:,} reads, {row['reads_prefetch']:,} of them prefetches, busy "
         lines["disk"] += f"{_share(row['disk_busy_ms'], elapsed)} of the time"

@@ -48,6 +48,7 @@ def sweep(
     trust_folder: options.TrustFolder = False,
     policies: options.SomePolicies = None,
     scope: options.Scope = None,
+    admission: options.Admission = None,
     evict: Annotated[str | None, typer.Option(help="Eviction policies, each with every --prefetch.")] = None,
     prefetch: Annotated[str | None, typer.Option(help="Prefetchers, each with every --evict.")] = None,
     cache_sizes: options.SomeCacheSizes = None,
@@ -96,6 +97,7 @@ def sweep(
         seeds=None if seeds is None else _numbers("--seeds", seeds),
         max_batch=None if max_batch is None else _numbers("--max-batch", max_batch),
         scope=scope,
+        admission=admission,
     )
     values = {**axes, **stated}
     values = {**(read(config, values, trust_folder) if config else {}), **values}
@@ -295,7 +297,10 @@ def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
     sized = ["MiB"] if outcome.rows[0]["cache_bytes"] else []
     both = any(row["phase"] == "both" for row in outcome.rows)  # prompts and decoded tokens
     hits = ["hits", *(["decode\nhits"] if both else []), "hits\ngap"]
-    shown = printed.table("cache", "a\nlayer", *sized, "policy", *hits, *times, "idle" if times else "misses", "")
+    reads = ["host\nreads"] if any(row["on_host"] for row in outcome.rows) else []  # a token
+    shown = printed.table(
+        "cache", "a\nlayer", *sized, "policy", *hits, *reads, *times, "idle" if times else "misses", ""
+    )
     shown.columns[2 + len(sized)].justify = "left"
     stated = {slots: text for text, slots in outcome.table.grid.sizes.items()}
     typed = [stated[slots] for _, slots in outcome.table.grid.requested()]
@@ -303,7 +308,7 @@ def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
         mark = marks.get((row["cache_experts"], row["policy"]), "oracle" if row["oracle"] else "")
         rates = [row["hit_rate"], *([row["decode_hit_rate"]] if both else [])]
         cells = [size, *engine_words(row), row["policy"], *map(show_share, rates), show_gap(row["gap_hits"])]
-        cells += [text(row) for text in times.values()]
+        cells += [f"{row['on_host'] / row['tokens']:.3g}"] * len(reads) + [text(row) for text in times.values()]
         cells.append(_idle(row) if times else f"{row['misses']:,}")
         style = {notes.BEST: "bold green", notes.EQUAL: "green", notes.NO_ROOM: "dim"}.get(mark)
         shown.add_row(*cells, mark, style=style, end_section=following != size)

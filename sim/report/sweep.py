@@ -179,7 +179,8 @@ def _time(sweep: Results) -> Iterator[Item]:
 
 
 def _table(rows: Sequence[Row]) -> Item:
-    columns = {name: [shown(row) for row in rows] for name, shown in COLUMNS.items()}
+    names = [name for name in COLUMNS if name != HOST_READS or any(row["on_host"] for row in rows)]
+    columns = {name: [COLUMNS[name](row) for row in rows] for name in names}
     known = {name: shown for name, shown in columns.items() if any(text != "-" for text, _ in shown)}
     return Item("table", head=tuple(known), rows=tuple(zip(*known.values(), strict=True)))
 
@@ -197,9 +198,9 @@ def _time_of(name: str) -> Callable[[Row], Shown]:
     return lambda row: ("-", -1.0) if row[name] is None else (show_ms(row[name]), row[name])
 
 
-def _per_token(name: str) -> Callable[[Row], Shown]:
+def _per_token(name: str, unit: float = 1e6) -> Callable[[Row], Shown]:
     def shown(row: Row) -> Shown:
-        return ("-", -1.0) if row[name] is None else (_three(mb := row[name] / row["tokens"] / 1e6), mb)
+        return ("-", -1.0) if row[name] is None else (_three(count := row[name] / row["tokens"] / unit), count)
 
     return shown
 
@@ -214,6 +215,8 @@ def _idle(row: Row) -> Shown:
     return show_share(share), -1.0 if share is None else share
 
 
+HOST_READS = "host reads a token"
+
 COLUMNS: dict[str, Callable[[Row], Shown]] = {
     "policy": lambda row: (policy_title(row["policy"], row["oracle"]), None),
     "cache": lambda row: (size_text(row), row["cache_fraction"]),
@@ -225,6 +228,7 @@ COLUMNS: dict[str, Callable[[Row], Shown]] = {
     ),
     "gap in hits": _share_of("gap_hits"),
     "misses": lambda row: _count(row["misses"]),
+    HOST_READS: _per_token("on_host", 1),
     "TPOT, ms": _time_of("tpot_mean_ms"),
     "gap in time": _share_of("gap_latency"),
     "TPOT p99": _time_of("tpot_p99_ms"),

@@ -40,6 +40,7 @@ _CELL = [
     ("cache_bytes", COUNT),
     *_required(("cache_fraction",), SHARE),
 ]
+ADMISSION = ("admitted", "bypassed", "copies", "bytes_copied")
 _QUEUE = ("mean", "p99", "max")
 LATENCIES = ("mean", "p50", "p95", "p99", "max")
 """Figures of the steps of a phase: TTFT of prefills, TPOT of decode steps."""
@@ -52,7 +53,8 @@ RESULTS = pa.schema(
         *_CELL[3:],
         *_required(("all_experts", "layers"), COUNT),  # of the model, what cache_fraction is a share of
         *_required(("requests", "tokens", "lookups", *_LOOKED_UP), COUNT),
-        *_required(("on_host",), COUNT),  # of the misses, those computed on the host
+        *_required(("on_host",), COUNT),  # of the misses, those computed on the host: host reads
+        *[(name, COUNT) for name in ADMISSION],  # under an admission alone: of the misses, and background copies
         ("hit_rate", SHARE),
         ("decode_hit_rate", SHARE),  # of decode steps alone
         ("belady_hit_rate", SHARE),  # of Belady at this size; this and the next two in sweeps alone
@@ -114,6 +116,7 @@ FEWEST = 6
 _COUNTED = (
     *("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch", *COUNTS),
     *("demand_bytes", "prefetch_bytes", "wasted_bytes", "prefetch_transfers", "prefetch_used"),
+    *("admitted", "bypassed", "copies", "copied_bytes"),
     *("link_busy_ns", "compute_busy_ns", "host_busy_ns", "disk_busy_ns"),
 )
 """Columns of a log that are summed over a run."""
@@ -248,6 +251,8 @@ class Summary:
             "hit_rate": _ratio(sums["hits"], lookups),
             "decode_hit_rate": _ratio(self._decoded["hits"], sum(self._decoded.values())),
             **{f"bytes_{kind}": sums[f"{kind}_bytes"] if size else None for kind in ("demand", "prefetch", "wasted")},
+            **({name: sums[name] for name in ADMISSION[:-1]} if "admission" in cell.options else {}),
+            "bytes_copied": sums["copied_bytes"] if size and "admission" in cell.options else None,
             "prefetch_used": sums["prefetch_used"],
             "lost_weight": (_ratio(sums["lost"], sums["routed"]) or 0.0) / WHOLE,
             "changed_choices": _ratio(sums["changed"], sums["choices"]) or 0.0,

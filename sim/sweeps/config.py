@@ -42,6 +42,7 @@ class Sweep:
     hardware: Texts
     seeds: Annotated[tuple[Natural, ...], Meta(min_length=1)] = (0,)
     scope: Text | None = None
+    admission: Text | None = None
     max_batch: tuple[Positive, ...] = ()
 
     @classmethod
@@ -71,12 +72,12 @@ class Sweep:
     @cached_property
     def specs(self) -> list[PolicySpec]:
         """The policies, each once, in the order of the rows. Raise InputError for one that there is not."""
-        return specs(self.policies, self.scope, self.seeds)
+        return specs(self.policies, self.scope, self.seeds, self.admission)
 
     @property
     def seeds_count(self) -> bool:
         """Whether a policy draws from the seeds: one that draws, and names none of its own."""
-        with_0, with_1 = (specs(self.policies, self.scope, (seed,)) for seed in (0, 1))
+        with_0, with_1 = (specs(self.policies, self.scope, (seed,), self.admission) for seed in (0, 1))
         return [each.text for each in with_0] != [each.text for each in with_1]
 
     def experiments(self) -> Iterator[Experiment]:
@@ -133,8 +134,10 @@ def read(file: Path, stated: Iterable[str], trust: bool) -> dict[str, Any]:
     return {name: from_file(file, SAME.get(name, name), value, trust) for name, value in values.items()}
 
 
-def specs(policies: Sequence[PolicyLike], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
-    """Return all policies, each once; `scope` is of those that name none.
+def specs(
+    policies: Sequence[PolicyLike], scope: str | None, seeds: Sequence[int] = (0,), admission: str | None = None
+) -> list[PolicySpec]:
+    """Return all policies, each once; `scope` and `admission` are of those that name none.
 
     Raise InputError for one that there is not, and for two that results would call the same.
     """
@@ -142,7 +145,7 @@ def specs(policies: Sequence[PolicyLike], scope: str | None, seeds: Sequence[int
     for policy in policies:
         for each in alternatives(policy) if isinstance(policy, str) else [policy]:
             spec = parse(each)
-            spec = spec.within(scope) if scope else spec
+            spec = (spec.within(scope) if scope else spec).admitting(admission)
             for drawn in (seeded(spec, seed) for seed in seeds):
                 same = named.setdefault(drawn.text, drawn)
                 if (same.evict.cls, same.prefetch.cls) != (drawn.evict.cls, drawn.prefetch.cls):

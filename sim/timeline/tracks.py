@@ -108,7 +108,7 @@ class LinkTracks(LoopObserver):
         self.arrived_at: dict[int, int] = {}
         """By expert: when its latest piece ended."""
         self._victims: list[int] = []  # of the transfer whose first piece comes next
-        self._priorities: dict[int, float] = {}  # by expert: of its latest transfer, when that started
+        self._priorities: dict[int, float | None] = {}  # by expert: of its latest transfer, when that started
         self._running = NO_EXPERT  # the transfer chosen last
         self._pause: tuple[int, int] | None = None  # the paused expert, and since when
 
@@ -119,7 +119,8 @@ class LinkTracks(LoopObserver):
             self._show_pause()
             self._pause = None
         else:
-            self._priorities[expert] = self._scene.residency.priority(expert)
+            is_prefetch = self._scene.residency.is_prefetch(expert)
+            self._priorities[expert] = self._scene.residency.priority(expert) if is_prefetch else None
         self._start(expert, victim)
 
     def interrupted(self, expert: int, victim: int) -> None:
@@ -156,7 +157,9 @@ class LinkTracks(LoopObserver):
     def _show(self, piece: tuple[Transfer, int, int, int, list[int]], unfinished: bool | None = None) -> None:
         transfer, first, upto, since, victims = piece
         scene, expert = self._scene, transfer.expert
-        kind = "demand" if transfer.demand else "late" if scene.residency.awaited(expert) else "prefetch"
+        priority = None if transfer.demand else self._priorities[expert]
+        kind = "demand" if transfer.demand else "prefetch" if priority is not None else "copy"  # rule 21
+        kind = "late" if not transfer.demand and scene.residency.awaited(expert) else kind
         args = {
             **scene.args(expert),
             "transfer": kind,
@@ -165,7 +168,7 @@ class LinkTracks(LoopObserver):
             "bytes_so_far": upto,
             "bytes_of_expert": transfer.size,
             "victim": ", ".join(map(scene.name, victims)) or None,
-            "priority": None if transfer.demand else self._priorities[expert],
+            "priority": priority,
             "unfinished": unfinished,
         }
         scene.timeline.slice(self._track, f"{kind} {scene.name(expert)}", max(since, self._ended), scene.now(), args)
@@ -314,13 +317,20 @@ class ResidencyTracks(LoopObserver):
         scene = self._scene
         if victim >= 0:
             self._leave(victim, evicted_for=expert)
+        unused = scene.residency.is_prefetch(expert)
         args = {
             **scene.args(expert),
-            "transfer": "prefetch" if prefetch else "demand",
-            "priority": scene.residency.priority(expert) if prefetch else None,
+            "transfer": "prefetch" if unused else "copy" if prefetch else "demand",
+            "priority": scene.residency.priority(expert) if unused else None,
         }
         track = self._tracks[scene.residency.slot(expert)]
-        self._held[expert] = Held(track, scene.name(expert), args, scene.now(), unused=prefetch)
+        self._held[expert] = Held(track, scene.name(expert), args, scene.now(), unused)
+
+    def ended(self, completion: Completion) -> None:
+        """What is not admitted leaves once it has been computed (rule 21)."""
+        expert = completion.expert
+        if completion.kind is Kind.EXPERT and expert in self._held and self._scene.residency.is_staged(expert):
+            self._leave(expert, bypassed=True)
 
     def arrived(self) -> None:
         """The expert that landed first, or that is on the link, is ready."""

@@ -60,7 +60,17 @@ def at_play(state, batch_slot):
 
 
 def built(name: str, batch_slots: int) -> tuple[ScorePolicy, Prefetcher]:
-    prefetches = name in ("previous", "markov", "oracle", "oracle1", "lookahead", "gate", "popular", "all")
+    prefetches = name in (
+        "previous",
+        "markov",
+        "oracle",
+        "oracle1",
+        "fewest-reads",
+        "lookahead",
+        "gate",
+        "popular",
+        "all",
+    )
     keeper, prefetcher = parse(f"lru+{name}" if prefetches else name).build(Shape(L, E, batch_slots))
     assert isinstance(keeper, ScorePolicy)
     for half in (keeper, prefetcher):

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import Events, PolicyRunner, ScorePolicy, Shape, best, parse
+from sim.engines.cases import run_case
 from tests.support import routings
+from tests.support.reference_cases import stored_cases
 from traces.synthetic import synthetic
 
 # A routing is a list of requests of steps of layers of experts (ids within the layer); a prefill step is a dict
@@ -22,6 +24,17 @@ def proposals(name, shape, routing):
 
 
 TWO_TOKENS = [[[[0], [1], [2]], [[1], [2], [0]]]]  # one request, two tokens, three layers
+
+
+def test_fewest_reads_ranks_what_comes_by_the_use_after_that_and_copies_nothing_for_a_single_one():
+    found = proposals("fewest-reads:lead=2", Shape(2, 2), [[[[0], [1]], [[0], [1]]]])
+    never = -float(np.iinfo(np.int64).max // 2)
+    assert found[0, 0, 0] == {(1, 1): -4, (0, 0): never}
+    assert found[0, 1, 0] == {(1, 1): never}
+    once = [[[[expert, 1]]] for expert in (0, 0, 1, 0, 0)]
+    for prefetch, evicted in ("fewest-reads:lead=4", False), ("oracle:horizon=4", True):
+        case = {"evict": "belady", "prefetch": prefetch, "placement": "host", "slots": 1, "requests": [once]}
+        assert bool(run_case({**stored_cases()[0], "L": 1, "E": 2, "cold": False, **case})["evictions"]) == evicted
 
 
 def test_all_proposes_the_next_layers_in_order_and_nothing_after_the_last():

@@ -31,6 +31,7 @@ def a_log(**changed):
         **dict.fromkeys(
             ("on_host", "reads_demand", "reads_prefetch", *COUNTS, "host_busy_ns", "disk_busy_ns"), [0] * 6
         ),
+        **dict.fromkeys(("admitted", "bypassed", "copies", "copied_bytes"), [0] * 6),
         "demand_bytes": [300] * 6,
         "prefetch_bytes": [0, 200, 200, 200, 200, 200],
         "wasted_bytes": [0, 0, 100, 0, 0, 100],

@@ -180,9 +180,10 @@ def agrees_on_the_link(run: Drawn, shown: Shown, log: RunLog) -> None:
     assert all(a.ended <= b.began for a, b in itertools.pairwise(chunks))
     assert busy_by_step(chunks, shown) == log.link_busy_ns.tolist()
     first = [one for one in chunks if one.args["bytes"] == one.args["bytes_so_far"]]
-    started = Counter("demand" if one.args["transfer"] == "demand" else "prefetch" for one in first)
+    started = Counter("demand" if one.args["transfer"] == "demand" else "priority" in one.args for one in first)
     assert started["demand"] == log.demand_transfers.sum()
-    assert started["prefetch"] == log.prefetch_transfers.sum()
+    assert started[True] == log.prefetch_transfers.sum()
+    assert started[False] == log.copies.sum()
     victims = [name for one in chunks if "victim" in one.args for name in one.args["victim"].split(", ")]
     assert victims == [f"L{v // run.shape.experts} e{v % run.shape.experts}" for v in log.evictions.tolist()]
     ended_whole = [one for one in chunks if not one.args.get("unfinished")]
@@ -207,7 +208,9 @@ def agrees_on_slots(run: Drawn, shown: Shown, log: RunLog) -> None:
     """One expert a slot at a time, one slot an expert; evictions, transfers, first uses and waste are the log's."""
     slots = shown.slots
     tracks = sum(name.startswith("slot ") for name in shown.threads.values())
-    assert run.link.layer_bytes or tracks == sum(run.run.policy.divide(run.shape, run.slots))
+    admits = run.run.policy.admits
+    staging = run.shape.top_k if admits else 0
+    assert run.link.layer_bytes or tracks == sum(run.run.policy.divide(run.shape, run.slots)) + staging
     assert set(slots) <= {f"slot {i}" for i in range(tracks)}
     for slices in slots.values():
         assert all(a.ended <= b.began for a, b in itertools.pairwise(slices))
@@ -217,7 +220,7 @@ def agrees_on_slots(run: Drawn, shown: Shown, log: RunLog) -> None:
         by_expert[one.args["expert"]].append(one)
     for held in by_expert.values():
         assert all(a.ended <= b.began for a, b in itertools.pairwise(held))
-    transfers = log.demand_transfers.sum() + log.prefetch_transfers.sum()
+    transfers = log.demand_transfers.sum() + log.prefetch_transfers.sum() + log.copies.sum()
     assert sum(one.name.startswith("loading ") for one in everything) == transfers
     in_file = [e for e in shown.events if e["ph"] == "X" and shown.threads[e["tid"]].startswith("slot ")]
     assert [e["args"]["expert"] for e in in_file if "evicted_for" in e["args"]] == log.evictions.tolist()
