@@ -129,13 +129,6 @@ class _Foresight:
         ]
 
 
-def foresight(trace: Trace) -> list[Foresight]:
-    """Return the quality of the trace's picks, over all its tokens, by distance and least score; none without."""
-    found = _Foresight()
-    found.add(trace)
-    return found.found()
-
-
 def statistics(trace: Trace) -> dict[str, PhaseStats]:
     """Return the statistics of each phase that the trace holds, by its name."""
     return {name: sums.found() for name, phase in PHASES.items() if (sums := _PhaseSums(phase, [trace])).there}

@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.ahead import with_lookahead
 from traces import DECODE, statistics, summary
-from traces.stats import foresight
 from traces.synthetic import synthetic
 
 TRACE = synthetic(12, 20, 3, 16, 2, seed=3, prompt_tokens=5)
@@ -89,15 +88,15 @@ def test_picks_ahead_of_time_are_as_good_as_the_experts_chosen_say() -> None:
     made = synthetic(1, 4, 3, 8, 2, seed=0)
     best = made.experts.copy()
     best[:2, :, 0] = [[next(e for e in range(8) if e not in ids) for ids in row] for row in made.experts[:2].tolist()]
-    found = {(each.distance, each.score): each for each in foresight(with_lookahead(made, best, (1, 2)))}
+    picked = summary([with_lookahead(made, best, (1, 2))])["foresight"]
+    found = {(each["distance"], each["score"]): (each["recall"], each["precision"]) for each in picked}
     right = (best[:, :, :, None] == made.experts[:, :, None]).any(-1)
     for distance in (1, 2):
         here = right[:, distance:]
-        assert found[distance, None].recall == found[distance, None].precision == here.mean()
-        assert found[distance, 0.5].recall == here[..., 0].sum() / here.size
-        assert found[distance, 0.5].precision == here[..., 0].mean()
-        assert (found[distance, 0.9].recall, found[distance, 0.9].precision) == (0, None)
-    assert foresight(made) == []
+        assert found[distance, None] == (here.mean(), here.mean())
+        assert found[distance, 0.5] == (here[..., 0].sum() / here.size, here[..., 0].mean())
+        assert found[distance, 0.9] == (0, None)
+    assert summary([made])["foresight"] == []
 
 
 def test_a_summary_holds_each_phase_and_is_json() -> None:
