@@ -6,7 +6,7 @@ For each the size with as many hits in all is searched, as more memory gives mor
 whose hits differ least, summed over the steps.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from sim.loaded import Loaded
 from sim.quantities import show_mib
 from traces.errors import InputError
 from traces.reader import open_folder
+from traces.stream import pieces
 from traces.trace import Trace
 
 REPRODUCED = 0.002
@@ -86,12 +87,12 @@ def of_trace(loaded: Loaded) -> Recorded | None:
     part = experiment.requests is not None or experiment.as_decode or experiment.decode_only
     if part or "hits" not in open_folder(experiment.trace).optional:
         return None
-    return find(loaded, Trace.read(experiment.trace, ("hits",)))
+    return find(loaded, pieces(experiment.trace, ("hits",)))
 
 
-def find(loaded: Loaded, trace: Trace) -> Recorded | None:
-    """Return what reproduces the hits of a trace, of which `loaded` counts all; None where no step states them."""
-    lookups, hits = stated(trace)
+def find(loaded: Loaded, traces: Iterable[Trace]) -> Recorded | None:
+    """Return what reproduces the hits of a trace in pieces, which `loaded` counts; None where no step states them."""
+    lookups, hits = map(np.concatenate, zip(*map(stated, traces), strict=True))
     said = hits >= 0
     if not (lookups * said).sum():
         return None
@@ -123,14 +124,16 @@ class _Search:
     def __init__(self, loaded: Loaded, policy: PolicySpec, hits: Int, said: NDArray[np.bool_]) -> None:
         self.best = 0
         self._loaded, self._policy, self._hits, self._said = loaded, policy, hits, said
-        self._runs: dict[int, Int] = {}
+        self._runs: dict[int, NDArray[np.int32]] = {}
         self._least = loaded.trace.layers * (1 if loaded.sizes is None else int(loaded.sizes.max()))
 
-    def run(self, room: int) -> Int:
+    def run(self, room: int) -> NDArray[np.int32]:
         """Return the hits of each step that counts. Raise InputError where the policy cannot run."""
         if room not in self._runs:
             self._loaded.require(self._policy, room)
-            self._runs[room] = self._loaded.log(self._policy, room).hits[self._said]
+            parts: list[NDArray[np.int32]] = []
+            self._loaded.play(self._policy, room, lambda log: parts.append(log.hits.astype(np.int32)))
+            self._runs[room] = np.concatenate(parts)[self._said]
         return self._runs[room]
 
     def differ(self, room: int) -> int:
