@@ -77,8 +77,9 @@ def join(
         advice = "give each trace once, in folders of different names" if prefix else "--prefix-ids tells traces apart"
         raise InputError(f"the request id {kept[repeated].iloc[0]!r} would occur twice; {advice}")
     held = [{"token_id", *of.optional, *["embedding"] * (of.embedding is not None)} for of in folders]
+    left_out = () if meta.candidates else ("candidates", "scores")
     known = [name for name in EXTRA if meta.lookahead or not name.startswith("lookahead")]
-    columns = [name for name in known if all(name in each for each in held)]
+    columns = [name for name in known if name not in left_out and all(name in each for each in held)]
     with TraceWriter(out, meta, overwrite, whole=True) as writer:
         next_step = 0
         for source, ids in zip(sources, names, strict=True):
@@ -110,7 +111,7 @@ def _common(folders: Sequence[Folder]) -> TraceMeta:
                 common[fact.name] = {key: held[key] for key in held if key in value and held[key] == value[key]}
             elif fact.name == "mode" and AGGREGATE not in (held, value):
                 common["mode"] = MIXED
-            elif held is None or value is None or fact.name == "lookahead":
+            elif held is None or value is None or fact.name in ("lookahead", "candidates"):
                 common[fact.name] = None
             else:
                 raise InputError(

@@ -159,7 +159,7 @@ def fill(line: str) -> str:
 HEAD = """
 # Findings
 
-What the project's own tools say of two large traces, and in findings 10 to 12 of smaller ones. Every number is
+What the project's own tools say of two large traces, and in the last four findings of smaller ones. Every number is
 computed from the tables in `benchmarks/findings/results` (counts and times by request, no routing), which one command
 regenerates:
 
@@ -174,8 +174,8 @@ python -m benchmarks.findings           # this text and its figures alone
   that figures leave them out; the cache has still seen them.
 - **DeepSeek-V2-Lite**: {ds} prompts, {ds_tokens:,} tokens, 26 x 64, top-6 (ngavhane/moe-beyond), from 250 on, run
   token by token: the model did not write these tokens. `eamc-blend` was fitted on the other prompts, too.
-- **Mixtral-8x7B**, of findings 10 and 11 alone: 4 requests, 577 tokens, 32 x 8, top-2
-  (Mario928/speculative-moe). Finding 11 has the traces of [the board](docs/board.md) too.
+- **Mixtral-8x7B**, of findings 10 and 11 alone: 4 requests, 577 tokens, 32 x 8, top-2 (Mario928/speculative-moe).
+  Finding 11 has the traces of [the board](docs/board.md) too, finding 13 the shipped model, which runs.
 
 `eamc-blend`, here as it was before 2026-11-28, is given the ids of the tokens, which it no longer uses:
 [policies/README.md](policies/README.md#eamc-blend-and-what-it-is-made-of).
@@ -574,26 +574,29 @@ def _bent(held: dict[str, Table]) -> str:
     rows, live = held["bent"].to_dict("records"), held["quality"].to_dict("records")
     quarter = [row for row in rows if row["cache_fraction"] == 0.25]
     whole = {row["policy"]: row["fetches"] for row in quarter if not row["routing"]}
-    one = next(row for row in quarter if row["routing"] == DROPS[-1])
+    read = (
+        f"The shipped model on {live[0]['tokens']:,} tokens of GSM8K's test set, each read as a decoded one, under LRU."
+    )
+    least, one = (next(row for row in quarter if row["routing"] == rule) for rule in (DROPS[0], DROPS[-1]))
     near = min(
         (row for row in live if row["perplexity_more"] <= 0.01), key=lambda row: row["fetches"] / row["fetches_whole"]
     )
     saved = 1 - near["fetches"] / near["fetches_whole"]
     return "\n".join(
         [
-            f"A per cent of perplexity buys {saved:.0%} of the fetches, where present experts stand in for absent ones",
+            f"A per cent of perplexity buys {saved:.0%} of the fetches of a small model",
             "",
             f"`{near['routing']}` fetches {near['fetches']:.1f} experts a token instead of "
             f"{near['fetches_whole']:.1f} on the shipped model with {near['cache_fraction']:.0%} of the experts in the "
-            f"cache, at {_more_perplexity(near)} of perplexity. Dropping costs more for the fetches that it saves, and "
-            "committing to the layer before saves next to none by itself: it is for prefetchers. On gpt-oss-20b at 25% "
-            f"dropping absent experts below the mean weight fetches {one['fetches']:.1f} experts a token and loses "
-            f"{one['lost_weight']:.1%} of the weight, where LRU fetches {whole['lru']:.1f} and Belady, which knows the "
-            f"future and changes nothing, {whole['belady']:.1f}: what is lossy passes what is optimal.",
+            f"cache, at {_more_perplexity(near)} of perplexity. Dropping and substituting buy about as much for the "
+            "same loss; committing to what the layer before foresees saves next to none by itself: it is for "
+            f"prefetchers. Weights of gpt-oss-20b differ less: at 25% `{DROPS[0]}` fetches {least['fetches']:.1f} "
+            f"experts a token, and `{DROPS[-1]}` {one['fetches']:.1f} with {one['lost_weight']:.1%} of the weight "
+            f"lost, where LRU fetches {whole['lru']:.1f} and Belady, which knows the future and changes nothing, "
+            f"{whole['belady']:.1f}: what is lossy passes what is optimal.",
             "",
-            "The shipped model on the first tokens of GSM8K's test set, each read as a decoded one, under LRU. *Same*: "
-            "tokens at which the likeliest next one is the whole model's. It is a model of 5 million parameters, whose "
-            "choices are less sharp than a large one's.",
+            f"{read} *Same*: tokens at which the likeliest next one is the whole model's. It is a model of 5 million "
+            "parameters, whose choices are less sharp than a large one's.",
             "",
             "| rule | cache | fetches a token | perplexity | same | KL, nats | weight lost | choices changed |",
             "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -139,7 +139,7 @@ def figure(rows: Sequence[dict[str, Any]]) -> "Figure":
     axes, lines = drawing.subplots(), dict[str, list[dict[str, Any]]]()
     for row in rows:
         kind = row["routing"].partition(":")[0]
-        lines.setdefault(f"{kind}, {row['policy']}, {row['cache_fraction']:.3g}", []).append(row)
+        lines.setdefault(f"{kind}, {row['policy']}, {row['cache_fraction']:.1%}", []).append(row)
     for number, (name, points) in enumerate(lines.items()):
         points = sorted(points, key=lambda row: row["fetches"])
         more, low, high = (

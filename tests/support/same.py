@@ -28,6 +28,9 @@ def assert_same_steps(one: RequestSteps, other: RequestSteps) -> None:
             assert (a.layers, a.depth) == (b.layers, b.depth)
             for name in ("offsets", "experts", "counts", "scores"):
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name), name)
+        elif field.name == "choices" and a is not None:
+            for each in fields(a):
+                np.testing.assert_array_equal(getattr(a, each.name), getattr(b, each.name), each.name)
         else:
             np.testing.assert_array_equal(a, b, field.name)
             assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
