@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sim.analysis.curves import Accesses, belady_misses
+from policies.core.stack_distances import Ids
+from sim.analysis.curves import belady_misses
 from sim.loaded import Loaded, TimedRun
 from sim.loop.requests import Requests
 from sim.profiles.timing import Int, Timing
 from sim.results.metrics import Row
-from traces.steps import RequestSteps
 
 
 def belady(loaded: Loaded, rows: Sequence[Row]) -> list[Row]:
@@ -46,18 +46,18 @@ def _unavoidable(loaded: Loaded) -> tuple[Int, int, int]:
     """Return the misses in decoding that no policy avoids, by slots, all lookups there, and the decoded tokens."""
     trace, layers, experts = loaded.trace, loaded.trace.layers, loaded.trace.num_experts
     decoded = Requests(trace if trace.phases == "decode" else trace.without_prompts())
-    tokens, stretches = 0, [(False, list[RequestSteps]())]  # decoded in a row; whether the cache may be full of any
+    tokens, stretches = 0, [(False, list[Ids]())]  # decoded in a row; whether the cache may be full of any
     for i, (steps, prompt) in enumerate(zip(decoded, trace.prompts.tolist(), strict=True)):
         if i < loaded.experiment.warmup_requests:
             stretches = [(True, [])]
             continue
         if prompt:
             stretches.append((True, []))
-        stretches[-1][1].append(steps)
+        stretches[-1][1].append(steps.experts.astype(np.int32))
         tokens += len(steps.phase)
     total, lookups = np.zeros(layers * experts + 1, np.int64), 0
     for filled, requests in stretches:
-        accesses = Accesses.of(requests, layers, experts).experts
+        accesses = np.concatenate([np.empty(0, np.int32), *requests])
         lookups += len(accesses)
         misses = belady_misses(accesses, layers * experts)
         total += misses - np.minimum(np.arange(len(misses)), misses[-1]) if filled else misses
