@@ -17,20 +17,24 @@ from sim.engines.cases import ENGINES
 from sim.results.compare import differences, swept_run
 from tests import reference
 from tests.support.reference_bent import bend
-from tests.support.reference_cases import Case, draw_case, draw_tiers_case, play
+from tests.support.reference_cases import Case, draw_admission_case, draw_case, draw_tiers_case, play
 from traces.errors import InputError
 from traces.schema import Picks
 from traces.synthetic import synthetic
 from traces.trace import Trace
 
-SEEDS = 200
+SEEDS = 150
 
 registry.tables()
 
 
-def drawn(integer: Callable[[int, int], int], tiers: bool, **rule: Any) -> Case:
+Draw = Callable[[Callable[[int, int], int]], Case]
+DRAWN: tuple[Draw, ...] = (draw_case, draw_tiers_case, draw_admission_case)
+
+
+def drawn(integer: Callable[[int, int], int], draw: Draw, **rule: Any) -> Case:
     """A case that a rule bends; Belady, which knows another routing, is not run then."""
-    case = (draw_tiers_case if tiers else draw_case)(integer)
+    case = draw(integer)
     return bend({**case, "evict": "lru" if case["evict"] == "belady" else case["evict"]}, integer, **rule)
 
 
@@ -38,11 +42,11 @@ def engines(case: Case) -> tuple[str, ...]:
     return tuple(ENGINES) if case["prefetch"] != "scripted" else ("simpy",)
 
 
-@pytest.mark.parametrize("tiers", [False, True])
-def test_the_engines_equal_the_reference_on_seeded_random_cases(tiers: bool) -> None:
+@pytest.mark.parametrize("draw", DRAWN)
+def test_the_engines_equal_the_reference_on_seeded_random_cases(draw: Draw) -> None:
     changed = 0
     for seed in range(SEEDS):
-        case = drawn(random.Random(seed).randint, tiers)
+        case = drawn(random.Random(seed).randint, draw)
         expected = reference.run_case(case)
         changed += expected["bent"][2] > 0
         for engine in engines(case):
@@ -53,7 +57,7 @@ def test_the_engines_equal_the_reference_on_seeded_random_cases(tiers: bool) -> 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_the_engines_equal_the_reference_on_cases_that_hypothesis_shrinks(data: st.DataObject) -> None:
-    case = drawn(lambda low, high: data.draw(st.integers(low, high)), tiers=True)
+    case = drawn(lambda low, high: data.draw(st.integers(low, high)), draw_admission_case)
     expected = reference.run_case(case)
     for engine in engines(case):
         assert play(case, engine) == expected, json.dumps(case)
@@ -62,7 +66,7 @@ def test_the_engines_equal_the_reference_on_cases_that_hypothesis_shrinks(data: 
 @pytest.mark.parametrize("rule", ["drop", "substitute"])
 def test_a_threshold_or_bonus_of_0_changes_nothing(rule: str) -> None:
     for seed in range(60):
-        case = drawn(random.Random(seed).randint, seed % 2 == 0, rule=rule, by=0)
+        case = drawn(random.Random(seed).randint, DRAWN[seed % 3], rule=rule, by=0)
         for engine in engines(case):
             bent, whole = play(case, engine), play({**case, "bent": None}, engine)
             assert bent.pop("bent")[2:] == [0, 0]
