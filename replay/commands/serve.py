@@ -96,7 +96,8 @@ def serve(
                 signal.signal(number, end)  # uvicorn raises it again at its end, where the default would be a kill
         if not quiet:
             at = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
-            console.note(f"serving {live.loaded.name} at {at}, a context of {context:,} tokens")
+            bent = f", not lossless: {opened.routing}" if opened.routing else ""
+            console.note(f"serving {live.loaded.name} at {at}, a context of {context:,} tokens{bent}")
             console.note(live.memory.sentence(context, live.device.peak_bytes()) + beside)
         try:
             server.run([listening])
