@@ -627,7 +627,7 @@ def _bent(held: dict[str, Table]) -> str:
 
 FINDINGS = (
     *(_gap, _paper, _capacity, _collapse, _frozen, _activation, _groups, _prefetch, _users),
-    *(_speculation, _models, _bent, _hybrid),
+    *(_speculation, _models, _hybrid, _bent),
 )
 
 TAIL = """
