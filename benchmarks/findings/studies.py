@@ -214,7 +214,7 @@ def models(traces: Sequence[tuple[str, Trace]]) -> pd.DataFrame:
 
 def bent(folder: Path) -> pd.DataFrame:
     """Return fetches and what is lost where absent experts are dropped, of the requests with recorded weights."""
-    with np.load(folder / f"{FILES[GPT_OSS]}-weights-first40.npz") as held:
+    with np.load(folder / f"{FILES[GPT_OSS]}-weights-first40.npz", allow_pickle=False) as held:
         weights = held["weights"]
     trace = read(folder, GPT_OSS)[0].head(40)
     trace, rows = replace(trace, weights=weights), []

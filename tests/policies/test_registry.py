@@ -49,7 +49,7 @@ def test_every_policy_is_listed_with_its_summary_and_oracles_are_marked():
     listed = {info.name: info for info in available()}
     assert {"lru", "lfu", "fifo", "eamc", "belady", "none", "popular", "oracle1"} <= listed.keys()
     assert all(info.summary.endswith(".") for info in listed.values()), "a sentence each"
-    oracles = {"belady", "oracle1", "oracle", "fewest-reads", "lookahead", "pre-gated"}
+    oracles = {"belady", "foresight", "oracle1", "oracle", "fewest-reads", "lookahead", "pre-gated"}
     assert {name for name, info in listed.items() if info.oracle} == oracles
     assert listed["eamc"].kind == "pair"
     assert parse("belady").oracle

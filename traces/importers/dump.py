@@ -31,7 +31,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Again:
-    """A dump that is read anew each time, in parts of whole requests."""
+    """A dump that is read again each time, in parts of whole requests."""
 
     parts: Callable[[], Iterator[Routing]]
 
