@@ -37,6 +37,7 @@ def row(policy: str, experts: int, tpot: float, hit_rate: float, **changed):
         "fits": True,
         "resident_ms": None,
         "predictor_us": 0.0,
+        "routing": None,
         "prefetch_used": 0,
     }
     return made | changed
