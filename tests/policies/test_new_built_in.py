@@ -56,7 +56,6 @@ assert cost_us(parse("lru+again"), 3, 6) is None
 
 ENUMERATE_BUILT_INS = (
     "tests/sim/test_kernel.py::test_every_score_policy_and_prefetcher_of_today_is_compiled",
-    "tests/sim/test_predictors.py::test_every_policy_that_ships_has_a_row_that_was_measured_and_nothing_else_has",
     "tests/policies/test_limits.py::test_every_prefetcher_takes_every_limit",
     "tests/policies/test_registry.py",
 )
