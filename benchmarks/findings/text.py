@@ -503,8 +503,8 @@ def _hybrid(held: dict[str, Table]) -> str:
             "(moe-speed-of-light, gpt-oss-120b); their ratios are in brackets, and come out here in their order and "
             f"with their signs, {100 * max(off):.0f} points off at most. Reading each miss once, where the oracle "
             "admits it, is worth more than the hits of copying all; copies that begin three tokens ahead are worth "
-            "most of what was measured. A learned order of the peer, with 6 to 18% fewer reads, was 0.90 to 1.05 times as "
-            "fast.",
+            "most of what was measured. A learned order of the peer, with 6 to 18% fewer reads, was 0.90 to 1.05 "
+            "times as fast.",
             "",
             f"gpt-oss-20b in MXFP4, the first {MOST // 2} requests, on that peer's machine as it describes it "
             "([hybrid.toml](benchmarks/findings/hybrid.toml)). *Reads* a token: experts computed on the CPU + copied "
@@ -517,10 +517,10 @@ def _hybrid(held: dict[str, Table]) -> str:
             "",
             "*Two reads* stands for the peer's oracle of most hits, which copied each expert and computed it "
             "meanwhile, since its copies landed two steps later. *Most hits, lead* is what that oracle would be if "
-            "they landed in time: then a copy for a single use hides behind compute, and fewest reads is not the fastest. What "
-            "the peer's online policy decides is known in outline alone (some misses of a layer are fetched, the CPU "
-            "computes the others, some four copies a token), and the first row was chosen among a few that fit: the "
-            "second, which computes all of them on the CPU, is slower, and the ratios to it are higher by as much.",
+            "they landed in time: then a copy for a single use hides behind compute, and fewest reads is not the "
+            "fastest. What the peer's online policy decides is known in outline alone (some misses of a layer are "
+            "fetched, the CPU computes the others, some four copies a token), and the first row was chosen among a few "
+            "that fit: the ratios to the second, which computes all of them on the CPU, differ by as much as it does.",
         ]
     )
 
