@@ -58,7 +58,7 @@ def test_a_sweep_and_its_replay_on_a_logical_clock_need_no_extra(tmp_path):
 def test_the_options_of_a_command_need_an_extra_only_where_a_model_runs(tmp_path):
     done = run(COMMANDS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["calibrate", "generate", "serve"]
+    assert done.stdout.split() == ["calibrate", "generate", "quality", "serve"]
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,14 @@ def call(m: Int, hook: int, expert: int, serial: int, start: int) -> None:
     """Rule 8: call one of a score policy's hooks, if it has that one."""
     if m[ONE, hook]:
         changed = checked(call_address(m[ONE, hook], m[ONE, SCORES], expert, serial, start))
-        note_change(m, changed, expert, expert + 1)
+        if changed & CHANGED_HERE:
+            m[MARKED, expert // BLOCK_HELD] = 1
+        else:
+            note_change(m, changed, expert, expert + 1)
 
 
-@inlined
+@apart
+@compiled
 def note_change(m: Int, changed: int, first: int, last: int) -> None:
     """A policy may have changed scores, as it says: those of experts from `first` to `last` - 1, or all."""
     if changed & CHANGED_HERE:

@@ -724,7 +724,7 @@ def run_steps(
             n_proposed = 0
             if plan.hears:
                 n_proposed = decide(one, plan, routing, step, layer, L)
-                for c in range(K):
+                for c in range(K if plan.changed[0] != UNCHANGED else 0):
                     run = like(cells[c], some)
                     core.note_change(run.m, plan.changed[0], layer * len(run.ends), (layer + 1) * len(run.ends))
             overhead_ns = 0 if n_proposed == IDLE else predictor_ns
