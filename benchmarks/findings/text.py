@@ -474,7 +474,7 @@ MEASURED = {
 
 
 def _hybrid(held: dict[str, Table]) -> str:
-    table = held["hybrid"].set_index(["run", "size"])
+    table: Any = held["hybrid"].set_index(["run", "size"])
     times = {
         name: [table.loc[name, size].tokens_per_s / table.loc["online", size].tokens_per_s for size in HYBRID_SIZES]
         for name in HYBRID
@@ -675,12 +675,13 @@ def figures(held: dict[str, Table]) -> "dict[str, Figure]":
             for policy, part in _of(held["users"], trace).groupby("policy")
         }
     }
+    quality: Any = held["quality"].to_dict("records")
     return {
         "findings-hit-rate.png": plot.line_panels(hit_rates, "cache size (% of all experts)", "hit rate"),
         "findings-capacity.png": plot.line_panels(entries, "entries of the EAMC", "hit rate at 25%"),
         "findings-activation.png": plot.scatter(
             points, "tokens of the request", "share of all experts, used repeatedly", log=True
         ),
-        "findings-bent.png": bent_figure(held["quality"].to_dict("records")),
+        "findings-bent.png": bent_figure(quality),
         "findings-users.png": plot.line_panels(users, "requests at a time", "tokens per second"),
     }
