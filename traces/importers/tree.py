@@ -159,6 +159,9 @@ def _record(value: Mapping[Any, Any], above: Row, columns: Columns) -> Iterator[
     within |= {name: one for name, one in along.items() if columns.role(name)}
     placed = _has_layer(within, columns)
     if expert in lone or (expert is None and any(columns.numbered(lone, role) for role in ("expert", "weight"))):
+        lists = (one for name, one in value.items() if name not in lone and columns.role(str(name)) == "layer")
+        if (one := next(lists, None)) is not None:
+            raise InputError(f"layer is {one!r}, not one of the choice beside it")
         yield from [within] * (placed or "layer" in columns.stated)
     elif expert is not None and depth(value[expert]) >= 0 and all(_lone(value.get(name)) for name in counts):
         yield from _cells(value[expert], beside, within, str(expert), _axes(value[expert], within, columns))
