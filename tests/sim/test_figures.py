@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -17,16 +18,23 @@ from traces.synthetic import synthetic
 POLICIES = ("lru", "lfu", "eamc")
 
 
+def moe_sim(*arguments) -> str:
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False).stdout
+
+
+def swept(folder: Path, *more) -> str:
+    options = "--policies", ",".join(POLICIES), "--cache-sizes", "25%", "--workers", "1", "--out", folder / "x"
+    return moe_sim("sweep", folder / "tiny", *options, *more)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """A trace, and in `x` a sweep of it, whose text is in `printed.txt`."""
     folder = tmp_path_factory.mktemp("figures")
     trace = synthetic(8, tokens=15, layers=3, experts=16, top_k=2, seed=3, prompt_tokens=6)
     write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **SIZES)), folder / "tiny")
+    (folder / "printed.txt").write_text(swept(folder), "utf-8")
     return folder
-
-
-def moe_sim(*arguments) -> str:
-    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False).stdout
 
 
 def totals(requests: pd.DataFrame) -> pd.DataFrame:
@@ -45,9 +53,8 @@ def totals(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def test_printed_figures_are_totals_of_requests(folder):
-    options = "--policies", ",".join(POLICIES), "--cache-sizes", "25%", "--workers", "1", "--out", folder / "x"
-    printed = moe_sim("sweep", folder / "tiny", *options)
-    table = pd.read_csv(io.StringIO(moe_sim("sweep", folder / "tiny", *options, "--resume", "--format", "csv")))
+    printed = (folder / "printed.txt").read_text("utf-8")
+    table = pd.read_csv(io.StringIO(swept(folder, "--resume", "--format", "csv")))
     wanted = totals(pd.read_parquet(folder / "x" / "requests.parquet"))
     shown = table.set_index("policy")
     for policy in POLICIES:
