@@ -563,7 +563,7 @@ def least_of_block(
 def least_of_slots(m: Int, keep: Float, proposals: Float, partition: int, among_protected: bool) -> int:
     """`least`, one slot after another.
 
-    Scores go first: they pass over almost every slot. (`expert < 0` tells the compiler that no index is negative.)
+    Scores go first: they pass over almost every slot. (After `expert < 0` no index is negative to the compiler.)
     """
     held, state, wanted, primary, secondary = m[HELD], m[STATE], m[WANTED], keep[0], keep[1]
     best, lowest = NO_EXPERT, np.inf

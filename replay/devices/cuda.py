@@ -88,7 +88,7 @@ def fused(network: Network) -> Fused | None:
 
 
 class Pending(NamedTuple):
-    """Submitted work, and the event behind it; None: the event of later work tells as well."""
+    """Submitted work, and the event behind it; None: it has ended when the event behind later work has."""
 
     completion: Completion
     event: Event | None = None
@@ -204,19 +204,20 @@ class CudaDevice(Device):
         return self._ended(self._computes)
 
     def _copy_ended(self) -> bool:
-        return bool(self._copies) and self._copies[0].event.query()  # type: ignore[union-attr]  # each has one
+        event = self._copies[0].event if self._copies else None
+        return event is not None and event.query()
 
     def _compute_ended(self) -> bool:
         """Return whether the oldest work has ended: an event at it or behind it has."""
         computes = self._computes
         if self._past or not computes:
             return self._past > 0
-        place = next((place for place, pending in enumerate(computes) if pending.event), -1)
-        if place < 0:
-            computes[-1] = Pending(computes[-1].completion, self._recorded(self._compute))
-        elif computes[place].event.query():  # type: ignore[union-attr]  # it has one
-            self._past = place + 1
-        return self._past > 0
+        for place, (_, event) in enumerate(computes, 1):
+            if event:
+                self._past = place if event.query() else 0
+                return self._past > 0
+        computes[-1] = Pending(computes[-1].completion, self._recorded(self._compute))
+        return False
 
     def discard_copies(self) -> None:
         """Let the pieces under way end, and forget them."""

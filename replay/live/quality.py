@@ -1,6 +1,6 @@
 """The price of bent routing: a model under a rule beside the whole model, on the same text, one token at a time.
 
-Both are told each token of the text and say how likely each next one is. Intervals resample stretches of tokens.
+Both read the text token by token and give a probability to each next one. Intervals resample stretches of tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,8 +29,8 @@ STRETCH = 16
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a model said of a text."""
+class Reading:
+    """What a model makes of a text."""
 
     likely: list[Tensor]  # by request float32[tokens, words]: logarithms of the probabilities of the next word
     fetches: float  # experts a token
@@ -38,8 +38,8 @@ class Told:
     row: dict[str, Any]  # of the run (`sim.results.metrics.RESULTS`)
 
 
-def tell(live: LiveModel, requests: Sequence[Sequence[int]]) -> Told:
-    """Have a model say how likely each next token is."""
+def read(live: LiveModel, requests: Sequence[Sequence[int]]) -> Reading:
+    """Have a model read the tokens of requests, one at a time."""
     name, likely = kv_name_in(live.model), []
     live.clear()
     for ids in requests:
@@ -56,7 +56,7 @@ def tell(live: LiveModel, requests: Sequence[Sequence[int]]) -> Told:
         likely.append(torch.stack(rows))
     counted, tokens = live.counters, sum(map(len, likely))
     fetches = counted["demand_transfers"] + counted["prefetch_transfers"]
-    return Told(likely, fetches / tokens, counted["step_ns"] / tokens / 1e6, live.report().row)
+    return Reading(likely, fetches / tokens, counted["step_ns"] / tokens / 1e6, live.report().row)
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Price:
     """What a rule costs and saves."""
 
     routing: str
-    whole: Told
-    bent: Told
+    whole: Reading
+    bent: Reading
     requests: Sequence[Sequence[int]]
 
     @cached_property
@@ -90,24 +90,25 @@ class Price:
     def _interval(self, row: int, beside: int | None = None) -> tuple[float, float]:
         """Return that of a mean, or of its difference from another one."""
         totals, tokens = self._totals, self._totals[-1]
-        return interval(Sample(np.stack([totals[row], tokens, totals[beside] if beside else 0 * tokens, tokens]), 0))
+        other = 0 * tokens if beside is None else totals[beside]
+        return interval(Sample(np.stack([totals[row], tokens, other, tokens]), 0))
 
     @property
     def row(self) -> dict[str, Any]:
         """Return all figures by name, with intervals of 95%."""
-        whole, bent, told = np.exp(self._mean(1)), np.exp(self._mean(0)), self.bent.row
+        whole, bent, run = np.exp(self._mean(1)), np.exp(self._mean(0)), self.bent.row
         more = np.array([bent / whole, *np.exp(self._interval(0, 1))]) - 1
         means = {name: (self._mean(place), *self._interval(place)) for name, place in (("agreement", 2), ("kl", 3))}
         spans: dict[str, Iterable[float]] = {"perplexity_more": more, **means}
         return {
-            **{name: told[name] for name in ("policy", "cache_experts", "cache_fraction")},
+            **{name: run[name] for name in ("policy", "cache_experts", "cache_fraction")},
             "routing": self.routing,
             "tokens": int(self._totals[-1].sum()),
             "fetches_whole": self.whole.fetches,
             "fetches": self.bent.fetches,
             "ms_whole": self.whole.ms,
             "ms": self.bent.ms,
-            **{name: told[name] for name in ("lost_weight", "changed_choices")},
+            **{name: run[name] for name in ("lost_weight", "changed_choices")},
             "perplexity_whole": float(whole),
             "perplexity": float(bent),
             **{
@@ -157,7 +158,7 @@ def figure(rows: Sequence[dict[str, Any]]) -> "Figure":
 
 def prices(
     opening: Callable[[str, str, str | None], LiveModel],
-    asked: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     policies: Sequence[str],
     sizes: Sequence[str],
     rules: Sequence[str],
@@ -169,22 +170,22 @@ def prices(
     """
     rows = []
     for policy, size in product(policies, sizes):
-        told = {}
+        readings = {}
         for rule in (None, *rules):
             with opening(policy, size, rule) as live:
-                requests = _read(live, asked, tokens)
-                told[rule] = tell(live, requests)
-        rows += [Price(rule, told[None], told[rule], requests).row for rule in rules]
+                requests = _requests(live, prompts, tokens)
+                readings[rule] = read(live, requests)
+        rows += [Price(rule, readings[None], readings[rule], requests).row for rule in rules]
     return rows
 
 
-def _read(live: LiveModel, asked: Sequence[Prompt], tokens: int) -> list[list[int]]:
+def _requests(live: LiveModel, prompts: Sequence[Prompt], tokens: int) -> list[list[int]]:
     """Return the ids of prompts with their answers, of so many tokens together, but for requests of a single one."""
     found: list[list[int]] = []
-    for each in asked:
-        said = filter(None, chain(*zip_longest(each.turns, each.responses)))
-        found.append(live.loaded.prompt_tokens(list(said), template=False)[:tokens])
+    for each in prompts:
+        turns = filter(None, chain(*zip_longest(each.turns, each.responses)))
+        found.append(live.loaded.prompt_tokens(list(turns), template=False)[:tokens])
         tokens -= len(found[-1])
     found = [ids for ids in found if len(ids) > 1]
-    refuse((not found, "the text has no request of two tokens: there is no next one to be told"))
+    refuse((not found, "the text has no request of two tokens: there is no next one"))
     return found
