@@ -66,7 +66,7 @@ FLAGS = {
 WIDTH = "routed_expert_hidden_size"
 """The key of Kimi-K3 for what its experts read and write, which transformers does not read."""
 
-MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"
+MTP = "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules"
 """Keys for layers that predict further tokens."""
 
 MLP = {"mlp", "feed_forward", "ffn", "ff", "block_sparse_moe", "DenseReluDense"}
