@@ -377,8 +377,8 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
         yield _precisions(plan)
     each = plan.interval
     yield (
-        f"The interval holds {CONFIDENCE:.0%} of machines of which as much is known ({each.kind}; {each.machines} in "
-        f"moe-sim backtest). It would be narrower with {each.narrower}."
+        f"The interval is to hold {CONFIDENCE:.0%} of machines of which as much is known ({each.kind}), and rests on "
+        f"{each.machines} of moe-sim backtest. It would be narrower with {each.narrower}."
         if not plan.calibration
         else f"Calibrated with {plan.calibration['tool']}: {plan.calibration['fixed_ms']:.3g} ms a token and "
         f"{plan.calibration['ms_per_layer']:.3g} ms a layer on the CPU, and "

@@ -62,8 +62,8 @@ class Hardware:
     host_memory_gib: NotNegative = 0.0  # 0: not stated
     read_ahead_kib: Positive = 128.0  # that are read of a mapped file at a missing page: Linux's default
     page_fault_us: NotNegative = 120.0
-    """Until such a read has come, its bytes aside: chosen; 40 on a desktop's NVMe disk, 150 on a laptop's, 280 on a
-    virtual one."""
+    """Until such a read has come, its bytes aside: chosen. 150 fit a laptop of the back-test, 280 a run on a virtual
+    disk (docs/planner.md); speeds that owners of fast disks report ask for less, and were not verified."""
     host_expert_share: Annotated[float, Meta(gt=0, le=1)] = 0.73
     """Of host memory's bandwidth, at which its cores read the experts that they compute."""
     host_hop_us: NotNegative = 30.0  # activations there and back, once an event
