@@ -1,5 +1,7 @@
 """Train the shipped model: `python -m benchmarks.demo.train TEXT --out FOLDER` (an hour and a half on two cores).
 
+`--architecture mixtral` trains one of another architecture on the same text, for finding 13.
+
 TEXT is a folder with the files of DOMAINS, each a domain of its own. Every batch holds as much of one domain as
 of another, and the load-balancing loss (Fedus et al., arXiv 2101.03961, equation 4) is taken over the whole
 batch in each layer, so that experts must be used evenly over all text, but may prefer a domain. Interrupted,
@@ -20,7 +22,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 DOMAINS = {
@@ -96,25 +105,24 @@ def make_tokenizer(texts: dict[str, list[str]]) -> Any:
     return fast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
 
 
-def make_model() -> OlmoeForCausalLM:
-    """An OLMoE of 10 MoE layers x 32 experts, top-4: 5.2 million parameters."""
-    return OlmoeForCausalLM(
-        OlmoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=32,
-            num_hidden_layers=10,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            num_experts=32,
-            num_experts_per_tok=4,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=0,
-            pad_token_id=0,
-        )
-    )
+def make_model(architecture: str) -> PreTrainedModel:
+    """An OLMoE of 10 MoE layers x 32 experts, top-4, or a Mixtral of 8 x 16, top-2: 5.2 and 4.2 million parameters."""
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    if architecture == "mixtral":
+        experts = {"intermediate_size": 64, "num_hidden_layers": 8, "num_local_experts": 16, "num_experts_per_tok": 2}
+        return MixtralForCausalLM(MixtralConfig(**common, **experts))
+    experts = {"intermediate_size": 32, "num_hidden_layers": 10, "num_experts": 32, "num_experts_per_tok": 4}
+    return OlmoeForCausalLM(OlmoeConfig(**common, **experts))
 
 
 def streams(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, NDArray[np.int32]]:
@@ -169,13 +177,13 @@ def unigram(train: dict[str, NDArray[np.int32]], held: dict[str, NDArray[np.int3
     return found
 
 
-def train(text: Path, out: Path, steps: int, device: str) -> None:
+def train(text: Path, out: Path, architecture: str, steps: int, device: str) -> None:
     """Train, or continue training, and write the model, its tokenizer, its loss curve and held-out prompts to `out`."""
     torch.manual_seed(SEED)
     parts, held_parts = split(read_domains(text))
     tokenizer = make_tokenizer(parts)
     data, held = streams(tokenizer, parts), streams(tokenizer, held_parts)
-    model: Any = make_model()
+    model: Any = make_model(architecture)
     model.to(device)
     model.set_experts_implementation("grouped_mm")
     kinds = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]]
@@ -258,10 +266,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo.train", description=__doc__)
     parser.add_argument("text", type=Path, help=f"folder with {', '.join(DOMAINS.values())}")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and the checkpoint")
+    parser.add_argument("--architecture", choices=("olmoe", "mixtral"), default="olmoe")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--device", default="cpu")
     chosen = parser.parse_args()
-    train(chosen.text, chosen.out, chosen.steps, chosen.device)
+    train(chosen.text, chosen.out, chosen.architecture, chosen.steps, chosen.device)
 
 
 if __name__ == "__main__":

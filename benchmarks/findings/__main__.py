@@ -1,4 +1,7 @@
-"""`python -m benchmarks.findings [TRACES]`: run studies, if TRACES is named, and write FINDINGS.md and its figures."""
+"""`python -m benchmarks.findings [TRACES MODEL]`: run studies, if TRACES are named, and write FINDINGS.md and figures.
+
+MODEL: folder of the Mixtral that `python -m benchmarks.demo.train TEXT --architecture mixtral --steps 600` writes.
+"""
 
 import sys
 from pathlib import Path
@@ -9,5 +12,5 @@ RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[2]
 
 if len(sys.argv) > 1:
-    studies.run(Path(sys.argv[1]), RESULTS)
+    studies.run(Path(sys.argv[1]), Path(sys.argv[2]), RESULTS)
 text.write(RESULTS, ROOT)

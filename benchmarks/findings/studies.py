@@ -67,6 +67,7 @@ AT_ONCE = 59.7
 WINDOW = 16
 """Tokens whose experts are counted together."""
 GPT_OSS, DEEPSEEK, MIXTRAL = "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b"
+SHIPPED, TRAINED = "shipped OLMoE", "small Mixtral"
 FILES = {GPT_OSS: "gpt-oss-20b-decode", DEEPSEEK: "deepseek-v2-lite-prefill"}
 MOST = 60
 """Requests of the study of policies, and half of them of that of users: the first ones."""
@@ -229,15 +230,20 @@ def bent(folder: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def quality(folder: Path) -> pd.DataFrame:
-    """Return what rules cost and save on the shipped model and the test set of GSM8K, which it was not trained on."""
-    asked = read_prompts(folder.parent / "prompts" / "gsm8k_test.jsonl", Columns())
+def quality(folder: Path, trained: Path) -> pd.DataFrame:
+    """Return what rules cost and save on two models and the test set of GSM8K, which they were not trained on.
 
-    def opening(policy: str, size: str, rule: str | None) -> LiveModel:
-        return open_live(None, policy=policy, cache_size=size, routing=rule)
+    trained: folder of a model of another architecture than the shipped one's.
+    """
+    asked, found = read_prompts(folder.parent / "prompts" / "gsm8k_test.jsonl", Columns()), list[pd.DataFrame]()
+    for name, model_folder in ((SHIPPED, None), (TRAINED, str(trained))):
 
-    found = prices(opening, asked, ["lru"], QUARTER_AND_HALF, (*DROPS, *SUBSTITUTES, "commit:layers=1"), 1_000)
-    return pd.DataFrame(found).drop(columns=["ms", "ms_whole"])
+        def opening(policy: str, size: str, rule: str | None, model: str | None = model_folder) -> LiveModel:
+            return open_live(model, policy=policy, cache_size=size, routing=rule)
+
+        rows = prices(opening, asked, ["lru"], QUARTER_AND_HALF, (*DROPS, *SUBSTITUTES, "commit:layers=1"), 1_000)
+        found.append(pd.DataFrame(rows).drop(columns=["ms", "ms_whole"]).assign(model=name))
+    return pd.concat(found)
 
 
 def mixtral(folder: Path) -> Trace:
@@ -254,8 +260,8 @@ def _labelled(requests: pd.DataFrame, facts: pd.DataFrame, rows: Sequence[int]) 
     return kept.assign(request=np.array(rows)[places], **known)
 
 
-def run(folder: Path, out: Path, only: Sequence[str] = ()) -> None:
-    """Run every study, or those named, whose result is not there yet."""
+def run(folder: Path, trained: Path, out: Path, only: Sequence[str] = ()) -> None:
+    """Run every study, or those named, whose result is not there yet. trained: see `quality`."""
     held: dict[str, tuple[Trace, pd.DataFrame]] = {}
 
     def of(name: str) -> tuple[Trace, pd.DataFrame]:
@@ -289,7 +295,7 @@ def run(folder: Path, out: Path, only: Sequence[str] = ()) -> None:
             ]
         ),
         "bent": lambda: bent(folder),
-        "quality": lambda: quality(folder),
+        "quality": lambda: quality(folder, trained),
         "speculation": lambda: pd.concat(
             [
                 halves(lambda trace, rows: speculation(trace.select(np.array(rows))), MOST // 2, facts=False),

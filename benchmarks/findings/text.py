@@ -21,8 +21,10 @@ from benchmarks.findings.studies import (
     HYBRID_SIZES,
     MIXTRAL,
     MOST,
+    SHIPPED,
     SIZES,
     SPECULATED,
+    TRAINED,
     USERS,
     WINDOW,
 )
@@ -164,7 +166,7 @@ computed from the tables in `benchmarks/findings/results` (counts and times by r
 regenerates:
 
 ```
-python -m benchmarks.findings TRACES    # the studies that have no result yet, then this text and its figures
+python -m benchmarks.findings TRACES MODEL    # the studies that have no result yet, then this text and its figures
 python -m benchmarks.findings           # this text and its figures alone
 ```
 
@@ -175,7 +177,8 @@ python -m benchmarks.findings           # this text and its figures alone
 - **DeepSeek-V2-Lite**: {ds} prompts, {ds_tokens:,} tokens, 26 x 64, top-6 (ngavhane/moe-beyond), from 250 on, run
   token by token: the model did not write these tokens. `eamc-blend` was fitted on the other prompts, too.
 - **Mixtral-8x7B**, of findings 10 and 11 alone: 4 requests, 577 tokens, 32 x 8, top-2 (Mario928/speculative-moe).
-  Finding 11 has the traces of [the board](docs/board.md) too, finding 13 the shipped model, which runs.
+  Finding 11 has the traces of [the board](docs/board.md) too, finding 13 two small models, which run:
+  the shipped one, and MODEL, a folder that the command in finding 13 writes.
 
 `eamc-blend`, here as it was before 2026-11-28, is given the ids of the tokens, which it no longer uses:
 [policies/README.md](policies/README.md#eamc-blend-and-what-it-is-made-of).
@@ -565,46 +568,51 @@ def _models(held: dict[str, Table]) -> str:
     )
 
 
-def _more_perplexity(row: dict[Any, Any]) -> str:
+def _more_perplexity(row: dict[Any, Any], interval: str = "95%: ") -> str:
     more, low, high = (100 * row[f"perplexity_more{end}"] for end in ("", "_low", "_high"))
-    return f"{more:+.1f}% (95%: {low:+.1f} to {high:+.1f})"
+    return f"{more:+.1f}% ({interval}{low:+.1f} to {high:+.1f})"
+
+
+def _cheapest(rows: list[dict[Any, Any]]) -> tuple[dict[Any, Any], float]:
+    """Return the rule that fetches least for a per cent of perplexity, and the share of the fetches that it saves."""
+    row = min(
+        (row for row in rows if row["perplexity_more"] <= 0.01), key=lambda row: row["fetches"] / row["fetches_whole"]
+    )
+    return row, 1 - row["fetches"] / row["fetches_whole"]
 
 
 def _bent(held: dict[str, Table]) -> str:
-    rows, live = held["bent"].to_dict("records"), held["quality"].to_dict("records")
+    rows, table = held["bent"].to_dict("records"), held["quality"]
+    shipped, trained = (table[table["model"] == name].to_dict("records") for name in (SHIPPED, TRAINED))
     quarter = [row for row in rows if row["cache_fraction"] == 0.25]
     whole = {row["policy"]: row["fetches"] for row in quarter if not row["routing"]}
-    read = (
-        f"The shipped model on {live[0]['tokens']:,} tokens of GSM8K's test set, each read as a decoded one, under LRU."
-    )
     least, one = (next(row for row in quarter if row["routing"] == rule) for rule in (DROPS[0], DROPS[-1]))
-    near = min(
-        (row for row in live if row["perplexity_more"] <= 0.01), key=lambda row: row["fetches"] / row["fetches_whole"]
-    )
-    saved = 1 - near["fetches"] / near["fetches_whole"]
+    (near, saved), (other, other_saved) = _cheapest(shipped), _cheapest(trained)
     return "\n".join(
         [
-            f"A per cent of perplexity buys {saved:.0%} of the fetches of a small model",
+            f"A per cent of perplexity buys {saved:.0%} and {other_saved:.0%} of the fetches of two small models",
             "",
             f"`{near['routing']}` fetches {near['fetches']:.1f} experts a token instead of "
             f"{near['fetches_whole']:.1f} on the shipped model with {near['cache_fraction']:.0%} of the experts in the "
-            f"cache, at {_more_perplexity(near)} of perplexity. Dropping and substituting buy about as much for the "
-            "same loss; committing to what the layer before foresees saves next to none by itself: it is for "
-            f"prefetchers. Weights of gpt-oss-20b differ less: at 25% `{DROPS[0]}` fetches {least['fetches']:.1f} "
+            f"cache, at {_more_perplexity(near)} of perplexity. `{other['routing']}` fetches {other['fetches']:.1f} "
+            f"instead of {other['fetches_whole']:.1f} on a Mixtral of 8 layers x 16 experts, top-2, at "
+            f"{_more_perplexity(other)} with {other['cache_fraction']:.0%}. "
+            "Committing to what the layer before foresees saves next to none by itself: it is for prefetchers. "
+            f"Weights of gpt-oss-20b differ less: at 25% `{DROPS[0]}` fetches {least['fetches']:.1f} "
             f"experts a token, and `{DROPS[-1]}` {one['fetches']:.1f} with {one['lost_weight']:.1%} of the weight "
             f"lost, where LRU fetches {whole['lru']:.1f} and Belady, which knows the future and changes nothing, "
             f"{whole['belady']:.1f}: what is lossy passes what is optimal.",
             "",
-            f"{read} *Same*: tokens at which the likeliest next one is the whole model's. It is a model of 5 million "
-            "parameters, whose choices are less sharp than a large one's.",
+            f"{shipped[0]['tokens']:,} tokens of GSM8K's test set, each read as a decoded one, under LRU. *Same*: "
+            "tokens at which the likeliest next one is the whole model's. The shipped model is an OLMoE of 5 million "
+            "parameters; the Mixtral has 4 million, trained on the same text for 600 steps (`python -m "
+            "benchmarks.demo.train TEXT --architecture mixtral --steps 600`). Choices of large models are sharper.",
             "",
-            "| rule | cache | fetches a token | perplexity | same | KL, nats | weight lost | choices changed |",
+            "| rule | cache | shipped: fetches | perplexity | same | Mixtral: fetches | perplexity | same |",
             "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
             *(
-                f"| {row['routing']} | {row['cache_fraction']:.0%} | {row['fetches']:.1f} of "
-                f"{row['fetches_whole']:.1f} | {_more_perplexity(row)} | {row['agreement']:.1%} | {row['kl']:.4f} "
-                f"| {row['lost_weight']:.1%} | {row['changed_choices']:.1%} |"
-                for row in live
+                f"| {one['routing']} | {one['cache_fraction']:.0%} | {_price(one)} | {_price(two)} |"
+                for one, two in zip(shipped, trained, strict=True)
             ),
             "",
             "![Fetches against perplexity](notebooks/figures/findings-bent.png)",
@@ -623,6 +631,10 @@ def _bent(held: dict[str, Table]) -> str:
             "`moe-replay quality --routing RULE --text FILE` measures the same of any model.",
         ]
     )
+
+
+def _price(row: dict[Any, Any]) -> str:
+    return f"{row['fetches']:.1f} of {row['fetches_whole']:.1f} | {_more_perplexity(row, '')} | {row['agreement']:.1%}"
 
 
 FINDINGS = (
@@ -675,7 +687,7 @@ def figures(held: dict[str, Table]) -> "dict[str, Figure]":
             for policy, part in _of(held["users"], trace).groupby("policy")
         }
     }
-    quality: Any = held["quality"].to_dict("records")
+    quality: Any = held["quality"].query("model == @SHIPPED").to_dict("records")
     return {
         "findings-hit-rate.png": plot.line_panels(hit_rates, "cache size (% of all experts)", "hit rate"),
         "findings-capacity.png": plot.line_panels(entries, "entries of the EAMC", "hit rate at 25%"),
