@@ -250,8 +250,6 @@ def profile(result: Calibration) -> str:
         "passes": len(result.rates),
         "disagreement": round(apart, 5),
         "disagreement_of": where,
-        **each["costs"],
-        **each["curves"],
         "noise": {  # of single repeats, in the mean over all figures
             name: round(max(one.noise for one in passes), 5) for name, passes in result.passes.items()
         },
