@@ -5,7 +5,6 @@ A shape is a `GgufFile` without data: the header of a file, or what llama.cpp's 
 latent attention, else ernie4_5-moe. Scales of blocks are such that weights are near 0.02.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -50,6 +49,9 @@ SCALES = {
 }  # fmt: skip
 """Where scales of 16 bits stand in the blocks of a type, and their values; else there is one, at the beginning."""
 
+Shapes = dict[str, tuple[int, ...]]
+"""Of tensors by name, outermost first."""
+
 SCALE = 4e-3
 POOL_BYTES = 16 << 20
 """Of random blocks, which a tensor repeats."""
@@ -74,7 +76,9 @@ def cut(file: GgufFile, layers: int, experts: int = 0) -> GgufFile:
             of_experts = each.shape[0] == count and any(
                 part in each.name for part in ("exps", "gate_inp.", "exp_probs")
             )
-            tensors.append(_sized(named, (experts, *each.shape[1:])) if of_experts else named)
+            if of_experts:
+                named = replace(named, shape=(experts, *each.shape[1:]), size=each.size * experts // count)
+            tensors.append(named)
     begin = keys["general.architecture"]
     return GgufFile(keys | {f"{begin}.block_count": layers, f"{begin}.expert_count": experts}, tensors)
 
@@ -168,10 +172,6 @@ def _pool(kind: str, random: np.random.Generator) -> NDArray[np.uint8]:
     return blocks.reshape(-1)
 
 
-def _sized(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    return replace(tensor, shape=shape, size=tensor.size * prod(shape) // prod(tensor.shape))
-
-
 # A profile as a file
 
 
@@ -185,158 +185,115 @@ def of_profile(profile: ModelProfile, precision: str) -> GgufFile:
         )
     if precision not in MIXES:
         raise InputError(f"no random model has {precision}: use {', '.join(MIXES)}")
-    shape = _Latent(profile, precision) if profile.kv_latent_size else _Grouped(profile, precision)
-    return GgufFile(shape.keys(), list(shape.tensors()))
+    attention, keys = _latent(profile) if profile.kv_latent_size else _grouped(profile)
+    H, E, F, L = profile.hidden_size, profile.experts, profile.expert_intermediate_size, len(profile.order)
+    first = profile.places[0]
 
-
-class _Grouped:
-    """Attention by heads, which share keys and values in groups."""
-
-    architecture = "ernie4_5-moe"
-
-    def __init__(self, profile: ModelProfile, precision: str) -> None:
-        self.profile, self.precision, self.layers = profile, precision, len(profile.order)
-        self.dense_layers = next(place for place, kind in enumerate(profile.order) if kind.routed)
-        self.mlp = max([self._width(kind) for kind in profile.order if not kind.routed], default=0)
-        self.shared = max(self._width(kind) for kind in profile.order if kind.routed)
-
-    def attention(self) -> dict[str, tuple[int, ...]]:
-        """Return the matrices of attention."""
-        H, q = self.profile.hidden_size, self.profile.heads * self.profile.head_size
-        kv = (self.profile.kv_heads or self.profile.heads) * self.profile.head_size
-        return {"attn_q": (q, H), "attn_k": (kv, H), "attn_v": (kv, H), "attn_output": (H, q)}
-
-    def _width(self, kind: LayerKind) -> int:
+    def width(kind: LayerKind) -> int:
         """Return the width of an MLP that holds all parameters of a layer beside attention and router."""
-        H = self.profile.hidden_size
-        rest = kind.parameters - sum(map(prod, self.attention().values())) - self.profile.experts * H * kind.routed
-        width = rest / 3 / H
-        return round(width / 32) * 32 if rest > 0.01 * kind.parameters else 0
+        rest = kind.parameters - sum(prod(shape) for shape in attention.values() if len(shape) > 1)
+        rest -= E * H * kind.routed
+        return round(rest / 3 / H / 32) * 32 if rest > 0.01 * kind.parameters else 0
 
-    def keys(self) -> dict[str, Any]:
-        profile = self.profile
-        own = {
-            "block_count": self.layers,
-            "context_length": 1 << 17,
-            "embedding_length": profile.hidden_size,
-            "feed_forward_length": self.mlp or profile.expert_intermediate_size,
-            "attention.layer_norm_rms_epsilon": 1e-5,
-            "attention.head_count": profile.heads,
-            "expert_count": profile.experts,
-            "expert_used_count": profile.top_k,
-            "expert_feed_forward_length": profile.expert_intermediate_size,
-            "leading_dense_block_count": self.dense_layers,
-            **self._more(),
-        }
-        return {"general.architecture": self.architecture} | {f"{self.architecture}.{key}": own[key] for key in own}
+    dense = max((width(kind) for kind in profile.order if not kind.routed), default=0)
+    shared = max(width(kind) for kind in profile.order if kind.routed)
+    if profile.kv_latent_size:  # llama.cpp knows whole numbers of shared experts there
+        count = max(1, round(shared / F)) if shared else 0
+        shared, keys = count * F, keys | {"expert_shared_count": count}
+    else:
+        keys |= {"expert_shared_count": int(shared > 0), "expert_shared_feed_forward_length": shared}
+    keys |= {
+        "block_count": L,
+        "context_length": 1 << 17,
+        "embedding_length": H,
+        "feed_forward_length": dense or F,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.head_count": profile.heads,
+        "expert_count": E,
+        "expert_used_count": profile.top_k,
+        "expert_feed_forward_length": F,
+        "leading_dense_block_count": first,
+    }
+    architecture = "deepseek2" if profile.kv_latent_size else "ernie4_5-moe"
 
-    def _more(self) -> dict[str, Any]:
-        profile = self.profile
-        return {
-            "attention.head_count_kv": profile.kv_heads or profile.heads,
-            "attention.key_length": profile.head_size,
-            "attention.value_length": profile.head_size,
-            "rope.dimension_count": profile.head_size,
-            "interleave_moe_layer_step": 1,
-            "expert_shared_count": int(self.shared > 0),
-            "expert_shared_feed_forward_length": self.shared,
-        }
+    def mlp(width: int, end: str = "", *count: int) -> Shapes:
+        matrices = {"gate": (width, H), "up": (width, H), "down": (H, width)}
+        return {f"ffn_{name}{end}": (*count, *shape) for name, shape in matrices.items()}
 
-    def tensors(self) -> Iterator[StoredTensor]:
-        profile = self.profile
-        H, E, F = profile.hidden_size, profile.experts, profile.expert_intermediate_size
-        yield self._matrix("token_embd", (profile.vocabulary, H))
-        if profile.embedding_parameters:  # else one matrix is both
-            yield self._matrix("output", (profile.vocabulary, H), last=True)
-        yield _vector("output_norm.weight", H)
-        for layer in range(self.layers):
-            block = f"blk.{layer}."
-            for name, shape in self.attention().items():
-                yield self._matrix(block + name, shape, more=name == "attn_v" and self._has_more(layer))
-            for name, size in self.norms().items():
-                yield _vector(f"{block}{name}.weight", size)
-            if layer < self.dense_layers:
-                yield from self._mlp(block + "ffn_", "", self.mlp, layer)
-                continue
-            yield StoredTensor(f"{block}ffn_gate_inp.weight", "F32", (E, H), 0, 4 * E * H)
-            for name, matrix in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F))):
-                more = name == "down" and self._has_more(layer)
-                yield self._matrix(f"{block}ffn_{name}_exps", (E, *matrix), more=more)
-            if self.shared:
-                yield from self._mlp(block + "ffn_", "_shexp", self.shared, layer)
-
-    def norms(self) -> dict[str, int]:
-        return dict.fromkeys(("attn_norm", "ffn_norm"), self.profile.hidden_size)
-
-    def _mlp(self, begin: str, end: str, width: int, layer: int) -> Iterator[StoredTensor]:
-        H = self.profile.hidden_size
-        for name, shape in (("gate", (width, H)), ("up", (width, H)), ("down", (H, width))):
-            yield self._matrix(f"{begin}{name}{end}", shape, more=name == "down" and self._has_more(layer))
-
-    def _has_more(self, layer: int) -> bool:
-        """Return whether a layer is one of those whose down matrices keep more bits."""
-        L = self.layers
-        return layer < L // 8 or layer >= 7 * L // 8 or (layer - L // 8) % 3 == 2
-
-    def _matrix(self, name: str, shape: tuple[int, ...], more: bool = False, last: bool = False) -> StoredTensor:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        kind = MIXES[self.precision][more]
-        if kind == "MXFP4" and "_exps" not in name:
-            kind = "Q8_0"
-        elif last and kind.startswith(("Q3", "Q4", "Q5", "IQ")):
-            kind = "Q6_K"
-        kind = NARROW.get(kind, kind) if shape[-1] % 256 else kind
-        weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-        return StoredTensor(f"{name}.weight", kind, shape, 0, prod(shape) // weights * size)
+    ends: Shapes = {"token_embd": (profile.vocabulary, H)}
+    if profile.embedding_parameters:  # else one matrix is both
+        ends["output"] = (profile.vocabulary, H)
+    ends["output_norm"] = (H,)
+    tensors = [_tensor(precision, name, shape) for name, shape in ends.items()]
+    experts = {"ffn_gate_inp": (E, H)} | mlp(F, "_exps", E) | (mlp(shared, "_shexp") if shared else {})
+    for layer in range(L):
+        has_more = layer < L // 8 or layer >= 7 * L // 8 or (layer - L // 8) % 3 == 2
+        shapes = attention | (mlp(dense) if layer < first else experts)
+        tensors += [_tensor(precision, f"blk.{layer}.{name}", shape, has_more) for name, shape in shapes.items()]
+    return GgufFile(
+        {"general.architecture": architecture} | {f"{architecture}.{key}": keys[key] for key in keys}, tensors
+    )
 
 
-class _Latent(_Grouped):
-    """Latent attention."""
-
-    architecture = "deepseek2"
-
-    @property
-    def query(self) -> int:
-        """The latent of queries, which llama.cpp expects: without one, that which has as many parameters."""
-        H, q = self.profile.hidden_size, self.profile.heads * (self.profile.head_size + self.profile.rope_head_size)
-        return self.profile.query_latent_size or max(1, round(H * q / (H + q) / 256)) * 256
-
-    def attention(self) -> dict[str, tuple[int, ...]]:
-        profile = self.profile
-        H, heads, size = profile.hidden_size, profile.heads, profile.head_size
-        latent, rope = profile.kv_latent_size, profile.rope_head_size
-        return {
-            "attn_q_a": (self.query, H),
-            "attn_q_b": (heads * (size + rope), self.query),
-            "attn_kv_a_mqa": (latent + rope, H),
-            "attn_k_b": (heads, latent, size),
-            "attn_v_b": (heads, size, latent),
-            "attn_output": (H, heads * size),
-        }
-
-    def norms(self) -> dict[str, int]:
-        return super().norms() | {"attn_q_a_norm": self.query, "attn_kv_a_norm": self.profile.kv_latent_size}
-
-    def _more(self) -> dict[str, Any]:
-        profile = self.profile
-        one = profile.expert_intermediate_size
-        if self.shared:  # llama.cpp knows whole numbers of experts
-            self.shared = max(1, round(self.shared / one)) * one
-        return {
-            "attention.head_count_kv": 1,
-            "attention.q_lora_rank": self.query,
-            "attention.kv_lora_rank": profile.kv_latent_size,
-            "attention.key_length": profile.kv_latent_size + profile.rope_head_size,
-            "attention.value_length": profile.kv_latent_size,
-            "attention.key_length_mla": profile.head_size + profile.rope_head_size,
-            "attention.value_length_mla": profile.head_size,
-            "rope.dimension_count": profile.rope_head_size,
-            "expert_shared_count": self.shared // one,
-            "expert_weights_scale": 1.0,
-            "expert_gating_func": 1,
-        }
+def _grouped(profile: ModelProfile) -> tuple[Shapes, dict[str, Any]]:
+    """Return the tensors of attention by heads, which share keys and values in groups, and its keys."""
+    H, size, kv_heads = profile.hidden_size, profile.head_size, profile.kv_heads or profile.heads
+    q, kv = profile.heads * size, kv_heads * size
+    matrices = {"attn_q": (q, H), "attn_k": (kv, H), "attn_v": (kv, H), "attn_output": (H, q)}
+    return {**matrices, "attn_norm": (H,), "ffn_norm": (H,)}, {
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": size,
+        "interleave_moe_layer_step": 1,
+    }
 
 
-def _vector(name: str, size: int) -> StoredTensor:
-    return StoredTensor(name, "F32", (size,), 0, 4 * size)
+def _latent(profile: ModelProfile) -> tuple[Shapes, dict[str, Any]]:
+    """Return the tensors of latent attention, and its keys.
+
+    llama.cpp expects a latent of queries: without one it is that which has as many parameters.
+    """
+    H, heads, size = profile.hidden_size, profile.heads, profile.head_size
+    latent, rope = profile.kv_latent_size, profile.rope_head_size
+    q = heads * (size + rope)
+    query = profile.query_latent_size or max(1, round(H * q / (H + q) / 256)) * 256
+    return {
+        "attn_q_a": (query, H),
+        "attn_q_b": (q, query),
+        "attn_kv_a_mqa": (latent + rope, H),
+        "attn_k_b": (heads, latent, size),
+        "attn_v_b": (heads, size, latent),
+        "attn_output": (H, heads * size),
+        "attn_norm": (H,),
+        "ffn_norm": (H,),
+        "attn_q_a_norm": (query,),
+        "attn_kv_a_norm": (latent,),
+    }, {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": query,
+        "attention.kv_lora_rank": latent,
+        "attention.key_length": latent + rope,
+        "attention.value_length": latent,
+        "attention.key_length_mla": size + rope,
+        "attention.value_length_mla": size,
+        "rope.dimension_count": rope,
+        "expert_weights_scale": 1.0,
+        "expert_gating_func": 1,
+    }
+
+
+def _tensor(precision: str, name: str, shape: tuple[int, ...], has_more: bool = False) -> StoredTensor:
+    """Return a tensor of the type that a precision gives it. has_more: its layer's values and down matrices do."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    kind = MIXES[precision][has_more and (name.endswith("attn_v") or "ffn_down" in name)]
+    if len(shape) == 1 or "gate_inp" in name:
+        kind = "F32"
+    elif kind == "MXFP4" and "_exps" not in name:
+        kind = "Q8_0"
+    elif name == "output" and kind.startswith(("Q3", "Q4", "Q5", "IQ")):
+        kind = "Q6_K"
+    kind = NARROW.get(kind, kind) if shape[-1] % 256 else kind
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return StoredTensor(f"{name}.weight", kind, shape, 0, prod(shape) // weights * size)
