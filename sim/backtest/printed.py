@@ -1,15 +1,12 @@
 """The back-test as people read it: tables of text, the same as Markdown for docs/backtest.md, and rows for JSON."""
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from sim.backtest.score import Backtest, FittedParameter, Result, blind_errors, errors, grouped, inside, summary
 from sim.prediction.described import UNITS
 from sim.prediction.errors import NARROWER
 from sim.quantities import show_share
-from traces.errors import InputError
-from traces.output import replacing
 
 Cells = list[str]
 
@@ -69,8 +66,6 @@ def tables(test: Backtest) -> list[tuple[str, list[Cells]]]:
     others = [result for result in test.results if result.scored and not result.row.timed]
     if others:
         found.append(("Hit rates and bytes, without a clock", [_FIGURES, *map(_figures, others)]))
-    if test.token_by_token:
-        found.append(("The phone run, token by token", _tokens(test.token_by_token)))
     if unsimulated := [result for result in test.results if result.predicted is None]:
         reasons = [[result.row.figure, result.row.unsimulated or result.failed] for result in unsimulated]
         found.append(("Not simulated", [["figure", "reason"], *reasons]))
@@ -168,16 +163,6 @@ def _rows_and_errors(results: Iterable[Result]) -> Cells:
     return [str(scores["rows"]), show_share(scores["median_abs_error"]), show_share(scores["worst_abs_error"])]
 
 
-def _tokens(compared: dict[str, Any]) -> list[Cells]:
-    lines = [["of 128 tokens", "predicted", "measured", "correlation", "median error of a token"]]
-    lines.append(["hit rate", *(f"{compared['hit_rate'][key]:.4f}" for key in ("predicted", "measured")), "-", "-"])
-    for key, name, digits in (("bytes_read", "bytes read", 0), ("io_s", "seconds of I/O", 2), ("wall_s", "seconds", 2)):
-        each = compared[key]
-        totals = [f"{each[part]:,.{digits}f}" for part in ("predicted", "measured")]
-        lines.append([name, *totals, f"{each['correlation']:.5f}", f"{each['median_abs_error']:.1%}"])
-    return lines
-
-
 def text(test: Backtest, every: bool = False) -> str:
     """Return the report as text; every: every row included."""
     parts = [headline(test)]
@@ -189,42 +174,3 @@ def text(test: Backtest, every: bool = False) -> str:
         ]
         parts.append("\n".join([heading, *(f"  {line}  {row[-1]}" for line, row in zip(lines, rows, strict=True))]))
     return "\n\n".join(parts)
-
-
-BEGINS, ENDS = "<!-- moe-sim backtest -->", "<!-- end of moe-sim backtest -->"
-"""In a document, the report stands between these."""
-
-
-def put_into(document: Path, test: Backtest) -> None:
-    """Replace the report between its marks in a Markdown document, whole or not at all."""
-    before, after = around(document)
-    with replacing(document) as part:
-        part.write_text(f"{before}{BEGINS}\n\n{markdown(test)}\n{ENDS}{after}", "utf-8")
-
-
-def around(document: Path) -> tuple[str, str]:
-    """Return what stands before and after the report's marks. Raise InputError where they are not there."""
-    before, begins, rest = document.read_text("utf-8").partition(BEGINS)
-    _, ends, after = rest.partition(ENDS)
-    if not (begins and ends):
-        raise InputError(f"{document} has no lines {BEGINS} and {ENDS}, between which the report would stand")
-    return before, after
-
-
-IN_A_DOCUMENT = ("By source", "By what is known", "The phone run, token by token", "Not simulated")
-"""Of the tables; the others, and those of rows, are the command's."""
-
-
-def markdown(test: Backtest) -> str:
-    parts = [headline(test) + "."]
-    for heading, rows in tables(test):
-        if heading in IN_A_DOCUMENT:
-            parts.append(f"### {heading}\n\n" + markdown_table(rows))
-    return "\n\n".join(parts) + "\n"
-
-
-def markdown_table(rows: list[Cells]) -> str:
-    def line(cells: Cells) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    return "\n".join([line(rows[0]), line(["---"] * len(rows[0])), *map(line, rows[1:])])

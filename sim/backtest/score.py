@@ -8,22 +8,18 @@ fits its machine's parameter and is in no score.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import pandas as pd
-from numpy.typing import NDArray
 
-from sim.backtest.file import DATA
 from sim.prediction import errors as errors_of
 from sim.prediction.case import Case, Outcome
 from sim.prediction.described import Machine, Row
 from sim.prediction.machine import FITTED
-from sim.prediction.routing import PHONE
-from sim.profiles.hardware_profile import Hardware
 from sim.quantities import show_share
-from traces.errors import InputError
-from traces.steps import DECODE
+from traces.errors import InputError, located
+
+T, K = TypeVar("T"), TypeVar("K")
 
 SEARCH = 8.0
 """A rate is searched between its value over and times this."""
@@ -34,8 +30,6 @@ STEPS = 18
 NEAR_END = 1.02
 """Times a bound of the search within which it ended there."""
 GOLDEN = (math.sqrt(5) - 1) / 2
-LANES = 4
-"""Reads in flight at once; the device adds up the time of each."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,6 @@ class Backtest:
 
     results: list[Result]
     fits: list[FittedParameter]
-    token_by_token: dict[str, Any] | None = None  # of the phone run, where a row times it
 
 
 def figure(row: Row, outcome: Outcome) -> float:
@@ -129,58 +122,41 @@ def backtest(
     ended: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Backtest:
-    """Run all rows; `ended` is called after each, `warn` for a missed hit rate."""
-    cases = {row.figure: Case(row) for row in rows if not row.unsimulated}
-    outcomes, failures, warnings = dict[str, Outcome](), dict[str, InputError](), dict[str, tuple[str, ...]]()
-    for name, case in list(cases.items()):
-        try:
-            cases[name] = case.aimed(case.hardware)
-            outcomes[name] = cases[name].simulated(case.hardware)
-        except InputError as error:
-            failures[name] = InputError(
-                str(error) if str(error).startswith(case.row.where) else f"{case.row.where}: {error}"
-            )
-            warn(str(failures[name]))
-        else:
-            warnings[name] = _warnings(cases[name], outcomes[name])
-            for text in warnings[name]:
-                warn(f"{case.row.where}: {text}")
-        ended()
-    if failures and not outcomes:
-        raise next(iter(failures.values()))
-    blind = {name: cases[name].hardware for name in outcomes}
-    fitting: dict[tuple[str, Machine], list[Row]] = {}
+    """Run all rows; `ended` is called after each, `warn` for one that cannot be run and for a missed hit rate."""
+    simulated, failures = dict[str, tuple[Case, Outcome]](), dict[str, InputError]()
     for row in rows:
-        if row.fit and row.figure in outcomes:
-            fitting.setdefault(_machine_key(row), []).append(row)
-    fits = {machine: _fit(fitted, cases, blind) for machine, fitted in fitting.items()}
+        if row.unsimulated:
+            continue
+        try:
+            with located(row.where):
+                case = Case(row)
+                case = case.aimed(case.hardware)
+                simulated[row.figure] = case, case.simulated(case.hardware)
+        except InputError as error:
+            failures[row.figure] = error
+            warn(str(error))
+        else:
+            for text in _warnings(*simulated[row.figure]):
+                warn(f"{row.where}: {text}")
+        ended()
+    if failures and not simulated:
+        raise next(iter(failures.values()))
+    fitting = grouped((case for case, _ in simulated.values() if case.row.fit), lambda case: _machine_key(case.row))
+    fits = {machine: _fit(cases) for machine, cases in fitting.items()}
     results = []
     for row in rows:
-        if row.figure not in outcomes:
+        if row.figure not in simulated:
             results.append(Result(row, failed=str(failures.get(row.figure, ""))))
             continue
-        case, own, final = cases[row.figure], blind[row.figure], outcomes[row.figure]
-        kind = errors_of.class_of(case) if own else ""
-        spread = errors_of.spread_of(case) if own else errors_of.NONE
-        if own and (fit := fits.get(_machine_key(row))):
-            changed: dict[str, Any] = {FITTED[fit.parameter]: fit.after}
-            final = case.simulated(replace(own, **changed))
-            kind, spread = errors_of.CALIBRATED, errors_of.NONE
-        results.append(
-            Result(
-                row,
-                figure(row, final),
-                figure(row, outcomes[row.figure]),
-                final.hit_rate,
-                case.stand_in,
-                kind,
-                spread,
-                warnings[row.figure],
-            )
-        )
-    of_phone = (row.figure for row in rows if row.setting.trace == PHONE and row.timed and row.figure in outcomes)
-    phone = next(map(outcomes.__getitem__, of_phone), None)
-    return Backtest(results, list(fits.values()), token_by_token(phone) if phone else None)
+        case, blind = simulated[row.figure]
+        final, kind, spread = blind, "", errors_of.NONE
+        if row.timed and (fit := fits.get(_machine_key(row))):
+            final, kind = _with_parameter(case, fit.parameter, fit.after), errors_of.CALIBRATED
+        elif row.timed:
+            kind, spread = errors_of.class_of(case), errors_of.spread_of(case)
+        predicted = figure(row, final), figure(row, blind), final.hit_rate
+        results.append(Result(row, *predicted, case.stand_in, kind, spread, _warnings(case, blind)))
+    return Backtest(results, list(fits.values()))
 
 
 def _warnings(case: Case, outcome: Outcome) -> tuple[str, ...]:
@@ -193,38 +169,39 @@ def _warnings(case: Case, outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _machine_key(row: Row) -> tuple[str, Machine]:
+def _machine_key(row: Row) -> tuple[str, Machine | None]:
     """Return the key of its machine: each file names machines of its own, and rows may state theirs."""
-    assert row.machine
     return row.file, row.machine
 
 
-def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Hardware | None]) -> FittedParameter:
+def _with_parameter(case: Case, parameter: str, value: float) -> Outcome:
+    changed: dict[str, Any] = {FITTED[parameter]: value}
+    return case.simulated(case.hardware and replace(case.hardware, **changed))
+
+
+def _fit(cases: list[Case]) -> FittedParameter:
     """Search the value at which the mean square of the rows' logarithmic errors is least."""
-    file, machine = _machine_key(rows[0])
-    parameter = machine.fit_parameter
-    before = float(getattr(blind[rows[0].figure], FITTED[parameter]))
+    row, figures = cases[0].row, tuple(case.row.figure for case in cases)
+    assert row.machine
+    parameter = row.machine.fit_parameter
+    before = float(getattr(cases[0].hardware, FITTED[parameter]))
     is_overhead = "us" in parameter.split("_")
     if not before and not is_overhead:
-        raise InputError(f"{rows[0].where}: its machine states nothing from which {parameter}, to be fitted, follows")
+        raise InputError(f"{row.where}: its machine states nothing from which {parameter}, to be fitted, follows")
 
-    def predicted(row: Row, value: float) -> float:
-        own = blind[row.figure]
-        assert own
-        changed: dict[str, Any] = {FITTED[parameter]: value}
-        return figure(row, cases[row.figure].simulated(replace(own, **changed)))
+    def predicted(case: Case, value: float) -> float:
+        return figure(case.row, _with_parameter(case, parameter, value))
 
     def loss(log_value: float) -> float:
         value = math.exp(log_value)
-        return float(np.mean([math.log(predicted(row, value) / row.measured) ** 2 for row in rows]))
+        return float(np.mean([math.log(predicted(case, value) / case.row.measured) ** 2 for case in cases]))
 
     low, high = OVERHEADS_US if is_overhead else (before / SEARCH, before * SEARCH)
-    if all(predicted(row, low) == predicted(row, high) for row in rows):
-        names = ", ".join(row.figure for row in rows)
-        raise InputError(f"{rows[0].where}: {parameter} has no effect on {names}, which cannot fit it")
+    if all(predicted(case, low) == predicted(case, high) for case in cases):
+        raise InputError(f"{row.where}: {parameter} has no effect on {', '.join(figures)}, which cannot fit it")
     after = math.exp(least(loss, math.log(low), math.log(high)))
     at_end = not low * NEAR_END < after < high / NEAR_END
-    return FittedParameter(file, machine, parameter, before, after, tuple(row.figure for row in rows), at_end)
+    return FittedParameter(row.file, row.machine, parameter, before, after, figures, at_end)
 
 
 def least(f: Callable[[float], float], low: float, high: float) -> float:
@@ -255,7 +232,7 @@ def inside(results: Iterable[Result]) -> dict[str, Any]:
     known = [result for result in results if result.inside is not None and result.row.machine]
     if not known:
         return {"bias": None, "rows_inside": None, "machines_inside": None}
-    machines = [list(part) for part in grouped(known, lambda r: str(_machine_key(r.row))).values()]
+    machines = grouped(known, lambda r: _machine_key(r.row)).values()
     return {
         "bias": float(np.exp(np.mean([math.log(result.faster or 1) for result in known])) - 1),
         "rows_inside": float(np.mean([bool(result.inside) for result in known])),
@@ -302,33 +279,8 @@ def summary(test: Backtest) -> dict[str, Any]:
     }
 
 
-def grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(key(result), []).append(result)
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
-
-
-def token_by_token(outcome: Outcome) -> dict[str, Any]:
-    """Compare the phone's run with what the device measured; totals in bytes and in seconds of the disk."""
-    log = outcome.log
-    decoded = log.phase == DECODE
-    measured = pd.read_parquet(DATA / f"{PHONE}.tokens.parquet")
-    hit_rate = float(log.hits.sum() / (log.hits + log.late + log.misses).sum())
-    return {
-        "tokens": len(measured),
-        "hit_rate": {"predicted": hit_rate, "measured": float(measured.cache_hit_pct.iloc[-1] / 100)},
-        "bytes_read": _compared(log.demand_bytes[decoded], measured.read_bytes.to_numpy()),
-        "io_s": _compared(log.link_busy_ns[decoded] / 1e9, measured.io_ms.to_numpy() / 1e3 / LANES),
-        "wall_s": _compared(log.step_ns[decoded] / 1e9, measured.wall_ms.to_numpy() / 1e3),
-    }
-
-
-def _compared(predicted: NDArray[Any], measured: NDArray[Any]) -> dict[str, float]:
-    """Return totals, the correlation over tokens, and the median of the tokens' absolute errors."""
-    return {
-        "predicted": float(predicted.sum()),
-        "measured": float(measured.sum()),
-        "correlation": float(np.corrcoef(predicted, measured)[0, 1]),
-        "median_abs_error": float(np.median(np.abs(predicted / measured - 1))),
-    }

@@ -14,9 +14,6 @@ def backtest(
     files: Annotated[list[Path] | None, typer.Argument(help="Files of rows. Default: the shipped ones.")] = None,
     every_row: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows and summary as JSON.")] = False,
-    update: Annotated[
-        Path | None, typer.Option(help="Markdown file in which the report is replaced, such as docs/backtest.md.")
-    ] = None,
 ) -> None:
     """Predict published measurements of other systems, and print predicted, measured and the errors.
 
@@ -27,15 +24,10 @@ def backtest(
 
     [b]moe-sim backtest my-rows.toml --rows[/b]
     """
-    if update:
-        printed.around(update)  # before what takes minutes
     rows = file.unique([row for path in files or file.shipped() for row in file.read(path, console.warn)])
     with progress(sum(not row.unsimulated for row in rows), as_json, "rows run") as advance:
         test = score.backtest(rows, ended=lambda: advance(1), warn=console.warn)
-    if update:
-        printed.put_into(update, test)
     if as_json:
-        summary = score.summary(test)
-        console.say_json({"rows": printed.rows_of(test), "summary": summary, "token_by_token": test.token_by_token})
+        console.say_json({"rows": printed.rows_of(test), "summary": score.summary(test)})
     else:
         console.say(printed.text(test, every_row))

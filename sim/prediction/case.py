@@ -30,7 +30,7 @@ from sim.profiles.hardware_profile import Hardware
 from sim.profiles.roofline import disk_link, host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
 from sim.quantities import parse_bytes, parse_whole
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.models.profile import ModelProfile
 from traces.steps import DECODE, RequestSteps
 
@@ -85,8 +85,7 @@ class Case:
         """The row's machine, as its engine reaches it; None where it is counted without a clock."""
         if self.row.machine is None or not self.row.timed:
             return None
-        with located(self.row.where):
-            return hardware_of(self.row.machine, self.engine, self.profile)
+        return hardware_of(self.row.machine, self.engine, self.profile)
 
     @property
     def static(self) -> bool:
@@ -193,12 +192,11 @@ class Case:
 
     def simulated(self, hardware: Hardware | None) -> Outcome:
         """Run it on this machine; None: without a clock. Raise InputError for what its row cannot have."""
-        with located(self.row.where):
-            log = simulate(self.as_run(hardware))
-            for _ in range(TURNS if hardware and self._shares_memory else 0):
-                both = min(1.0, float(log.link_busy_ns.sum() / max(log.host_busy_ns.sum(), 1)))
-                log = simulate(self.as_run(hardware, both))
-            return self._summary(log, hardware is not None)
+        log = simulate(self.as_run(hardware))
+        for _ in range(TURNS if hardware and self._shares_memory else 0):
+            both = min(1.0, float(log.link_busy_ns.sum() / max(log.host_busy_ns.sum(), 1)))
+            log = simulate(self.as_run(hardware, both))
+        return self._summary(log, hardware is not None)
 
     def aimed(self, hardware: Hardware | None) -> "Case":
         """Return the case whose routing reaches the measured hit rate, if there is one, when it is run.

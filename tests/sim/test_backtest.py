@@ -1,6 +1,6 @@
 """The back-test: files that cannot be used, closed forms of what is run, scores, fits, and the document's numbers.
 
-The tables of docs/backtest.md are printed afresh by `moe-sim backtest --update docs/backtest.md`.
+The tables of docs/backtest.md are printed afresh by `python -m benchmarks.backtest`.
 """
 
 import math
@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import tomli_w
 
+from benchmarks import backtest as benchmark
 from policies.core.systems import system_of, systems
 from sim.backtest import DATA, file, printed, score
 from sim.catalogue.parts import CPUS, LINKS, thread_gflop_per_s
@@ -394,7 +395,7 @@ def test_hit_rates_of_the_phone_agree_to_a_thousandth(phone):
 
 
 def test_bytes_of_the_phone_agree_token_by_token(phone):
-    told = phone.token_by_token
+    told = benchmark.token_by_token(phone)
     measured = pd.read_parquet(DATA / f"{routing.PHONE}.tokens.parquet")
     assert told["tokens"] == len(measured) == 128
     assert told["hit_rate"]["predicted"] == pytest.approx(told["hit_rate"]["measured"], abs=0.001)
@@ -479,13 +480,13 @@ def test_the_document_shows_a_file_that_is_valid(tmp_path):
 def test_the_document_shows_what_came_of_the_blind_test():
     test = score.backtest(file.read(DATA / "unseen.toml"))
     text = DOCUMENT.read_text()
-    assert printed.markdown_table(printed.every_row(test)[0][1]) in text
+    assert benchmark.markdown_table(printed.every_row(test)[0][1]) in text
     assert f"The median error is {score.summary(test)['median_abs_error']:.0%}" in text
     inside = sum(bool(result.inside) for result in test.results)
     assert f"interval in {inside} of {len(test.results)} rows" in text
 
 
 @pytest.mark.slow
-def test_the_documents_numbers_are_what_the_command_prints():
+def test_the_documents_numbers_are_what_the_program_writes():
     rows = [row for path in file.shipped() for row in file.read(path)]
-    assert printed.markdown(score.backtest(rows)) in DOCUMENT.read_text()
+    assert benchmark.report(score.backtest(rows)) in DOCUMENT.read_text()
