@@ -30,6 +30,9 @@ RESIDENT, SPLIT, CPU, CACHE, DISK = "resident", "split", "cpu", "cache", "disk"
 """Kinds of placements: all on the GPU; experts of whole layers on the CPU; all on the CPU; an expert cache in GPU
 memory over host memory; anything that reads experts from the disk."""
 
+GOOD = 4.0 / 8
+"""Bytes of a parameter below which answers get noticeably worse."""
+
 RUNTIME = "llama.cpp"
 """Whose overheads count: those of a compiled runtime."""
 
@@ -45,9 +48,9 @@ class Layout:
 
     def changed(self, fields: Mapping[str, Any]) -> "Layout":
         """Return the layout with other values of what is assumed: of its machine, or of the misses."""
-        own = {key: value for key, value in fields.items() if key == "misses"}
-        machine = {key: value for key, value in fields.items() if key not in own}
-        return replace(self, machine=replace(self.machine, **machine), **own)
+        if "misses" in fields:
+            return replace(self, **fields)
+        return replace(self, machine=replace(self.machine, **fields))
 
     @cached_property
     def profile(self) -> ModelProfile:
@@ -184,24 +187,6 @@ class Layout:
         return layers
 
     @property
-    def shortage(self) -> str:
-        """What GPU and host memory lack to hold the model; empty where it fits without a disk."""
-        profile, machine, kv_cache = self.profile, self.machine, f"the KV cache of {self.context:,} tokens"
-        if machine.gpus and not self.on_gpu and not machine.host_memory:
-            return (
-                f"{show_bytes(machine.gpu_memory)} of GPU memory do not hold the dense part of {profile.name} and "
-                f"{kv_cache} ({show_bytes(self.fixed_bytes)}) beside {show_bytes(sum(reserved(machine)))} for "
-                f"the runtime and a desktop: {show_bytes(-self.gpu_free)} are missing"
-            )
-        if not self.missing_bytes:
-            return ""
-        return (
-            f"{profile.name} at {self.precision} and {kv_cache} have {show_bytes(self.total_bytes)}, the machine "
-            f"{show_bytes(machine.gpu_memory * (not machine.unified) + machine.host_memory)}, of which "
-            f"{show_bytes(sum(margins(machine)))} are kept free: {show_bytes(self.more_bytes)} are missing"
-        )
-
-    @property
     def more_bytes(self) -> float:
         """Bytes of host memory with which the model fits."""
         if self.machine.host_memory:
@@ -211,15 +196,18 @@ class Layout:
     @property
     def lack(self) -> str:
         """What is missing where the machine cannot run the model at all, and what to do; empty where it can."""
-        profile, machine = self.profile, self.machine
-        if not self.shortage:
-            return ""
+        profile, machine, kv_cache = self.profile, self.machine, f"the KV cache of {self.context:,} tokens"
         if not self.on_gpu and not machine.host_memory:
-            return f"{self.shortage}, or --host-memory for a run on the CPU"
+            return (
+                f"{show_bytes(machine.gpu_memory)} of GPU memory do not hold the dense part of {profile.name} and "
+                f"{kv_cache} ({show_bytes(self.fixed_bytes)}) beside {show_bytes(sum(reserved(machine)))} for the "
+                f"runtime and a desktop: {show_bytes(-self.gpu_free)} are missing, or --host-memory for a run on the "
+                "CPU"
+            )
+        least = profile.top_k * profile.expert_bytes * 2
+        if not self.missing_bytes or (machine.disk_reads and machine.host_memory and self.host_free >= least):
+            return ""
         if machine.disk_reads and machine.host_memory:
-            least = profile.top_k * profile.expert_bytes * 2
-            if self.host_free >= least:
-                return ""
             return (
                 f"{show_bytes(machine.host_memory)} of host memory do not hold what {profile.name} needs there "
                 f"beside experts ({show_bytes(machine.host_memory - self.host_free)}) and {show_bytes(least)} of "
@@ -227,13 +215,27 @@ class Layout:
             )
         disk = " or --disk 3GB/s to read the rest from" if machine.host_memory else ""
         memory = -(-int(machine.host_memory + self.more_bytes) // 2**30)
-        return f"{self.shortage}; give --host-memory {memory}GiB{disk}"
+        return (
+            f"{profile.name} at {self.precision} and {kv_cache} have {show_bytes(self.total_bytes)}, the machine "
+            f"{show_bytes(machine.gpu_memory * (not machine.unified) + machine.host_memory)}, of which "
+            f"{show_bytes(sum(margins(machine)))} are kept free: {show_bytes(self.more_bytes)} are missing; give "
+            f"--host-memory {memory}GiB{disk}"
+        )
 
     @property
     def precision(self) -> str:
         """That of the experts: the stated one where there are such files, else as the model was published."""
         named = "mixed" if self.profile.differing_bytes else self.profile.precision
         return named or name_of(self.profile.expert_width)
+
+    @property
+    def loses_quality(self) -> bool:
+        """Whether answers get noticeably worse, since experts have less than 4 bits."""
+        profile = self.profile
+        return self.experts_bytes < GOOD * profile.moe_layers * profile.experts * profile.expert_parameters
+
+    def at(self, precision: str) -> "Layout":
+        return replace(self, model=replace(self.model, precision=precision, dense_precision=""))
 
 
 @dataclass(frozen=True)

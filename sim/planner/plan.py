@@ -6,6 +6,7 @@ What is expected is what llama.cpp does with the printed flags (`placements.toda
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from os.path import exists  # of any name, however long
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,6 @@ UNITS: Mapping[str, str] = {
 
 PRECISIONS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "iq2_m")
 FOUR = "q4_k_m"
-GOOD = 4.0 / 8
-"""Bytes of a parameter below which answers get noticeably worse."""
-
 WHOLE = 2.0
 """Bytes of a parameter from which on half of them give answers as good: a file is planned so, a model is not."""
 
@@ -74,15 +72,6 @@ CLOSE = 0.03
 
 MXFP4 = "mxfp4"
 """Of experts alone: the files that llama.cpp runs have Q8_0 for all else."""
-
-PLACES = {
-    placements.RESIDENT: "everything on the GPU",
-    placements.CPU: "everything on the CPU, in host memory",
-}
-
-
-Again = Callable[[Layout], Placement]
-"""Makes a placement on another machine."""
 
 
 @dataclass(frozen=True)
@@ -259,9 +248,9 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
     """Return the plan of a model on a machine. Of a calibration the expected speed is; all else is scaled by it."""
     placement, own = placements.today(layout), layout.hardware
     seconds, _ = placement.simulated(own)
-    shares, cache = _shares(placement, own), _cache(layout)
+    shares, cache, past_cache = saved(placement, own), _cache(layout), partial(placements.today, mmap=False)
     gpu_margin, host_margin = margins(layout.machine)
-    kind, (speed, assumed) = _kind(placement), _expected(placement)
+    kind, (speed, assumed) = errors.class_of(placement.slowest), expected(placement)
     modelled, times, first_s = speed.tokens_per_s, 1.0, placement.behind(1).seconds(own)
     if calibration:
         first_s = calibration.seconds(layout.host_layers, layout.on_gpu, 1)
@@ -291,7 +280,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
         host_margin_bytes=host_margin,
         wall=max(shares, key=lambda tier: shares[tier]),
         shares=shares,
-        past_cache=_expected(past_cache(layout), past_cache)[0] if placement.kind == DISK else None,
+        past_cache=expected(past_cache(layout), past_cache)[0] if placement.kind == DISK else None,
         cache=cache and replace(cache, speed=cache.speed.times(times)),
         upgrades=_upgrades(layout, modelled, times),
         precisions=tuple(_at(each, modelled, times) for each in _others(layout) if not each.lack),
@@ -309,26 +298,17 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
 
 def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: Any) -> Speed:
     """Return what `plan` expects, and nothing else of it. Raise InputError likewise."""
-    return speed_of(placements.today(chosen(model, resources(**machine), context, precision)[0]))
+    return expected(placements.today(chosen(model, resources(**machine), context, precision)[0]))[0]
 
 
-def past_cache(layout: Layout) -> Placement:
-    """Return the placement of today with reads past the page cache."""
-    return placements.today(layout, mmap=False)
-
-
-def speed_of(placement: Placement) -> Speed:
-    return _expected(placement)[0]
-
-
-def _expected(
-    placement: Placement, again: Again = placements.today, kind: str = ""
+def expected(
+    placement: Placement, again: Callable[[Layout], Placement] = placements.today, kind: str = ""
 ) -> tuple[Speed, tuple[AssumedFact, ...]]:
     """Return the speed with its interval, and what is assumed.
 
     again: makes the placement on another machine; kind: the class of its errors, if not that of the machine.
     """
-    seconds, each = placement.seconds(), errors.interval(kind or _kind(placement))
+    seconds, each = placement.seconds(), errors.interval(kind or errors.class_of(placement.slowest))
     facts = placement.assumed
 
     def otherwise(fields: Mapping[str, Any]) -> float:
@@ -352,12 +332,6 @@ def _expected(
         for fact, one in zip(facts, spreads, strict=True)
     )
     return speed(spreads), named
-
-
-def bottleneck(placement: Placement, own: Hardware) -> str:
-    """Return the tier that takes most of a token's time."""
-    shares = _shares(placement, own)
-    return max(shares, key=lambda tier: shares[tier])
 
 
 class TooSmallError(InputError):
@@ -392,7 +366,7 @@ def chosen(text: str, machine: Machine, context: int, precision: str | None) -> 
 
 def _good(layout: Layout) -> list[Layout]:
     """Return the layout as its model is published and at precisions below that keep the quality, smallest last."""
-    lower = [each for each in _lower(layout) if not loses_quality(each)]
+    lower = [each for each in _lower(layout) if not each.loses_quality]
     is_whole = layout.profile.expert_width >= WHOLE and not layout.profile.precisions
     return lower if is_whole and lower else [layout, *lower]
 
@@ -442,35 +416,23 @@ def _overruled(layout: Layout) -> str:
 
 
 def _lower(layout: Layout) -> list[Layout]:
-    models = [replace(layout.model, precision=name, dense_precision="") for name in PRECISIONS]
-    layouts = [replace(layout, model=each) for each in models]
-    return [each for each in layouts if each.experts_bytes < (1 - CLOSE) * layout.experts_bytes]
+    return [each for each in map(layout.at, PRECISIONS) if each.experts_bytes < (1 - CLOSE) * layout.experts_bytes]
 
 
 def _others(layout: Layout) -> list[Layout]:
     """Return the model at other precisions, of more bits and of fewer; of published ones alone where it has such."""
-    names = layout.profile.precisions or PRECISIONS
-    models = [replace(layout.model, precision=name, dense_precision="") for name in names]
     if is_gguf_file(layout.model.profile) and not layout.model.precision:
         return _lower(layout)
-    layouts = [replace(layout, model=each) for each in models]
-    return [each for each in layouts if abs(each.experts_bytes / layout.experts_bytes - 1) > CLOSE]
-
-
-def loses_quality(layout: Layout) -> bool:
-    """Return whether answers get noticeably worse, since experts have less than 4 bits."""
-    profile = layout.profile
-    return layout.experts_bytes < GOOD * profile.moe_layers * profile.experts * profile.expert_parameters
-
-
-def _kind(placement: Placement) -> str:
-    return errors.class_of(placement.slowest)
+    others = map(layout.at, layout.profile.precisions or PRECISIONS)
+    return [each for each in others if abs(each.experts_bytes / layout.experts_bytes - 1) > CLOSE]
 
 
 def _words(placement: Placement) -> str:
     layout, L = placement.layout, placement.layout.profile.moe_layers
-    if placement.kind in PLACES:
-        return PLACES[placement.kind]
+    if placement.kind == placements.RESIDENT:
+        return "everything on the GPU"
+    if placement.kind == placements.CPU:
+        return "everything on the CPU, in host memory"
     experts, missing = show_bytes(layout.host_bytes), show_bytes(layout.missing_bytes)
     if not layout.on_gpu:
         return f"everything on the CPU; {missing} of {experts} of experts do not fit host memory: from the disk"
@@ -501,8 +463,8 @@ def _notes(placement: Placement) -> list[str]:
 def _advice(layout: Layout) -> list[str]:
     """Return what an engineer would say of such a machine."""
     machine, said = layout.machine, []
-    if loses_quality(layout):
-        four = replace(layout, model=replace(layout.model, precision=FOUR, dense_precision=""))
+    if layout.loses_quality:
+        four = layout.at(FOUR)
         lacks = f": {show_bytes(four.more_bytes)} more memory would hold {FOUR}" if four.missing_bytes else ""
         said.append(f"Below 4 bits answers get noticeably worse{lacks}.")
     held = layout.gpu_needs if machine.unified else layout.host_bytes if layout.on_gpu else layout.total_bytes
@@ -530,7 +492,7 @@ def _advice(layout: Layout) -> list[str]:
     return said
 
 
-def _shares(placement: Placement, own: Hardware) -> dict[str, float]:
+def saved(placement: Placement, own: Hardware) -> dict[str, float]:
     """Return what share of a token's time would be saved if a tier took none."""
     there = {"GPU memory": placement.layout.on_gpu, "link": placement.layout.on_gpu, "disk": placement.kind == DISK}
     faster: dict[str, dict[str, Any]] = {
@@ -552,7 +514,7 @@ def _cache(layout: Layout) -> CachePlan | None:
     if not placement:
         return None
     _, outcome = placement.simulated()
-    speed, _ = _expected(
+    speed, _ = expected(
         placement, lambda other: placements.cached(other) or placements.today(other), kind=errors.UNKNOWN
     )
     return CachePlan(
@@ -590,5 +552,5 @@ def _at(layout: Layout, speed: float, times: float) -> Precision:
         from_disk=bool(layout.missing_bytes),
         tokens_per_s=faster * times,
         times=faster / speed,
-        loses_quality=loses_quality(layout),
+        loses_quality=layout.loses_quality,
     )

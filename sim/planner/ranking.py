@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sim.planner import placements
 from sim.planner.placements import DISK
-from sim.planner.plan import Speed, TooSmallError, bottleneck, chosen_or_smaller, loses_quality, speed_of
+from sim.planner.plan import Speed, TooSmallError, chosen_or_smaller, expected, saved
 from sim.prediction.described import Machine
 
 CURRENT = (
@@ -58,16 +58,16 @@ def ranked(
             yield Ranked(name, lack=str(error))
             continue
         placement = placements.today(layout)
-        own, speed, cache = layout.hardware, speed_of(placement), placements.cached(layout)
+        (speed, _), cache, shares = expected(placement), placements.cached(layout), saved(placement, layout.hardware)
         cached = 1 / cache.seconds() if cache else 0.0
         yield Ranked(
             layout.profile.name,
             layout.precision,
             int(layout.total_bytes),
             speed,
-            bottleneck(placement, own),
+            max(shares, key=lambda tier: shares[tier]),
             placement.kind == DISK,
             layout.profile.notes,
-            below_4_bits=loses_quality(layout),
+            below_4_bits=layout.loses_quality,
             cached=cached if cached > speed.tokens_per_s else 0.0,
         )

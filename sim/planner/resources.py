@@ -25,6 +25,12 @@ HOST_RESERVED = 2 * GIB
 
 SECOND_CARD = "gpu_memory"
 
+RATES = {
+    "host_reads": ("host_peak_gb_per_s", "host_stream_gb_per_s"),
+    "disk_reads": ("disk_peak_gb_per_s", "disk_gb_per_s"),
+}
+"""Fields of a machine of which one or the other is stated."""
+
 USUAL_HOST = 32 * GIB
 """Host memory beside a GPU, where it is not stated."""
 
@@ -45,15 +51,8 @@ def with_more(machine: Machine, resource: str) -> Machine:
         return replace(machine, gpus=(*machine.gpus, machine.gpus[0]))
     if resource == "link_copies":
         return replace(machine, link="", link_gb_per_s=2 * machine.link_copies)
-    if resource == "host_reads":
-        peak, stream = 2 * machine.host_peak_gb_per_s, 2 * machine.host_stream_gb_per_s
-        return replace(machine, host_peak_gb_per_s=peak, host_stream_gb_per_s=stream)
-    if resource == "disk_reads":
-        return replace(
-            machine, disk_gb_per_s=2 * machine.disk_gb_per_s, disk_peak_gb_per_s=2 * machine.disk_peak_gb_per_s
-        )
-    changed: dict[str, Any] = {resource: 2 * getattr(machine, resource)}
-    return replace(machine, **changed)
+    doubled: dict[str, Any] = {name: 2 * getattr(machine, name) for name in RATES.get(resource, (resource,))}
+    return replace(machine, **doubled)
 
 
 def resources(
@@ -166,8 +165,8 @@ def _disk(text: str, assumed: list[Assumed]) -> tuple[float, float]:
         rate = parse_gb_per_s(text.strip().removesuffix("measured"), "--disk")
         return (0.0, rate) if text.strip().endswith("measured") else (rate, 0.0)
     rate = DISKS[named]
-    low, high = ({"disk_gb_per_s": rate * times} for times in (0.4, 2.0))
-    assumed.append(Assumed(f"a {named} reads {rate:g} GB/s", "--disk 3GB/s", low, high))
+    text = f"a {named} reads {rate:g} GB/s"
+    assumed.append(Assumed.times(text, "--disk 3GB/s", "disk_gb_per_s", rate, (0.4, 2.0)))
     return 0.0, rate
 
 

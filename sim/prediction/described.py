@@ -41,6 +41,12 @@ class Assumed:
     low: Mapping[str, Any]
     high: Mapping[str, Any]
 
+    @staticmethod
+    def times(what: str, option: str, field: str, value: float, between: tuple[float, float]) -> "Assumed":
+        """Return a fact in which a field is a value times what lies between two factors."""
+        low, high = ({field: value * factor} for factor in between)
+        return Assumed(what, option, low, high)
+
 
 @dataclass(frozen=True)
 class Machine:

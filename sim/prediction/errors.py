@@ -42,9 +42,9 @@ LEFT_OUT = 1.3
 """Errors of machines that no factor was chosen with are so many times as large as of those that were: of the median
 machine 1.0 to 1.3, of rows 1.3 (blind tests) to 3.5 (`python -m benchmarks.factors`)."""
 
-THREADS, CORES, STREAM, MISSES = (0.4, 1.5), (0.6, 1.8), (0.62, 0.88), (0.6, 1.7)
-DISK, FAULT, NODES = (0.6, 0.9), (0.33, 2.4), (0.27, 0.8)
-"""Between what lies, for facts that are not stated: the CPU's threads, times the usual number; what a thread of an
+THREADS, CORES, STREAM, MISSES = (0.4, 1.5), (0.6, 1.8), (0.62, 0.88), (1.7, 0.6)
+DISK, FAULT, NODES = (0.6, 0.9), (2.4, 0.33), (0.27, 0.8)
+"""Slowest and fastest, for facts that are not stated: the CPU's threads, times the usual number; what a thread of an
 unknown CPU multiplies, likewise; STREAM of its memory's peak (0.62 to 0.88 on the back-test's machines); misses of
 another model's routing, times the stand-in's (two traces of one model differ by as much); reads of a disk's data sheet;
 the wait of a read through mmap, times the usual one; what memory of several nodes reaches of its rate."""
@@ -89,31 +89,26 @@ def assumed(case: Case) -> list[Assumed]:
     on_gpu = setting.all_on == "gpu" or setting.host_layers == 0 or not (case.static or case.policy.uses_host)
     if not on_gpu and not machine.host_gb_per_s:
         if not machine.host_stream_gb_per_s and (peak := peak_of(machine)):
-            low, high = ({"host_stream_gb_per_s": peak * share} for share in STREAM)
-            share = f"{FACTORS.host_stream_of_peak:.0%}"
-            found.append(
-                Assumed(f"host memory reaches {share} of its peak", "--cpu-bandwidth '60GB/s measured'", low, high)
-            )
+            text = f"host memory reaches {FACTORS.host_stream_of_peak:.0%} of its peak"
+            option = "--cpu-bandwidth '60GB/s measured'"
+            found.append(Assumed.times(text, option, "host_stream_gb_per_s", peak, STREAM))
         if machine.host_layout == "numa":
             usual = FACTORS.host_experts_of_stream / FACTORS.host_layouts["numa"]
-            low, high = ({"host_experts_of_stream": usual * share} for share in NODES)
-            found.append(Assumed("memory of several nodes is not placed", "host_gb_per_s", low, high))
+            text = "memory of several nodes is not placed"
+            found.append(Assumed.times(text, "host_gb_per_s", "host_experts_of_stream", usual, NODES))
         if not machine.host_gflop_per_s_per_thread:
             found += _assumed_cores(case, machine)
     if from_disk and machine.disk_peak_gb_per_s and not machine.disk_gb_per_s:
-        low, high = ({"disk_gb_per_s": machine.disk_peak_gb_per_s * share} for share in DISK)
         text = f"reads of the disk reach {FACTORS.disk_of_peak:.0%} of its data sheet"
-        found.append(Assumed(text, "--disk '3GB/s measured'", low, high))
+        found.append(Assumed.times(text, "--disk '3GB/s measured'", "disk_gb_per_s", machine.disk_peak_gb_per_s, DISK))
     if setting.mmap and not machine.page_fault_us:
         hardware = case.hardware or Hardware
-        low, high = ({"page_fault_us": hardware.page_fault_us * times} for times in FAULT[::-1])
-        text = f"a read of {hardware.read_ahead_kib:g} KiB through mmap waits {hardware.page_fault_us:g} us"
-        found.append(Assumed(text, "moe-sim probe", low, high))
+        wait = hardware.page_fault_us
+        text = f"a read of {hardware.read_ahead_kib:g} KiB through mmap waits {wait:g} us"
+        found.append(Assumed.times(text, "moe-sim probe", "page_fault_us", wait, FAULT))
     if case.stand_in:
-        low, high = ({"misses": times} for times in MISSES[::-1])
-        source = table("reuse")[case.stand_in]["source"]
-        text = f"experts are used again as in {case.stand_in} ({source})"
-        found.append(Assumed(text, "a trace of the model", low, high))
+        text = f"experts are used again as in {case.stand_in} ({table('reuse')[case.stand_in]['source']})"
+        found.append(Assumed.times(text, "a trace of the model", "misses", 1.0, MISSES))
     return found
 
 
@@ -125,10 +120,12 @@ def _assumed_cores(case: Case, machine: Machine) -> list[Assumed]:
     known = thread_gflop_per_s(machine.cpu or machine.title) if machine.host_threads else 0.0
     each = known or cpu.gflop_per_s_per_thread
     if not machine.host_threads:
-        low, high = ({"host_gflop_per_s_per_thread": each * times} for times in THREADS)
-        return [Assumed(f"the CPU has {threads} threads", "--threads", low, high)]
-    low, high = ({"host_gflop_per_s_per_thread": each * times} for times in CORES)
-    return [] if known else [Assumed(f"a thread multiplies {each:g} GFLOP/s", "--cpu", low, high)]
+        what, option, between = f"the CPU has {threads} threads", "--threads", THREADS
+    elif not known:
+        what, option, between = f"a thread multiplies {each:g} GFLOP/s", "--cpu", CORES
+    else:
+        return []
+    return [Assumed.times(what, option, "host_gflop_per_s_per_thread", each, between)]
 
 
 def effect(fact: Assumed, seconds: float, otherwise: Callable[[Mapping[str, Any]], float]) -> Spread:
