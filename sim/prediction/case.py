@@ -4,10 +4,8 @@ A row of hit rates or bytes needs no machine: it is run on one where nothing tak
 the cache, is not counted, nor are a few after it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +27,7 @@ from sim.profiles.derived import Blocking, FirstLayersElsewhere
 from sim.profiles.hardware_profile import Hardware
 from sim.profiles.roofline import disk_link, host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
-from sim.quantities import parse_bytes, parse_whole
+from sim.quantities import parse_cache_size, stated_bytes
 from traces.errors import InputError
 from traces.models.profile import ModelProfile
 from traces.steps import DECODE, RequestSteps
@@ -327,17 +325,10 @@ def _complete(hardware: Hardware, **needed: bool) -> Hardware:
 
 
 def _bytes_of_cache(text: str, everything: float, profile: ModelProfile) -> float:
-    """Return the bytes of `25%` (of equal experts the nearest whole number, halves up), `64` experts or `8GiB`."""
-    text, all_experts = text.strip(), profile.moe_layers * profile.experts
-    if not text.endswith("%"):
-        whole = parse_whole(text)
-        return parse_bytes(text, "setting: cache") if whole is None else whole * everything / all_experts
-    try:
-        share = Fraction(text[:-1].strip())
-    except ValueError:
-        share = Fraction(-1)
-    if not 0 <= share <= 100:
-        raise InputError(f"setting: cache {text!r}: write 0% to 100%, a number of experts (64) or bytes (8GiB)")
-    if profile.differing_bytes:
-        return float(share) / 100 * everything
-    return math.floor(share * all_experts / 100 + Fraction(1, 2)) * profile.expert_bytes
+    """Return the bytes of a cache of this size, which may be none: `0`."""
+    if text.strip() in ("0", "0%"):
+        return 0.0
+    if (size := stated_bytes(text)) is not None:
+        return size
+    all_experts = profile.moe_layers * profile.experts
+    return parse_cache_size(text, all_experts, None, profile.moe_layers) * everything / all_experts

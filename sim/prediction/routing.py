@@ -6,7 +6,6 @@ every expert is computed where it lies, no routing matters: the same experts are
 """
 
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from sim.prediction.tables import DATA, table
@@ -14,15 +13,12 @@ from traces.errors import InputError, unknown
 from traces.files import expanded
 from traces.importers import Options, import_dump
 from traces.reader import RUN
-from traces.schema import TraceMeta
-from traces.steps import DECODE, RequestSteps, steps_of_rows
+from traces.steps import DECODE, RequestSteps
 from traces.trace import Trace
 
 Float = NDArray[np.float64]
 Reuse = Float
 """float64[E]: by place in the recency order, experts of a token; the sum is top-k."""
-
-PHONE, PHONE_PROMPT, PHONE_SHAPE = "bigmoeonedge-qwen3-30b", 28, (48, 128, 6)
 
 
 def of_hit_rate(hit_rate: float, slots: float, experts: int, top_k: int) -> Reuse:
@@ -90,34 +86,20 @@ def made(
 
 
 def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 0) -> list[RequestSteps]:
-    """Return the first `most` requests (0: all) of a trace folder, an imported dump, or the shipped phone run.
+    """Return the first `most` requests (0: all) of a trace folder, shipped or not, or of an imported dump.
 
     as_decode: run prompts token by token. shape: layers, experts and top-k, which must be the trace's.
     """
-    if name == PHONE:
-        theirs, requests = PHONE_SHAPE, [phone()]
+    path = DATA / name if (DATA / name).is_dir() else expanded(name)
+    if path.is_dir():
+        trace = Trace.read(str(path), RUN)
     else:
-        path = expanded(name)
-        if path.is_dir():
-            trace = Trace.read(str(path), RUN)
-        else:
-            meta = path.with_suffix(".json")
-            meta_file = meta if meta.is_file() else None
-            trace, *_ = import_dump(path, meta_file, None if meta_file else Options(phase="decode"))
-        if as_decode and trace.phases != "decode":
-            trace = trace.as_decode()
-        theirs = trace.layers, trace.num_experts, trace.top_k
-        requests = [trace.steps(i) for i in range(min(most or len(trace.requests), len(trace.requests)))]
+        meta = path.with_suffix(".json")
+        meta_file = meta if meta.is_file() else None
+        trace, *_ = import_dump(path, meta_file, None if meta_file else Options(phase="decode"))
+    if as_decode and trace.phases != "decode":
+        trace = trace.as_decode()
+    theirs = trace.layers, trace.num_experts, trace.top_k
     if theirs != shape:
         raise InputError(f"setting: trace {name} has {theirs} layers, experts and top-k, the row's model {shape}")
-    return requests
-
-
-def phone() -> RequestSteps:
-    rows = pq.read_table(DATA / f"{PHONE}.routing.parquet")
-    step, layer, expert = (rows[name].to_numpy().astype(np.int64) for name in ("step", "layer", "expert"))
-    L, E, k = PHONE_SHAPE
-    meta = TraceMeta(PHONE, L, E, k, tuple(map(str, range(L))))
-    experts = np.full((step.max() + 1, L, k), meta.sentinel, np.int64)  # as in a prompt's last layer
-    experts[step, layer, np.arange(len(step)) % k] = expert
-    return steps_of_rows(0, {"experts": experts, "position": np.arange(len(experts))}, PHONE_PROMPT, meta)
+    return [trace.steps(i) for i in range(min(most or len(trace.requests), len(trace.requests)))]

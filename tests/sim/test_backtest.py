@@ -396,7 +396,7 @@ def test_hit_rates_of_the_phone_agree_to_a_thousandth(phone):
 
 def test_bytes_of_the_phone_agree_token_by_token(phone):
     told = benchmark.token_by_token(phone)
-    measured = pd.read_parquet(DATA / f"{routing.PHONE}.tokens.parquet")
+    measured = pd.read_parquet(DATA / f"{benchmark.PHONE}.tokens.parquet")
     assert told["tokens"] == len(measured) == 128
     assert told["hit_rate"]["predicted"] == pytest.approx(told["hit_rate"]["measured"], abs=0.001)
     assert told["bytes_read"]["measured"] == measured.read_bytes.sum()
