@@ -138,8 +138,12 @@ def show_bytes(size: float) -> str:
 
 def show_mib(size: float) -> str:
     """Return bytes in MiB, whole from 100 on: `1,024`, `17.3`."""
-    mib = size / 2**20
-    return f"{mib:,.0f}" if mib >= 99.5 else f"{mib:.3g}"
+    return show_three(size / 2**20)
+
+
+def show_three(value: float) -> str:
+    """Return at least three digits: `1.5`, `480`, `1,580`."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
 def show_memory(size: float) -> str:

@@ -13,7 +13,7 @@ from sim.commands import options
 from sim.commands.printed import progress, table, written
 from sim.engines import compiling
 from sim.loaded import TimedRun
-from sim.quantities import show_mib
+from sim.quantities import show_mib, show_three
 from sim.sweeps import notes
 from sim.sweeps.grid import grid_of
 from traces.errors import InputError
@@ -91,7 +91,7 @@ def _table(found: list[speculation.Speculation], shares: list[float], seed: int)
         if cell != before:
             plain = each.plain
             mib, ms = show_mib(plain.bytes.sum() / plain.steps.sum()), f"{plain.ns.sum() / plain.steps.sum() / 1e6:.2f}"
-            speed = _rate(each.tokens_per_s)
+            speed = show_three(each.tokens_per_s)
             shown.add_row(*cell, "0", "", mib, ms, "", *[speed] * len(shares))
             before = cell
         low, high = each.interval(seed)
@@ -105,10 +105,6 @@ def _table(found: list[speculation.Speculation], shares: list[float], seed: int)
             show_mib(each.step_bytes),
             f"{each.step_ms:.2f}",
             f"{value} ({bounds})",
-            *(_rate(each.tokens_per_s * each.speedup(share)) for share in shares),
+            *(show_three(each.tokens_per_s * each.speedup(share)) for share in shares),
         )
     return shown
-
-
-def _rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 99.5 else f"{tokens_per_s:.3g}"

@@ -20,7 +20,7 @@ from sim.loaded import Loaded, TimedRun, load
 from sim.quantities import parse_whole, show_gap, show_ms, show_share
 from sim.results.compare import SweptRun
 from sim.results.files import write_figure
-from sim.results.metrics import Row, engine_words
+from sim.results.metrics import Row, engine_words, idle_share
 from sim.results.plot import DRAWN
 from sim.sweeps import notes, verdict
 from sim.sweeps.config import NAME as TOML
@@ -309,7 +309,8 @@ def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
         rates = [row["hit_rate"], *([row["decode_hit_rate"]] if both else [])]
         cells = [size, *engine_words(row), row["policy"], *map(show_share, rates), show_gap(row["gap_hits"])]
         cells += [f"{row['on_host'] / row['tokens']:.3g}"] * len(reads) + [text(row) for text in times.values()]
-        cells.append(_idle(row) if times else f"{row['misses']:,}")
+        idle = idle_share(row)
+        cells.append(f"{row['misses']:,}" if not times else "-" if idle is None else f"{idle:.0%}")
         style = {notes.BEST: "bold green", notes.EQUAL: "green", notes.NO_ROOM: "dim"}.get(mark)
         shown.add_row(*cells, mark, style=style, end_section=following != size)
     return shown
@@ -330,8 +331,3 @@ def _times(rows: list[Row]) -> dict[str, Callable[[Row], str]]:
     if prefilled and not decoded:
         shown["time\ngap"] = lambda row: show_gap(row["gap_latency"])
     return shown
-
-
-def _idle(row: Row) -> str:
-    elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
-    return f"{row['gpu_idle_ms'] / elapsed:.0%}" if elapsed else "-"

@@ -7,7 +7,7 @@ from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, cards_of
 from sim.board.entrants import also
 from sim.board.result import BELADY, LRU, Result, gain_text, mean, sentences
 from sim.quantities import show_ms
-from sim.report.elements import Item, Section, Shown, figure_item
+from sim.report.elements import Item, Section, figure_item
 from sim.report.page import rendered
 from sim.results import plot
 from sim.results.compare import CONFIDENCE, FEWEST
@@ -36,7 +36,9 @@ def page(found: Result, command: str) -> str:
     sections = [_ranking(found), _figure(found), *_certainty(found)]
     for start in found.requests:
         sections += [_hits(found, start), *_times(found, start)]
-    sections += [_what_was_run(found), _how_to_enter(command)]
+    sections.append(_what_was_run(found))
+    enter = Item("text", ENTER), Item("code", COMMANDS), Item("text", "This page:"), Item("code", command)
+    sections.append(Section("How to enter a policy", enter))
     return rendered("The board of expert-cache policies", sentences(found), sections, "moe-sim board")
 
 
@@ -51,11 +53,11 @@ def _ranking(found: Result) -> Section:
             _percent(entry.worst),
             *(_percent(entry.score[wall]) for wall in walls),
             *map(_number, (entry.slower, entry.overhead_us, entry.memory_mib)),
-            (", ".join(also(text)), None),
+            ", ".join(also(text)),
         )
         for text, entry in found.ranking
     ]
-    return Section("Ranking", (Item("text", RANKING), Item("table", head=head, rows=tuple(rows))))
+    return Section("Ranking", (Item("text", RANKING), Item("table", head=head, rows=rows)))
 
 
 def _mean_of(found: Result, policy: str, kind: str) -> float:
@@ -94,8 +96,7 @@ def _certainty(found: Result) -> Iterator[Section]:
     place = SIZES.index(QUARTER)
     rows = []
     for text, gains in gained.items():
-        here = (gains[measure][start][place] for start, measure in columns)
-        rows.append((_title(found, text), *((gain_text(each), each[0]) for each in here)))
+        rows.append((_title(found, text), *(gain_text(gains[measure][start][place]) for start, measure in columns)))
     head = ("policy", *(f"{start}: {measure}, {'points' if measure == HITS else '%'}" for start, measure in columns))
     requests = "; ".join(f"{found.counts(start)} of {start}" for start in starts)
     text = (
@@ -103,7 +104,7 @@ def _certainty(found: Result) -> Iterator[Section]:
         f"intervals of {CONFIDENCE:.0%}, paired over {requests}. An interval that reaches 0 may be chance. Of fewer "
         f"than {FEWEST} requests blocks of tokens are drawn: how sure a gain is on such text, not on other requests."
     )
-    yield Section("How sure it is", (Item("text", text), Item("table", head=head, rows=tuple(rows))))
+    yield Section("How sure it is", (Item("text", text), Item("table", head=head, rows=rows)))
 
 
 def _hits(found: Result, start: str) -> Section:
@@ -111,23 +112,19 @@ def _hits(found: Result, start: str) -> Section:
     rows = [
         (
             _title(found, text),
-            *((f"{100 * rate:.1f}", rate) for rate in entry.figures[HITS][start]),
+            *map(_percent, entry.figures[HITS][start]),
             *map(_percent, found.shares(text)[start]),
         )
         for text, entry in found.ranking
     ]
-    table = Item("table", head=head, rows=tuple(rows))
-    return Section(f"{start}: hits", (Item("text", _at_a_quarter(found, start)), table))
-
-
-def _at_a_quarter(found: Result, start: str) -> str:
     place = SIZES.index(QUARTER)
     rates = {text: entry.figures[HITS][start][place] for text, entry in found.policies.items()}
     best = max((text for text in rates if not found.policies[text].oracle), key=lambda text: rates[text])
-    return (
+    text = (
         f"At {QUARTER} {best} hits most: {rates[best]:.1%}; LRU {rates[LRU]:.1%}, Belady {rates[BELADY]:.1%}. Below: "
         "hit rates, and shares of the gap from LRU to Belady that are closed, in percent."
     )
+    return Section(f"{start}: hits", (Item("text", text), Item("table", head=head, rows=rows)))
 
 
 def _times(found: Result, start: str) -> Iterator[Section]:
@@ -136,12 +133,12 @@ def _times(found: Result, start: str) -> Iterator[Section]:
     if not walls:
         return
     rows = [
-        (_title(found, text), *((show_ms(ms), ms) for wall in walls for ms in entry.figures[wall][start]))
+        (_title(found, text), *(show_ms(ms) for wall in walls for ms in entry.figures[wall][start]))
         for text, entry in found.ranking
     ]
     head = ("policy", *(f"{wall} {size}" for wall in walls for size in SIZES))
     text = "Mean time per output token in ms, by the machine's wall and the size of the cache."
-    yield Section(f"{start}: time", (Item("text", text), Item("table", head=head, rows=tuple(rows))))
+    yield Section(f"{start}: time", (Item("text", text), Item("table", head=head, rows=rows)))
 
 
 def _what_was_run(found: Result) -> Section:
@@ -155,18 +152,13 @@ def _what_was_run(found: Result) -> Section:
     return Section(f"What was run (version {found.version} of the traces)", items)
 
 
-def _how_to_enter(command: str) -> Section:
-    again = Item("text", "This page:"), Item("code", command)
-    return Section("How to enter a policy", (Item("text", ENTER), Item("code", COMMANDS), *again))
+def _title(found: Result, policy: str) -> str:
+    return policy_title(policy, found.policies[policy].oracle)
 
 
-def _title(found: Result, policy: str) -> Shown:
-    return policy_title(policy, found.policies[policy].oracle), None
+def _percent(share: float) -> str:
+    return "-" if share != share else f"{100 * share:.1f}"
 
 
-def _percent(share: float) -> Shown:
-    return ("-", -1e9) if share != share else (f"{100 * share:.1f}", share)
-
-
-def _number(value: float) -> Shown:
-    return ("-", -1.0) if value != value else (f"{value:.3g}", value)
+def _number(value: float) -> str:
+    return "-" if value != value else f"{value:.3g}"

@@ -1,5 +1,6 @@
 """What a page is made of: sections of texts, lists, commands, tables and figures (SVG)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -7,9 +8,6 @@ from markupsafe import Markup
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Shown = tuple[str, float | None]
-"""A cell of a table: what is shown, and what it sorts by."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +17,8 @@ class Item:
     kind: str
     text: str = ""
     svg: Markup | None = None
-    head: tuple[str, ...] = ()
-    rows: tuple[tuple[Shown, ...], ...] = ()
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True)

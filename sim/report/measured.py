@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from sim.quantities import show_share
-from sim.report.elements import Item, Section, Shown, figure_item
+from sim.report.elements import Item, Section, figure_item
 from sim.report.inputs import Results
 from sim.results import plot
 from sim.results.metrics import cell_text
@@ -30,10 +30,10 @@ def section(replays: Sequence[Results]) -> Section:
         "Measured on the machine that the table names, and simulated for that one. Bars are the prediction as the "
         "machine's pace varied, where that was measured."
     )
-    return Section(title, (figure_item(figure, caption), Item("table", head=head, rows=tuple(rows))))
+    return Section(title, (figure_item(figure, caption), Item("table", head=head, rows=rows)))
 
 
-def _predicted(replay: Results, of: str) -> Iterator[tuple[str, tuple[float, float, float, float], tuple[Shown, ...]]]:
+def _predicted(replay: Results, of: str) -> Iterator[tuple[str, tuple[float, float, float, float], tuple[str, ...]]]:
     """Yield of each row its name, which ends in `of`, predicted, low, high and measured TPOT, and its table's row."""
     for row in replay.rows:
         predicted, measured = row.get("predicted_tpot_mean_ms"), row["tpot_mean_ms"]
@@ -43,14 +43,13 @@ def _predicted(replay: Results, of: str) -> Iterator[tuple[str, tuple[float, flo
         low, high = (row.get(f"predicted_tpot_{end}_ms") or predicted for end in ("low", "high"))
         name = f"{row['device']}: {cell_text(row)}{of}"
         error = predicted / measured - 1
-        hits = row.get("predicted_hit_rate")
+        hits = map(show_share, (row.get("predicted_hit_rate"), row["hit_rate"]))
         shown = (
-            (name, None),
-            (row["device_name"] or "not stated", None),
-            (f"{predicted:,.3f}", predicted),
-            (f"{measured:,.3f}", measured),
-            (f"{error:+.1%}", error),
-            (show_share(hits), hits),
-            (show_share(row["hit_rate"]), row["hit_rate"]),
+            name,
+            row["device_name"] or "not stated",
+            f"{predicted:,.3f}",
+            f"{measured:,.3f}",
+            f"{error:+.1%}",
+            *hits,
         )
         yield name, (predicted, low, high, measured), shown

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from policies.core.grammar import policy_title
 from sim.loaded import Loaded, TimedRun, sample_text
 from sim.loop.log import STALLS
-from sim.quantities import show_gap, show_ms, show_share
+from sim.quantities import show_gap, show_ms, show_share, show_three
 from sim.report import bounds
-from sim.report.elements import Item, Section, Shown, figure_item
+from sim.report.elements import Item, Section, figure_item
 from sim.report.inputs import Results
 from sim.results import compare, plot
 from sim.results.compare import Difference, SweptRun
-from sim.results.metrics import Row, cell_text, size_text, users_text
+from sim.results.metrics import Row, cell_text, engine_words, idle_share, size_text, users_text
 from sim.sweeps import winner
 from traces.errors import InputError
 
@@ -181,64 +181,38 @@ def _time(sweep: Results) -> Iterator[Item]:
 def _table(rows: Sequence[Row]) -> Item:
     names = [name for name in COLUMNS if name != HOST_READS or any(row["on_host"] for row in rows)]
     columns = {name: [COLUMNS[name](row) for row in rows] for name in names}
-    known = {name: shown for name, shown in columns.items() if any(text != "-" for text, _ in shown)}
-    return Item("table", head=tuple(known), rows=tuple(zip(*known.values(), strict=True)))
+    known = {name: texts for name, texts in columns.items() if set(texts) != {"-"}}
+    return Item("table", head=list(known), rows=list(zip(*known.values(), strict=True)))
 
 
-def _count(value: int) -> Shown:
-    return f"{value:,}", float(value)
+def _of(name: str, show: Callable[[float], str]) -> Callable[[Row], str]:
+    return lambda row: "-" if row[name] is None else show(row[name])
 
 
-def _three(value: float) -> str:
-    """Return at least three digits: `1.5`, `480`, `1,580`."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _time_of(name: str) -> Callable[[Row], Shown]:
-    return lambda row: ("-", -1.0) if row[name] is None else (show_ms(row[name]), row[name])
-
-
-def _per_token(name: str, unit: float = 1e6) -> Callable[[Row], Shown]:
-    def shown(row: Row) -> Shown:
-        return ("-", -1.0) if row[name] is None else (_three(count := row[name] / row["tokens"] / unit), count)
-
-    return shown
-
-
-def _share_of(name: str) -> Callable[[Row], Shown]:
-    return lambda row: (show_gap(row[name]), -1e9 if row[name] is None else row[name])
-
-
-def _idle(row: Row) -> Shown:
-    idle, busy = row["gpu_idle_ms"], row["compute_busy_ms"]
-    share = None if idle is None or not idle + busy else idle / (idle + busy)
-    return show_share(share), -1.0 if share is None else share
+def _per_token(name: str, unit: float = 1e6) -> Callable[[Row], str]:
+    return lambda row: "-" if row[name] is None else show_three(row[name] / row["tokens"] / unit)
 
 
 HOST_READS = "host reads a token"
 
-COLUMNS: dict[str, Callable[[Row], Shown]] = {
-    "policy": lambda row: (policy_title(row["policy"], row["oracle"]), None),
-    "cache": lambda row: (size_text(row), row["cache_fraction"]),
-    "a layer": lambda row: (f"{row['cache_experts'] / row['layers']:.3g}", row["cache_fraction"]),
-    "MiB": lambda row: (_three(row["cache_bytes"] / 2**20), row["cache_bytes"]) if row["cache_bytes"] else ("-", -1.0),
-    "hits": lambda row: (show_share(row["hit_rate"]), -1.0 if row["hit_rate"] is None else row["hit_rate"]),
-    "decode hits": lambda row: (
-        ("-", -1.0) if row["phase"] != "both" else (show_share(row["decode_hit_rate"]), row["decode_hit_rate"])
-    ),
-    "gap in hits": _share_of("gap_hits"),
-    "misses": lambda row: _count(row["misses"]),
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "policy": lambda row: policy_title(row["policy"], row["oracle"]),
+    "cache": size_text,
+    "a layer": lambda row: engine_words(row)[0],
+    "MiB": lambda row: "".join(engine_words(row)[1:]) or "-",
+    "hits": _of("hit_rate", show_share),
+    "decode hits": lambda row: show_share(row["decode_hit_rate"] if row["phase"] == "both" else None),
+    "gap in hits": _of("gap_hits", show_gap),
+    "misses": _of("misses", "{:,}".format),
     HOST_READS: _per_token("on_host", 1),
-    "TPOT, ms": _time_of("tpot_mean_ms"),
-    "gap in time": _share_of("gap_latency"),
-    "TPOT p99": _time_of("tpot_p99_ms"),
-    "TTFT, ms": _time_of("ttft_mean_ms"),
-    "decoded tokens/s": lambda row: (
-        ("-", -1.0) if row["tokens_per_s"] is None else (_three(row["tokens_per_s"]), row["tokens_per_s"])
-    ),
+    "TPOT, ms": _of("tpot_mean_ms", show_ms),
+    "gap in time": _of("gap_latency", show_gap),
+    "TPOT p99": _of("tpot_p99_ms", show_ms),
+    "TTFT, ms": _of("ttft_mean_ms", show_ms),
+    "decoded tokens/s": _of("tokens_per_s", show_three),
     "fetched, MB a token": _per_token("bytes_demand"),
     "prefetched, MB a token": _per_token("bytes_prefetch"),
-    "GPU idle": _idle,
+    "GPU idle": lambda row: show_share(idle_share(row)),
 }
 """The table of cells: what each column shows of a row."""
 

@@ -369,6 +369,12 @@ def engine_words(row: Row) -> list[str]:
     return [f"{row['cache_experts'] / row['layers']:.3g}", *memory]
 
 
+def idle_share(row: Row) -> float | None:
+    """Return the share of a run's time that the GPU waits; None of an untimed run, and of one without steps."""
+    idle, busy = row["gpu_idle_ms"], row["compute_busy_ms"]
+    return None if idle is None else _ratio(idle, idle + busy)
+
+
 def cell_text(row: Row) -> str:
     routing = f" with lossy routing {row['routing']}" if row.get("routing") else ""
     return f"{policy_title(row['policy'], row['oracle'])}{routing}, {size_text(row)}"
