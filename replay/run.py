@@ -26,10 +26,9 @@ from sim.probe import busy
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
 from sim.results.metrics import Cell, Row, summarise
-from sim.timeline import simulated
+from sim.timeline import Timeline, TimelineObserver
+from sim.timeline import play as play_simulated
 from sim.timeline import window as timeline_window
-from sim.timeline.file import Timeline
-from sim.timeline.observer import TimelineObserver
 
 PREDICTED = ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms", "hit_rate")
 """Figures of the simulator that stand in a replay's row."""
@@ -110,7 +109,7 @@ def replay(
         row["host_us_per_layer"] = bookkeeping_us(driver, log, len(done))
         row["resumed_steps"] = len(done)
     if timeline:
-        simulated.play(run, lambda log: None, timeline, names, replace(window, stops=True), slots)
+        play_simulated(run, lambda log: None, timeline, names, replace(window, stops=True), slots)
     predictions = predict(choice, cell, calibrations)
     row["predicted_lru_tpot_ms"] = _lru_ms(choice, cell, calibrations)
     first = predictions[0]

@@ -76,7 +76,6 @@ def generate(
         console.out.file.write(text)
         console.out.file.flush()
 
-    opened.require_apart(on.get("store"), record)
     with opened.live(model, on, seeded(opened.policy, seed), partial(progress, quiet=quiet, what="experts")) as live:
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:

@@ -1,7 +1,6 @@
 """Options that `generate` and `serve` share."""
 
 from dataclasses import dataclass
-from os.path import realpath
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +17,6 @@ from sim.defaults import CACHE_SIZE, POLICY
 from sim.experiment import OPTIONS, SIZES
 from sim.quantities import show_bytes
 from terminal import console
-from traces.errors import refuse
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,3 @@ class LiveOptions:
         )
         live.draft = self.draft
         return live
-
-    def require_apart(self, store: Path | None, record: Path | None = None) -> None:
-        """Raise InputError where one of the files would take another one's place. record: folder of a trace."""
-        files = {name: file for name, file in {"store": store, "profile": self.profile}.items() if file}
-        places = {name: Path(realpath(file)) for name, file in files.items()}
-        same = len(places) > len(set(places.values()))
-        refuse((same, f"`store` and `profile` both name {self.profile}: name a file for each"))
-        trace = Path(realpath(record)) if record else None
-        for name, place in places.items():
-            refuse((trace in (place, *place.parents), f"`{name}` {files[name]} is in the folder of `record`: move it"))

@@ -67,7 +67,6 @@ def serve(
             f"--host {host} can be reached from elsewhere: say with --api-key what clients must send",
         ),
     )
-    opened.require_apart(on.get("store"))
     transformers.logging.set_verbosity_error()
     with (
         listen(host, port) as listening,

@@ -12,27 +12,13 @@ from threading import local
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 
 from replay.devices.expert_file import DirectFile
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
 from traces.errors import InputError
 from traces.models.safetensors_files import tensors_of
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 ALIGNMENT = 64
 """Of what torch allocates, in bytes."""
@@ -119,7 +105,7 @@ class ShardTensor:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        return next(name for name, dtype in str_to_torch_dtype.items() if dtype == self.dtype)
 
 
 def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTensor]]:
@@ -130,9 +116,9 @@ def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTens
         for path in files:
             shards.append(Shard(path))
             for stored in tensors_of(path):
-                if stored.dtype not in DTYPES:
+                if stored.dtype not in str_to_torch_dtype:
                     raise InputError(f"{path}: {stored.name} is of type {stored.dtype}, which is not read")
-                place = shards[-1], stored.begin, stored.shape, DTYPES[stored.dtype]
+                place = shards[-1], stored.begin, stored.shape, str_to_torch_dtype[stored.dtype]
                 tensors[stored.name] = ShardTensor(stored.name, *place)
     except BaseException:
         for shard in shards:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,18 +13,16 @@ from sim.commands import options
 from sim.commands.printed import cell_title, progress
 from sim.engines import compiling
 from sim.loaded import TimedRun
-from sim.loop.log import Ended
 from sim.loop.requests import Requests
-from sim.loop.run import Run
 from sim.quantities import show_bytes
 from sim.results.compare import swept_run
 from sim.results.metrics import LATENCIES, Row, Summary, users_text
 from sim.sweeps import notes, verdict
 from sim.sweeps.grid import LRU, Grid, grid_of, measures, run_grid, summed
-from sim.timeline import simulated
+from sim.timeline import play as play_onto
 from sim.timeline import window as timeline_window
-from sim.timeline.file import writing
-from sim.timeline.window import REQUESTS, TOKENS, Window
+from sim.timeline import writing
+from sim.timeline.window import Window
 from traces.errors import InputError
 
 
@@ -35,10 +34,7 @@ def run(
     timeline: Annotated[
         Path | None, typer.Option(help="File for a timeline (.json, .json.gz) that https://ui.perfetto.dev opens.")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(TOKENS, help="Decode steps that the timeline shows, FROM:TO.")] = None,
-    window_requests: Annotated[
-        str | None, typer.Option(REQUESTS, help="Requests that the timeline shows instead, FROM:TO.")
-    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Decode steps that the timeline shows, FROM:TO.")] = None,
     no_slots: options.NoSlots = False,
     overwrite: options.Overwrite = False,
     output: options.OutputOptions,
@@ -53,13 +49,12 @@ def run(
 
     [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
     """
-    window = timeline_window.parse(tokens, window_requests)
-    if not timeline and (window or no_slots):
+    if not timeline and (tokens or no_slots):
         raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
     loaded = TimedRun.of(options.experiment(stated, cell.trace))
     spec, slots = cell.chosen(loaded, admission)
-    if window:
-        timeline_window.check(window, Requests(loaded.trace))
+    requests = Requests(loaded.trace)
+    window = timeline_window.chosen(tokens, requests) if tokens else None
     output.note(*cell.taken(loaded.experiment, stated), *loaded.notes)
     for warning in notes.warnings(loaded, Grid((spec,), {cell.size: slots})):
         options.warn(warning)
@@ -67,7 +62,7 @@ def run(
     output.note(*notes.overhead_notes(us))
     loaded = loaded.charging(us)
     if timeline:
-        window = window or timeline_window.first_steps(Requests(loaded.trace))
+        window = window or timeline_window.first_steps(requests)
         summary = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)
     else:
         output.note(*compiling.notes(loaded.versions([spec])))
@@ -104,17 +99,14 @@ def _shown(
     row: Row = {}
     with writing(path, lambda: {"made by": "moe-sim run", **row}, overwrite) as timeline:
         names = loaded.trace.requests["id"].astype(str).tolist()
-
-        def play(run: Run, ended: Ended) -> None:
-            simulated.play(run, ended, timeline, names, window, slot_tracks)
-
+        play = partial(play_onto, timeline=timeline, names=names, window=window, slots=slot_tracks)
         with progress(len(names), output.quiet) as advance:
             summary = summed(replace(loaded, engine=play), policy, slots, advance)
             row |= {**summary.row(), **summary.latencies()}
     if not window.stops:
         output.note(
             f"the run has more than {timeline_window.SHOWN_WHOLE:,} steps: the timeline shows its first "
-            f"{window.last} {window.of}; {TOKENS} or {REQUESTS} FROM:TO chooses others"
+            f"{window.last} {'decode steps' if window.decodes else 'prefills'}; --tokens FROM:TO chooses others"
         )
     elif row["requests"] + loaded.experiment.warmup_requests < len(loaded.trace.requests):
         output.note("run up to the end of the request in which the window ends; the figures are of that")

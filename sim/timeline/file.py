@@ -1,4 +1,4 @@
-"""A timeline file: slices, instants and counters on named tracks, for https://ui.perfetto.dev to open as it is.
+"""A timeline file: slices and counters on named tracks, for https://ui.perfetto.dev to open as it is.
 
 JSON of Chrome's trace events ("Trace Event Format", Google). Times are microseconds with three decimals: no nanosecond
 is lost. Perfetto looks names up by thread alone, so a number is never used twice. Events come in any order of time; of
@@ -16,11 +16,11 @@ from typing import NamedTuple, TextIO
 from traces.output import check_file, replacing
 
 Args = Mapping[str, object]
-"""What a slice or an instant shows when it is selected; None is left out."""
+"""What a slice shows when it is selected; None is left out."""
 
 
 class Track(NamedTuple):
-    """A named line of slices and instants, which nest or follow one another."""
+    """A named line of slices, which nest or follow one another."""
 
     process: int
     id: int
@@ -63,11 +63,6 @@ class Timeline:
         where = f'"pid":{track.process},"tid":{track.id},"ts":{_us(began)},"dur":{_us(ended - began)}'
         self._event(f'"ph":"X","name":{json.dumps(name)},{where},"args":{_shown(args)}')
 
-    def instant(self, track: Track, name: str, at: int, args: Args) -> None:
-        if self.is_open:
-            where = f'"pid":{track.process},"tid":{track.id},"ts":{_us(at)}'
-            self._event(f'"ph":"i","s":"t","name":{json.dumps(name)},{where},"args":{_shown(args)}')
-
     def counter(self, process: int, name: str, at: int, values: Mapping[str, int]) -> None:
         if self.is_open:
             where = f'"pid":{process},"ts":{_us(at)}'
@@ -81,53 +76,6 @@ class Timeline:
     def _event(self, body: str) -> None:
         self._write(f"{self._between}{{{body}}}")
         self._between = ",\n"
-
-
-class ComputeTrack:
-    """The track of the compute stream: steps, in them layers, in these parts and stalls."""
-
-    def __init__(self, timeline: Timeline, process: int) -> None:
-        self._timeline = timeline
-        self._track = timeline.track(process, "compute")
-        self._began = 0  # of the step
-        self._layers: list[int] = []  # when each began
-        self._parts: list[tuple[str, int, int, Args]] = []
-        self.ended = 0  # of the latest part
-
-    def begin(self, now: int) -> None:
-        self._began = self.ended = now
-        self._layers, self._parts = [], []
-
-    def layer(self, number: int, began: int) -> None:
-        """Layer `number` begins then, or where the latest part ended."""
-        assert number == len(self._layers)
-        self._layers.append(max(began, self.ended))
-
-    def until(self, began: int, end: int, name: str, args: Args) -> None:
-        """A part that began then, or where the latest one ended, lasts until `end`."""
-        self._parts.append((name, max(began, self.ended), end, args))
-        self.ended = end
-
-    def stalled(self, cause: str, began: int, ended: int, args: Args) -> None:
-        """The stream waits; one slice for as long as the cause, and what is on the link, stay the same.
-
-        Where a real host did something else in between, it is another one.
-        """
-        name = f"stall: {cause}"
-        if self._parts and (self._parts[-1][0], *self._parts[-1][2:]) == (name, began, args):
-            began = self._parts.pop()[1]
-        self._parts.append((name, began, ended, args))
-        self.ended = ended
-
-    def end(self, name: str, args: Args) -> None:
-        """The step has ended with the latest part, the head: write it, the outer slices first."""
-        timeline, track = self._timeline, self._track
-        timeline.slice(track, name, self._began, self.ended, args)
-        head_began = self._parts[-1][1]
-        for number, (began, ended) in enumerate(zip(self._layers, [*self._layers[1:], head_began], strict=True)):
-            timeline.slice(track, f"layer {number}", began, ended, {"layer": number})
-        for part, began, ended, shown in self._parts:
-            timeline.slice(track, part, began, ended, shown)
 
 
 @contextmanager

@@ -6,16 +6,19 @@ fill a step without a gap.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from policies.core.residency import PolicyResidency, Residency
+from sim.engines import simpy_engine
+from sim.loop.log import Ended, RunLog, counting
 from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.loop.schedule import Step
 from sim.timeline.file import Timeline
-from sim.timeline.tracks import BatchSlotTracks, ComputeTracks, HostTracks, LinkTracks, ResidencyTracks, Scene
-from sim.timeline.window import Window
+from sim.timeline.tracks import ComputeTrack, HostTracks, LinkTrack, ResidencyTracks, Scene
+from sim.timeline.window import WHOLE, Window
 from traces.steps import DECODE
 
 OF_TRACKS = (
@@ -23,6 +26,29 @@ OF_TRACKS = (
     *("routed", "proposed", "turned_to", "interrupted", "left", "landed", "arrived", "request_ended"),
 )
 """Events of a `LoopObserver` that tracks draw by themselves."""
+
+
+class WindowOver(Exception):  # noqa: N818  # no error: it ends a run that has been shown
+    """The request in which the window ends has ended."""
+
+
+def play(
+    run: Run, ended: Ended, timeline: Timeline, names: Sequence[str], window: Window = WHOLE, slots: bool = True
+) -> None:
+    """Run a run on the SimPy engine and put it onto `timeline`; `ended` takes the log of each request when it ends.
+
+    names: of the trace's requests. slots: whether each has a track. InputError for a time beyond a clock of 64 bits.
+    """
+    observer = TimelineObserver(timeline, run, "simulated", names, window, slots)
+
+    def request_ended(log: RunLog) -> None:
+        ended(log)
+        if observer.is_over and window.stops:
+            raise WindowOver
+
+    with counting(run), suppress(WindowOver):
+        simpy_engine.play(run, request_ended, observer)
+    observer.close()
 
 
 class TimelineObserver(LoopObserver):
@@ -37,7 +63,7 @@ class TimelineObserver(LoopObserver):
         self._names = names
         self._window = window
         self._with_slots = slots
-        self._requests = self._decoded = 0  # requests and decode steps that have ended
+        self._ended = {True: 0, False: 0}  # steps, by whether they decode
 
     def run_begins(self, residency: Residency, now: Callable[[], int]) -> None:
         """Make the tracks, in the order in which they are shown; each event goes to those that draw it."""
@@ -45,36 +71,34 @@ class TimelineObserver(LoopObserver):
         timeline, group, origin = self._timeline, self._group, now()
         self._process = timeline.process(f"{group}: compute and link")
         self._scene = scene = Scene(timeline, self._process, self._run, residency, lambda: now() - origin, origin)
-        self._compute = ComputeTracks(scene)
-        self._link = self._compute.link = LinkTracks(scene)
-        self._host = HostTracks(scene)
-        self._batch_slots = BatchSlotTracks(scene, group, self._names)
-        self._residency = ResidencyTracks(scene, group, self._with_slots)
-        tracks = (self._compute, self._link, self._host, self._residency)
+        self._compute = ComputeTrack(scene)
+        self._compute.link = LinkTrack(scene)
+        self._unfinished = self._compute.link, HostTracks(scene), ResidencyTracks(scene, group, self._with_slots)
+        tracks = (self._compute, *self._unfinished)
         for event in OF_TRACKS:
             draw = [getattr(each, event) for each in tracks if event in vars(type(each))]
             setattr(self, event, draw[0] if len(draw) == 1 else partial(_each, draw))
 
     @property
+    def _position(self) -> int:
+        return self._ended[self._window.decodes]
+
+    @property
     def is_over(self) -> bool:
-        return self._window.last is not None and self._position() >= self._window.last
+        return self._window.last is not None and self._position >= self._window.last
 
     def close(self) -> None:
         if self._timeline.is_open:
-            for tracks in (self._link, self._host, self._batch_slots, self._residency):
+            for tracks in self._unfinished:
                 tracks.show_unfinished()
             self._timeline.close()
 
-    def _position(self) -> int:
-        return self._decoded if self._window.of == "decode steps" else self._requests
-
     def step_begins(self, step: Step, began: int) -> None:
         began -= self._scene.origin
-        if self._position() >= self._window.first and not self.is_over and not self._timeline.is_open:
+        if self._position >= self._window.first and not self.is_over and not self._timeline.is_open:
             self._timeline.open(began)
         self._began, self._before = began, self._scene.residency.counters()
         self._compute.begin(began)
-        self._batch_slots.begin(step, began)
 
     def step_ended(self, step: Step, ended: int) -> None:
         counters = self._scene.residency.counters()
@@ -88,12 +112,10 @@ class TimelineObserver(LoopObserver):
             "context": step.context,
             **lookups,
         }
-        self._compute.track.end(f"decode {self._decoded}" if decodes else "prefill", args)
+        self._compute.end(f"decode {self._ended[True]}" if decodes else "prefill", args)
         self._timeline.counter(self._process, "lookups", self._began, lookups)
-        self._batch_slots.end(step, ended - self._scene.origin)
-        self._decoded += decodes
-        self._requests += len(step.ends)
-        if self.is_over and self._window.of == "decode steps":
+        self._ended[decodes] += 1
+        if self.is_over:
             self.close()
 
 

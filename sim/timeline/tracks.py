@@ -1,7 +1,7 @@
-"""What each track of a timeline shows: compute stream, link, host and disk, batch slots, slots, and what waits."""
+"""What each track of a timeline shows: compute stream, link, host and disk, slots, and what waits for the link."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from policies.core.policy import Float, Int
@@ -11,8 +11,7 @@ from sim.loop.host import needed
 from sim.loop.log import PREDICTOR, STALLS
 from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
-from sim.loop.schedule import Step
-from sim.timeline.file import ComputeTrack, Timeline, Track
+from sim.timeline.file import Timeline, Track
 
 Args = dict[str, object]
 
@@ -44,23 +43,24 @@ class Scene:
         return {"expert": expert, "layer": layer, "expert_in_layer": number}
 
 
-class ComputeTracks(LoopObserver):
-    """The parts of the compute stream, named by what was submitted."""
+class ComputeTrack(LoopObserver):
+    """The compute stream: steps, in them layers, in these parts, named by what was submitted, and stalls."""
 
-    link: "LinkTracks"
+    link: "LinkTrack"
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self.track = ComputeTrack(scene.timeline, scene.process)
+        self._track = scene.timeline.track(scene.process, "compute")
         self._submitted: deque[int] = deque()  # when each part under way was
         self._tokens: dict[int, int] = {}  # of each expert of the current event
         self._late: set[int] = set()  # of these
         self._hits: set[int] = set()
-        self._layer = -1
 
     def begin(self, now: int) -> None:
-        self._layer = -1
-        self.track.begin(now)
+        """A step begins."""
+        self._began = self._ended = now  # of the step, and of its latest part
+        self._layers: list[int] = []  # when each began
+        self._parts: list[tuple[str, int, int, Args]] = []
 
     def event_routed(self, tokens: dict[int, int], hits: list[int], late: list[int]) -> None:
         self._tokens, self._hits, self._late = tokens, set(hits), set(late)
@@ -69,68 +69,72 @@ class ComputeTracks(LoopObserver):
         self._submitted.extend([self._scene.now()] * len(experts))
 
     def ended(self, completion: Completion) -> None:
-        """Show the oldest part; before its expert has arrived it could not begin."""
+        """Add the oldest part; before its expert has arrived, and the part before has ended, it could not begin."""
         kind, expert = completion
         if kind >= Kind.READ:
             return
         now, scene = self._scene.now(), self._scene
-        began = max(self._submitted.popleft(), self.link.arrived_at.get(expert, 0))
-        if kind is Kind.PREDICTOR:
-            return  # shown as a stall
+        began = max(self._submitted.popleft(), self.link.arrived_at.get(expert, 0), self._ended)
+        name, args = "dense" if kind is Kind.ROUTER else kind.name.lower(), Args()
         if kind is Kind.EXPERT:
             outcome = "hit" if expert in self._hits else "late" if expert in self._late else "miss"
+            name = f"{outcome} {scene.name(expert)}"
             args = {**scene.args(expert), "tokens": self._tokens[expert], "lookup": outcome}
-            self.track.until(began, now, f"{outcome} {scene.name(expert)}", args)
-            return
         if kind is Kind.ROUTER:
-            self._layer += 1
-            self.track.layer(self._layer, began)
-        name = "dense" if kind is Kind.ROUTER else kind.name.lower()
-        if kind is not Kind.COMBINE or now > max(began, self.track.ended):
-            self.track.until(began, now, name, {})
+            self._layers.append(began)
+        if kind is not Kind.PREDICTOR and (kind is not Kind.COMBINE or now > began):  # the first is shown as a stall
+            self._add(name, began, now, args)
 
     def stalled(self, cause: int, began: int, ended: int, on_link: int) -> None:
+        """Add a wait: one slice for as long as the cause, and what is on the link, stay the same.
+
+        Where a real host did something else in between, it is another one.
+        """
         args: Args = {}
         if cause != PREDICTOR and on_link != NO_EXPERT:
             args = {"on_link": self._scene.name(on_link), "expert": on_link}
-        self.track.stalled(STALLS[cause], began - self._scene.origin, ended - self._scene.origin, args)
+        name, origin = f"stall: {STALLS[cause]}", self._scene.origin
+        began, ended = began - origin, ended - origin
+        if self._parts and (self._parts[-1][0], *self._parts[-1][2:]) == (name, began, args):
+            began = self._parts.pop()[1]
+        self._add(name, began, ended, args)
+
+    def _add(self, name: str, began: int, ended: int, args: Args) -> None:
+        self._parts.append((name, began, ended, args))
+        self._ended = ended
+
+    def end(self, name: str, args: Args) -> None:
+        """The step has ended with the latest part, the head: write it, the outer slices first."""
+        timeline, track = self._scene.timeline, self._track
+        timeline.slice(track, name, self._began, self._ended, args)
+        head_began = self._parts[-1][1]
+        for number, (began, ended) in enumerate(zip(self._layers, [*self._layers[1:], head_began], strict=True)):
+            timeline.slice(track, f"layer {number}", began, ended, {"layer": number})
+        for part in self._parts:
+            timeline.slice(track, *part)
 
 
-class LinkTracks(LoopObserver):
-    """The pieces on the link; a paused prefetch has a track of its own."""
+class LinkTrack(LoopObserver):
+    """The pieces on the link."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
         self._track = scene.timeline.track(scene.process, "link")
-        self._pauses = scene.timeline.track(scene.process, "paused prefetch")
         self._flying: deque[tuple[Transfer, int, int, int, list[int]]] = deque()  # transfer, bytes, since when, victims
         self._ended = 0
         self.arrived_at: dict[int, int] = {}
         """By expert: when its latest piece ended."""
         self._victims: list[int] = []  # of the transfer whose first piece comes next
-        self._priorities: dict[int, float | None] = {}  # by expert: of its latest transfer, when that started
-        self._running = NO_EXPERT  # the transfer chosen last
-        self._pause: tuple[int, int] | None = None  # the paused expert, and since when
+        self._priorities: dict[int, float | None] = {}  # by expert under way: as it was when its transfer started
 
     def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
-        if expert < 0:
-            return
-        if self._pause and self._pause[0] == expert:
-            self._show_pause()
-            self._pause = None
-        else:
-            is_prefetch = self._scene.residency.is_prefetch(expert)
-            self._priorities[expert] = self._scene.residency.priority(expert) if is_prefetch else None
-        self._start(expert, victim)
+        if expert >= 0:
+            residency = self._scene.residency
+            self._priorities.setdefault(expert, residency.priority(expert) if residency.is_prefetch(expert) else None)
+            self._victims = [victim] if victim >= 0 and not self._scene.sized else []
 
     def interrupted(self, expert: int, victim: int) -> None:
-        if expert >= 0:
-            self._pause = self._running, self._scene.now()
-            self._start(expert, victim)
-
-    def _start(self, expert: int, victim: int) -> None:
-        self._running = expert
-        self._victims = [victim] if victim >= 0 and not self._scene.sized else []
+        self.turned_to(expert, victim, False)
 
     def left(self, experts: list[int]) -> None:
         self._victims = experts
@@ -141,18 +145,19 @@ class LinkTracks(LoopObserver):
 
     def copied(self) -> None:
         self._show(self._flying[0])
-        transfer = self._flying.popleft()[0]
+        transfer, _, upto, *_ = self._flying.popleft()
+        if upto == transfer.size:
+            del self._priorities[transfer.expert]
         self._ended = self.arrived_at[transfer.expert] = self._scene.now()
 
     def cutting(self) -> None:
         self.show_unfinished()
         self._flying.clear()
-        self._pause = None
+        self._priorities.clear()
 
     def show_unfinished(self) -> None:
         if self._flying:
             self._show(self._flying[0], unfinished=True)
-        self._show_pause()
 
     def _show(self, piece: tuple[Transfer, int, int, int, list[int]], unfinished: bool | None = None) -> None:
         transfer, first, upto, since, victims = piece
@@ -173,30 +178,39 @@ class LinkTracks(LoopObserver):
         }
         scene.timeline.slice(self._track, f"{kind} {scene.name(expert)}", max(since, self._ended), scene.now(), args)
 
-    def _show_pause(self) -> None:
-        if self._pause:
-            (expert, since), scene = self._pause, self._scene
-            scene.timeline.slice(self._pauses, f"paused {scene.name(expert)}", since, scene.now(), scene.args(expert))
+
+@dataclass(frozen=True)
+class Span:
+    """A slice that has begun."""
+
+    track: Track
+    name: str
+    since: int
+    args: Args
 
 
 class Spans(LoopObserver):
-    """Tracks on which one slice at a time is open."""
+    """Slices that are open until something ends, by what they are of."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._open: dict[Track, tuple[str, int, Args]] = {}  # name, since when, and what of it
+        self._open: dict[Hashable, Span] = {}
 
-    def _begin(self, track: Track | None, name: str, began: int, args: Args) -> None:
-        assert track
-        self._open[track] = name, began, args
+    def _begin(self, key: Hashable, track: Track, name: str, args: Args) -> None:
+        self._open[key] = Span(track, name, self._scene.now(), args)
 
-    def _end(self, track: Track, ended: int, **more: object) -> None:
-        name, began, args = self._open.pop(track)
-        self._scene.timeline.slice(track, name, began, ended, {**args, **more})
+    def _end(self, key: Hashable, **more: object) -> Span:
+        span = self._open.pop(key)
+        self._show(span, **more)
+        return span
+
+    def _show(self, span: Span, **more: object) -> None:
+        args = {**span.args, **more}
+        self._scene.timeline.slice(span.track, span.name, span.since, self._scene.now(), args)
 
     def show_unfinished(self) -> None:
-        for track, (name, began, args) in self._open.items():
-            self._scene.timeline.slice(track, name, began, self._scene.now(), {**args, "unfinished": True})
+        for span in self._open.values():
+            self._show(span, unfinished=True)
 
 
 class HostTracks(Spans):
@@ -204,93 +218,49 @@ class HostTracks(Spans):
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
-        self._host = scene.timeline.track(scene.process, "host") if needed(scene.run) else None
-        self._disk = scene.timeline.track(scene.process, "disk") if scene.run.host else None
+        timeline, process = scene.timeline, scene.process
+        self._tracks = [timeline.track(process, "host")] if needed(scene.run) else []
+        self._tracks += [timeline.track(process, "disk")] if scene.run.host else []
 
     def host_began(self, kind: Kind, expert: int, tokens: int) -> None:
-        name, args, now = "hop", Args(), self._scene.now()
+        name, args = "hop", Args()
         if kind is Kind.HOST:
             name = f"host {self._scene.name(expert)}"
             args = {**self._scene.args(expert), "tokens": tokens, "lookup": "miss"}
-        self._begin(self._host, name, now, args)
+        self._begin("host", self._tracks[0], name, args)
 
     def read_began(self, expert: int, demanded: bool) -> None:
         args = {**self._scene.args(expert), "read": "demand" if demanded else "prefetch"}
-        self._begin(self._disk, f"read {self._scene.name(expert)}", self._scene.now(), args)
+        self._begin("disk", self._tracks[-1], f"read {self._scene.name(expert)}", args)
 
     def ended(self, completion: Completion) -> None:
-        kind = completion.kind
-        track = self._disk if kind is Kind.READ else self._host if kind in (Kind.HOP, Kind.HOST) else None
-        if track:
-            self._end(track, self._scene.now())
+        if completion.kind in (Kind.READ, Kind.HOP, Kind.HOST):
+            self._end("disk" if completion.kind is Kind.READ else "host")
 
     def cutting(self) -> None:
         self.show_unfinished()
         self._open.clear()
 
 
-class BatchSlotTracks(Spans):
-    """A track for each batch slot (rule 18): its requests, from their admission to the end of their last head."""
-
-    def __init__(self, scene: Scene, group: str, names: Sequence[str]) -> None:
-        super().__init__(scene)
-        self._names = names
-        self._tracks: list[Track] = []
-        if users := scene.run.users:
-            process = scene.timeline.process(f"{group}: requests")
-            self._tracks = [
-                scene.timeline.track(process, f"batch_slot {batch_slot}") for batch_slot in range(users.max_batch)
-            ]
-
-    def begin(self, step: Step, began: int) -> None:
-        for place, waited_ns in zip(step.begins, step.waited_ns, strict=False):
-            args: Args = {"waited_us": waited_ns / 1_000}
-            self._begin(self._tracks[place.batch_slot], self._names[place.request], began, args)
-
-    def end(self, step: Step, ended: int) -> None:
-        for place in step.ends if self._tracks else ():
-            self._end(self._tracks[place.batch_slot], ended, steps=place.step + 1)
-
-
-@dataclass(slots=True)
-class Held:
-    """An expert in its slot."""
-
-    track: Track
-    name: str
-    args: Args  # of all its slices
-    since: int  # when it started to load; once it is ready, when it became so
-    unused: bool  # prefetched, and not looked up since
-    ready: bool = False
-
-
-class ResidencyTracks(LoopObserver):
+class ResidencyTracks(Spans):
     """A track for each slot, and counters of what waits for the link.
 
     A slot's slices show which expert has it, from the start of its transfer to its eviction, and when it is ready.
     """
 
     def __init__(self, scene: Scene, group: str, slots: bool) -> None:
-        self._scene = scene
+        super().__init__(scene)
         self._queues = scene.timeline.process(f"{group}: queues")
         self._waiting: dict[str, int] = {}
         self._tracks: list[Track] = []
         if slots:
             process = scene.timeline.process(f"{group}: slots")
             self._tracks = [scene.timeline.track(process, f"slot {i}") for i in range(scene.residency.slots)]
-        self._held: dict[int, Held] = {}
+        self._unused: set[int] = set()  # prefetched, and not looked up since
         self._arriving = self._landing = NO_EXPERT
 
-    def show_unfinished(self) -> None:
-        for held in self._held.values():
-            self._show(held)
-
     def routed(self, experts: Int, hits: list[int]) -> None:
-        for expert in experts.tolist() if self._tracks else ():
-            held = self._held.get(expert)
-            if held and held.unused:
-                held.unused = False
-                self._scene.timeline.instant(held.track, "first use", self._scene.now(), held.args)
+        self._unused.difference_update(experts.tolist())
         self._count()
 
     def proposed(self, experts: Int, priorities: Float) -> None:
@@ -299,7 +269,7 @@ class ResidencyTracks(LoopObserver):
     def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
         if expert >= 0:
             self._arriving = expert
-            if self._tracks and expert not in self._held:
+            if self._tracks and expert not in self._open:
                 self._take_slot(expert, NO_EXPERT if self._scene.sized else victim, prefetch)
         self._count()
 
@@ -307,29 +277,30 @@ class ResidencyTracks(LoopObserver):
         self.turned_to(expert, victim, False)
 
     def left(self, experts: list[int]) -> None:
-        if not self._tracks:
-            return
-        for expert in experts:
-            self._leave(expert, evicted_for=self._arriving)
-        self._held[self._arriving].since = self._scene.now()  # it may take the slot of one of them
+        if self._tracks:
+            for expert in experts:
+                self._leave(expert, evicted_for=self._arriving)
+            arriving = self._open[self._arriving]  # it may take the slot of one of them
+            self._begin(self._arriving, arriving.track, arriving.name, arriving.args)
 
     def _take_slot(self, expert: int, victim: int, prefetch: bool) -> None:
         scene = self._scene
         if victim >= 0:
             self._leave(victim, evicted_for=expert)
         unused = scene.residency.is_prefetch(expert)
+        if unused:
+            self._unused.add(expert)
         args = {
             **scene.args(expert),
             "transfer": "prefetch" if unused else "copy" if prefetch else "demand",
             "priority": scene.residency.priority(expert) if unused else None,
         }
-        track = self._tracks[scene.residency.slot(expert)]
-        self._held[expert] = Held(track, scene.name(expert), args, scene.now(), unused)
+        self._begin(expert, self._tracks[scene.residency.slot(expert)], f"loading {scene.name(expert)}", args)
 
     def ended(self, completion: Completion) -> None:
         """What is not admitted leaves once it has been computed (rule 21)."""
         expert = completion.expert
-        if completion.kind is Kind.EXPERT and expert in self._held and self._scene.residency.is_staged(expert):
+        if completion.kind is Kind.EXPERT and expert in self._open and self._scene.residency.is_staged(expert):
             self._leave(expert, bypassed=True)
 
     def arrived(self) -> None:
@@ -338,10 +309,9 @@ class ResidencyTracks(LoopObserver):
             expert, self._landing = self._landing, NO_EXPERT
         else:
             expert, self._arriving = self._arriving, NO_EXPERT
-        held = self._held.get(expert)
-        if held:
-            self._show(held)
-            held.since, held.ready = self._scene.now(), True
+        if expert in self._open:
+            loaded = self._end(expert)
+            self._begin(expert, loaded.track, f"ready {self._scene.name(expert)}", loaded.args)
         self._count()
 
     def landed(self) -> None:
@@ -350,19 +320,14 @@ class ResidencyTracks(LoopObserver):
 
     def request_ended(self, cold: bool) -> None:
         if cold:
-            for expert in list(self._held):
+            for expert in list(self._open):
                 self._leave(expert, discarded=True)
             self._arriving = self._landing = NO_EXPERT
         self._count()
 
     def _leave(self, expert: int, **why: object) -> None:
-        held = self._held.pop(expert)
-        self._show(held, **why, wasted=held.unused or None)
-
-    def _show(self, held: Held, **more: object) -> None:
-        state = "ready" if held.ready else "loading"
-        args = {**held.args, **more}
-        self._scene.timeline.slice(held.track, f"{state} {held.name}", held.since, self._scene.now(), args)
+        self._end(expert, **why, wasted=expert in self._unused or None)
+        self._unused.discard(expert)
 
     def _count(self) -> None:
         """Show how many wait, and how many are under way (a paused prefetch too), wherever that has changed."""

@@ -12,6 +12,7 @@ import pytest
 from policies.core import parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
+from sim.loop import Requests
 from sim.results import summarise
 from sim.timeline import Window
 from sim.timeline import window as timeline_window
@@ -78,8 +79,8 @@ def test_tokens_choose_decode_steps_of_the_whole_run_and_play_stops_after_them(m
     assert "figures are of that" in err
 
 
-def test_requests_choose_whole_requests(moe_sim_run, home, tmp_path):
-    status, _, err = moe_sim_run(str(home / "tiny"), "--timeline", "out.json", "--window-requests", "2:", "--no-slots")
+def test_a_window_may_reach_to_the_end_and_slots_be_left_out(moe_sim_run, home, tmp_path):
+    status, _, err = moe_sim_run(str(home / "tiny"), "--timeline", "out.json", "--tokens", "16:", "--no-slots")
     assert status == 0, err
     steps, _ = steps_of(tmp_path / "out.json")
     assert [name for name, _ in steps] == [
@@ -105,9 +106,8 @@ def test_a_long_run_shows_its_beginning_unasked_and_is_played_whole(moe_sim_run,
     [("5:9", (5, 9)), (":4", (0, 4)), ("7:", (7, None)), (":", (0, None))],
 )
 def test_either_end_of_a_window_may_be_left_out(text, window):
-    assert timeline_window.parse(text, None) == Window("decode steps", *window)
-    assert timeline_window.parse(None, text) == Window("requests", *window)
-    assert timeline_window.parse(None, None) is None
+    trace = synthetic(4, tokens=8, layers=3, experts=16, top_k=2, seed=3)
+    assert timeline_window.chosen(text, Requests(trace)) == Window(*window)
 
 
 SHOW = ("--timeline", "out.json")
@@ -117,10 +117,8 @@ SHOW = ("--timeline", "out.json")
     ("arguments", "complaint"),
     [
         (("--warmup-requests", "4"), "4 warm-up requests leave none of 4 to count: use a smaller --warmup-requests"),
-        ((*SHOW, "--tokens", "5:3"), "--tokens '5:3': give one window FROM:TO"),
-        ((*SHOW, "--tokens", "9999:"), "--tokens begins at 9999: the run has"),
-        ((*SHOW, "--window-requests", "4:5"), "--window-requests begins at 4: the run has 4 requests"),
-        ((*SHOW, "--tokens", "1:2", "--window-requests", "1:2"), "give one window"),
+        ((*SHOW, "--tokens", "5:3"), "--tokens '5:3': write FROM:TO"),
+        ((*SHOW, "--tokens", "9999:"), "--tokens begins at 9999: the run has 32 decode steps"),
         (("--tokens", "1:2"), "--timeline out.json"),
         (("--no-slots",), "--timeline out.json"),
         (("--timeline", "absent/out.json"), "cannot write absent/out.json"),

@@ -43,7 +43,6 @@ class Shown:
             if e["ph"] == "X":
                 one = Slice(e["name"], ns(e["ts"]), ns(e["ts"]) + ns(e["dur"]), e["args"])
                 self.tracks[self.threads[e["tid"]]].append(one)
-        self.instants = [e for e in events if e["ph"] == "i"]
         self.counters = [e for e in events if e["ph"] == "C"]
 
     @property
