@@ -107,7 +107,7 @@ class Choice:
         if self.device != "virtual":
             loaded = replace(loaded, experiment=replace(loaded.experiment, predictor_us=0.0))
         cell = grid.key(loaded, self.policy, self.slots)
-        return key_of(cell=cell, device={"machine": self.machine, **self.target.key()})
+        return key_of(cell=cell, device={"machine": self.machine, **vars(self.target)})
 
     def stage(self, memory: "HostMemory | None" = None, gpu: "Gpu | None" = None) -> "AbstractContextManager[Stage]":
         """Open what the model takes on the device, for this cell and others of its model; see `open_stage`."""

@@ -53,7 +53,6 @@ class DeviceChoice:
         Path | None, Option("Folder of a safetensors checkpoint. Default: random weights of its shapes.")
     ] = None
     verify: Annotated[bool, Option("Compare slots with the host at each use (slow).")] = False
-    nvtx: Annotated[bool, Option("Mark steps and layers for NVIDIA's profilers.", key=False)] = False
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -68,7 +67,7 @@ class DeviceChoice:
         if self.device != "disk":
             self._refuse(f"it needs the device disk, not {self.device}", "store", "lanes")
         if self.device != "cuda":
-            self._refuse(f"it needs the device cuda, not {self.device}", "nvtx", "pin")
+            self._refuse(f"it needs the device cuda, not {self.device}", "pin")
         if self.device == "disk":
             self._refuse("for experts in a file, use moe-replay store --dedup", "host_dedup")
 
@@ -96,10 +95,6 @@ class DeviceChoice:
         import torch
 
         return replace(self, device="cuda" if torch.cuda.is_available() else "cpu")
-
-    def key(self) -> dict[str, Any]:
-        """Return all options that decide what is measured."""
-        return {name: getattr(self, name) for name, option in OPTIONS.items() if option.key}
 
 
 OPTIONS = options_of(DeviceChoice)

@@ -19,4 +19,3 @@ class ReplayKeywords(RunKeywords, total=False):
     dense: str
     weights: Path | str | None
     verify: bool
-    nvtx: bool

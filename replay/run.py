@@ -69,8 +69,7 @@ def replay(
     loaded, run = choice.loaded, choice.run
     names, window = loaded.trace.requests["id"].astype(str).tolist(), timeline_window.first_steps(run.requests)
     cell = loaded.cell(choice.policy, choice.slots)
-    with choice.opened() as (opened, facts), undisturbed(None if choice.device == "virtual" else run):
-        device = opened
+    with choice.opened() as (device, facts), undisturbed(None if choice.device == "virtual" else run):
         calibrations: Sequence[MeasuredModel] = ()
         paces = list[Pace]()
         if choice.device != "virtual":
@@ -80,23 +79,19 @@ def replay(
             timing, link = under_policy(before.model, run, device)
             cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=timing.predictor_ns / 1_000)
             run = choice.on(timing, link)
-        if choice.target.nvtx:
-            from replay.devices.nvtx import marked
-
-            device = marked(device)
         observer = TimelineObserver(timeline, run, "measured", names, window, slots) if timeline else None
         driver = Driver(run, SimpyDevice.of(run) if done else device, observer=observer)
         if done:
             driver.resume(done, device)
         others = busy.Others()
         with counting(run):
-            log = driver.run(pausing(opened, paces, on_step or (lambda row: None)), done)
+            log = driver.run(pausing(device, paces, on_step or (lambda row: None)), done)
         beside = others.seen()
         if observer:
             observer.close()
         if choice.device != "virtual":
-            opened.discard_copies()  # a prefetch may be under way
-            around = Around.of(before, measure_model(opened, run, choice.most_tokens, "this machine"), paces)
+            device.discard_copies()  # a prefetch may be under way
+            around = Around.of(before, measure_model(device, run, choice.most_tokens, "this machine"), paces)
             calibrations = [around.fastest, around.during, around.slowest]
     row, by_request = summarise(log, cell, loaded.trace.requests)
     link = run.gpu.link

@@ -31,7 +31,7 @@ Replayed = Annotated[
 Compared = Annotated[options.Stated, device(*_REPLAYED)]
 """The device of a comparison."""
 
-Measured = Annotated[options.Stated, device(*_REPLAYED, "verify", "nvtx")]
+Measured = Annotated[options.Stated, device(*_REPLAYED, "verify")]
 """The device of a run."""
 
 Calibrated = Annotated[

@@ -54,7 +54,7 @@ class Comparison:
     def cells(self) -> dict[str, tuple[Choice, str]]:
         """Return (choice, mode) by key, in the order of sizes, policies, modes."""
         choices = [replace(self.choice, policy=policy, slots=slots) for policy, slots in self.grid.requested()]
-        decides = {"device": self.choice.target.key(), "calibrated": self.is_calibrated, "repeat": self.repeat}
+        decides = {"device": vars(self.choice.target), "calibrated": self.is_calibrated, "repeat": self.repeat}
         return {
             key_of(cell=key(choice.loaded, choice.policy, choice.slots), mode=mode, **decides): (choice, mode)
             for choice in choices

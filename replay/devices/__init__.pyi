@@ -13,7 +13,6 @@ from .lanes import PAGE as PAGE
 from .lanes import knee as knee
 from .lanes import page_up as page_up
 from .lanes import rates as rates
-from .nvtx import marked as marked
 from .stage import open_stage as open_stage
 from .store import HostMemory as HostMemory
 from .store import HostStore as HostStore
