@@ -41,7 +41,7 @@ from replay.comparison.record import Record
 from replay.device_choice import DeviceChoice
 from replay.devices.expert_file import read_through, write
 from replay.devices.stage import driver, machine_name
-from replay.devices.store import Stamps, available_memory_bytes
+from replay.devices.store import Stamps
 from replay.keys import key_of
 from replay.live.answering import answer, prompts_of, reading_ids
 from replay.live.opening import MOST, open_live
@@ -51,6 +51,7 @@ from replay.warmup import undisturbed
 from sim.defaults import CACHE_SIZE, POLICY
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
+from sim.probe.limits import available_memory_bytes
 from sim.profiles.hardware_profile import hardware
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
@@ -144,7 +145,7 @@ class LiveCheck:
             ("memory", available_memory_bytes(), model_bytes + SHARD_BYTES),
             (f"disk in {self.folder}", disk_usage(self.folder).free, files_bytes),
         ):
-            if there is not None and there < needed:
+            if there < needed:
                 sizes = f"{show_bytes(needed)} of {what}, {show_bytes(there)} are free"
                 raise InputError(f"{self.model} takes {sizes}: take a smaller --model")
 

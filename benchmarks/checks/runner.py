@@ -41,7 +41,7 @@ from replay.device_choice import REQUIRE, DeviceChoice
 from replay.devices.expert_file import read_through, stride_of, write
 from replay.devices.gpu import Gpu, Task, pinned
 from replay.devices.stage import Stage, driver, machine_name
-from replay.devices.store import RESERVE_BYTES, HostMemory, Stamps, available_memory_bytes
+from replay.devices.store import RESERVE_BYTES, HostMemory, Stamps
 from replay.keys import key_of
 from replay.model.network import expert_output
 from replay.warmup import decide, undisturbed
@@ -49,6 +49,7 @@ from sim.engines import compiled_engine
 from sim.loop.device import Device
 from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
+from sim.probe.limits import available_memory_bytes
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import parse_cache_size, show_bytes
@@ -159,8 +160,7 @@ class Check:
             yield None
             return
         free, least = available_memory_bytes(), min(LEAST_HOST_BYTES, self.host_bytes)
-        wanted = self.host_bytes if free is None else min(self.host_bytes, int(0.7 * (free - RESERVE_BYTES)))
-        wanted = max(least, wanted)
+        wanted = max(least, min(self.host_bytes, int(0.7 * (free - RESERVE_BYTES))))
         with ExitStack() as opened:
             while True:
                 self.say(f"{show_bytes(wanted)} of host memory")
@@ -309,7 +309,7 @@ class Check:
         what, free = f"{name}: accelerate's offload", available_memory_bytes()
         total = profile.moe_layers * profile.experts
         needed = total * profile.expert_bytes + round(profile.dense_bytes)
-        if free is not None and needed > free - RESERVE_BYTES:
+        if needed > free - RESERVE_BYTES:
             self.record.facts["left_out"].append(f"{what}: {show_bytes(needed)} of host memory are not free")
             return
 

@@ -75,9 +75,8 @@ def serve(
         for note in live.loaded.notes:
             console.warn(note)
         free, longest = live.free_bytes(), live.loaded.context or 1 << 30
-        fits = longest if free is None else live.memory.longest(int(USED * free))
-        context = min(longest, max_context or longest, fits)
-        beside = f"; {show_bytes(free)} are free beside the model and its cache" if free is not None else ""
+        context = min(longest, max_context or longest, live.memory.longest(int(USED * free)))
+        beside = f"; {show_bytes(free)} are free beside the model and its cache"
         refuse((context < 2, f"no request fits into memory{beside}: choose a smaller --cache-size"))
         generation = Generation(live, context)
         app = application(generation, api_key, (host, *LOCAL) if is_local else ("*",))

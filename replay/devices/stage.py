@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -25,6 +24,7 @@ from replay.devices.store import ExpertSource, HostMemory, HostStore, require_ho
 from replay.model.network import Network
 from replay.model.weights import Checkpoint
 from sim.loop.device import Device
+from sim.probe.cores import processor
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
 from traces.errors import InputError
@@ -201,7 +201,7 @@ def _out_of_memory(what: str, needed_bytes: float, but: str = "", advice: str = 
 def facts(gpu: Gpu | None, store: ExpertSource) -> Row:
     """Return the columns of a replay's row that the machine decides."""
     return {
-        "device_name": gpu.name if gpu else _processor(),
+        "device_name": gpu.name if gpu else processor() or platform.machine(),
         "driver": driver() if gpu else None,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
@@ -210,17 +210,7 @@ def facts(gpu: Gpu | None, store: ExpertSource) -> Row:
 
 
 def machine_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else _processor()
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name() if device == "cuda" else processor() or platform.machine()
 
 
 def driver() -> str | None:

@@ -7,15 +7,14 @@ share a buffer (`--host-dedup N`): the host's caches see fewer of them, which ev
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.probe.limits import available_memory_bytes
 from sim.quantities import show_bytes
 from traces.errors import InputError
 
@@ -181,41 +180,7 @@ def anonymous(size: int) -> Bytes:
 def require_host_memory(needed_bytes: float, what: str, advice: str, reserve_bytes: int = RESERVE_BYTES) -> None:
     """Raise InputError before the system runs out of memory, which would end the process without a word."""
     free = available_memory_bytes()
-    if free is not None and needed_bytes > free - reserve_bytes:
+    if needed_bytes > free - reserve_bytes:
         beside = f" beside {show_bytes(reserve_bytes)} for all else" if reserve_bytes else ""
         needed = f"{what} needs {show_bytes(needed_bytes)}{beside}"
         raise InputError(f"{needed}, but {show_bytes(free)} of host memory are free: {advice}")
-
-
-def available_memory_bytes() -> int | None:
-    """Return the bytes that may be allocated without swapping, limits of control groups included; None if unknown."""
-    known = []
-    try:
-        system = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        known.append(int(system["MemAvailable"].split()[0]) * 1024)
-    except (OSError, ValueError, KeyError):
-        pass
-    for group, limit, usage, reclaimable in _control_groups():
-        try:
-            most = (group / limit).read_text().strip()
-            if most != "max":
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                known.append(int(most) - int((group / usage).read_text()) + int(stat.get(reclaimable, 0)))
-        except (OSError, ValueError):
-            pass
-    return min(known, default=None)
-
-
-def _control_groups() -> Iterator[tuple[Path, str, str, str]]:
-    """Yield folders that may hold this process's limits, and their files: of cgroup v2 and v1, own and root."""
-    root = Path("/sys/fs/cgroup")
-    second = "memory.max", "memory.current", "inactive_file"
-    first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    yield root, *second
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                yield root / path.lstrip("/"), *second
-            elif "memory" in controllers.split(","):
-                yield root / "memory" / path.lstrip("/"), *first

@@ -11,6 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from replay.devices.lanes import TRIED
@@ -100,10 +101,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return peak_bytes()
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes() -> int:

@@ -30,7 +30,6 @@ from policies.core.policy import NO_INTS, Int, Listener
 from policies.core.spec import Part, PolicySpec
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
-from replay.devices.store import available_memory_bytes
 from replay.live.device import LiveDevice
 from replay.live.experts import TRIALS, LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, places_of
@@ -43,6 +42,7 @@ from replay.live.rows import measured
 from sim.api import RunResult
 from sim.loop.log import COLUMNS, MOVED, RunLog, StepRow
 from sim.loop.run import Run
+from sim.probe.limits import available_memory_bytes
 from sim.profiles.policy_overhead import cost_us
 from sim.results import steps
 from sim.results.metrics import Cell, Row
@@ -187,16 +187,13 @@ class LiveModel:
         """Return the row of a log of the requests of `trace`, in its order, their table, and what it is a row of."""
         return measured(self.loaded.name, self.run, self.device, self.lanes, self.draft, trace, log)
 
-    def free_bytes(self) -> int | None:
-        """Return the memory that is left for requests, where nothing but program, dense part and slots is taken.
-
-        None where the system does not say.
-        """
+    def free_bytes(self) -> int:
+        """Return the memory that is left for requests, where nothing but program, dense part and slots is taken."""
         if self.device.gpu:
             return self.device.gpu.free_bytes()
-        free, memory = available_memory_bytes(), self.memory
+        memory = self.memory
         untouched = memory.program + memory.dense + memory.slots - resident_bytes()  # of the slots
-        return None if free is None else free - max(0, untouched)
+        return available_memory_bytes() - max(0, untouched)
 
     @property
     def trace(self) -> Trace:

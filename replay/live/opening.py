@@ -27,7 +27,7 @@ from replay.devices.cpu import nothing
 from replay.devices.expert_file import ExpertFile
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
-from replay.devices.store import RESERVE_BYTES, available_memory_bytes, require_host_memory, stride_of
+from replay.devices.store import RESERVE_BYTES, require_host_memory, stride_of
 from replay.live.bender import Bender
 from replay.live.device import LiveDevice, LiveGpu, host_experts
 from replay.live.held import held_store
@@ -41,6 +41,7 @@ from replay.warmup import decide
 from sim.defaults import CACHE_SIZE, POLICY
 from sim.loop.requests import Requests
 from sim.loop.run import Run, gpu_run
+from sim.probe.limits import available_memory_bytes
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import CacheSize, cache_text, parse_cache_size, show_bytes
 from sim.sweeps.config import seeded
@@ -279,8 +280,6 @@ def _move(model: nn.Module, device: torch.device) -> None:
 def _free_for_slots(gpu: Gpu | None, layers: Sequence[ExpertLayer]) -> int:
     """Return the bytes that slots may take: RESERVE_BYTES are left, and what any forward pass takes of experts."""
     free = available_memory_bytes() if gpu is None else gpu.free_bytes()
-    if free is None:
-        raise InputError(f"--cache-size {MOST}: this system does not say how much memory is free, so name a size")
     return free - RESERVE_BYTES - EXPERTS * max(end_of(layer.rows) for layer in layers)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 ROOT, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 UNLIMITED = 1 << 60
 """Version 1 states a number of this size where there is no limit."""
@@ -16,6 +18,18 @@ def memory_limit() -> int | None:
     """Return the lowest limit in bytes of the groups that this process is in."""
     found = [int(text) for text in _read("memory", "memory.max", "memory.limit_in_bytes") if text != "max"]
     return min((each for each in found if each < UNLIMITED), default=None)
+
+
+def available_memory_bytes() -> int:
+    """Return the bytes that may be allocated without swapping, limits of control groups included."""
+    names = (("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes"), 2 * ("memory.stat",))
+    available: list[int] = [psutil.virtual_memory().available]
+    for limit, used, text in zip(*(_read("memory", *name) for name in names), strict=False):
+        if limit != "max":
+            stat = dict(line.split() for line in text.splitlines())
+            cached = stat.get("total_inactive_file") or stat.get("inactive_file", 0)  # the first is version 1's
+            available.append(int(limit) - int(used) + int(cached))
+    return min(available)
 
 
 def cpu_quota() -> float | None:

@@ -56,6 +56,9 @@ def test_gpus_are_what_nvidia_smi_lists_with_the_memory_that_is_free(tmp_path: P
 def test_a_container_has_the_memory_and_processors_of_the_lowest_limit_above_it(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "memory.max").write_text(f"{3 << 30}\n")
+    for group, used in ((tmp_path / "a", 3 << 30), (tmp_path / "a" / "b", 1)):
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text("anon 5\ninactive_file 4096\n")
     (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
     (tmp_path / "a" / "b" / "cpu.max").write_text("150000 100000\n")
     groups = tmp_path / "groups"
@@ -63,6 +66,7 @@ def test_a_container_has_the_memory_and_processors_of_the_lowest_limit_above_it(
     monkeypatch.setattr(limits, "ROOT", tmp_path)
     monkeypatch.setattr(limits, "GROUPS", groups)
     assert (limits.memory_limit(), limits.cpu_quota()) == (3 << 30, 1.5)
+    assert limits.available_memory_bytes() == 4096, "what is cached is given back"
 
 
 def test_what_a_user_states_of_a_gpu_replaces_all_that_was_detected_of_it() -> None:
