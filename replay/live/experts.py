@@ -2,15 +2,17 @@
 
 That code ("eager" in transformers) goes through experts one by one. It runs over a module whose parameters are looked
 up in slots where all experts of an event are there, else over a module of one expert, whose rows are added up in
-ascending ids, as eager does. The calls that it makes for one token are recorded and made again: Python costs more.
+ascending ids, as eager does. What it does with one token is computed directly, where that is the same: Python costs
+more.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from replay.live.layout import ExpertLayer
@@ -18,22 +20,7 @@ from replay.live.sources import Row
 from traces.errors import InputError
 
 TRIALS = 3
-"""Of one token through one expert, by the module's code and as recorded, before the record alone is trusted."""
-
-SHAPE_ONLY = {"__get__", "__len__", "dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"}
-SHAPE_ONLY |= {"is_contiguous", "is_floating_point"}
-"""Functions of a tensor's shape and type alone. Any other one that returns no tensor may depend on its values."""
-DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
-"""What answers tensors whose shapes depend on values."""
-WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-
-Call = tuple[Callable[..., Any], Any, Any, tuple[int, ...], bool]
-"""A function, its arguments with places instead of tensors that change, the places of its results, and whether it
-returns them as a sequence."""
-
-
-class Place(int):
-    """Stands for a tensor that changes."""
+"""Of one token through one expert, by the module's code and directly, before the latter alone is trusted."""
 
 
 class Added(TorchFunctionMode):
@@ -47,113 +34,53 @@ class Added(TorchFunctionMode):
         if func is torch.Tensor.index_add_:
             self.dtype, self.values = args[0].dtype, args[3]
             return args[0]
-        return self.called(func, args, kwargs or {})
-
-    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
-class Recording(Added):
-    """Keeps also what is called on tensors that come from `inputs`."""
+class Direct:
+    """What an expert adds to one token, by the contract of `use_experts_implementation`, which its classes meet.
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._is_fixed = True  # whether what is called depends on no value of the inputs, and changes nothing
-        self._places = {id(tensor): Place(place) for place, tensor in enumerate(inputs)}
-        self._inputs = len(inputs)
-        self._held: list[Any] = list(inputs)  # so that no other tensor gets the id of one
-        self._calls: list[Call] = []
+    The module's code may still round otherwise: it is trusted as long as TRIALS give the same bits.
+    """
 
-    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        arguments, options = self._replaced(args), self._replaced(kwargs)
-        place = arguments[1] if func is Tensor.__getitem__ else None
-        if isinstance(place, Tensor) and place.dim() == 0 and place.dtype == torch.int64:
-            arguments = arguments[0], int(place)  # which is what it means, and asks no tensor
-        if any(True for _ in _places((arguments, options))):
-            name = getattr(func, "__name__", "")
-            writes = name in WRITES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
-            by_values = name in DYNAMIC or (name == "where" and len(args) + len(kwargs) == 1)
-            by_values |= func is Tensor.__getitem__ and any(True for _ in _places(arguments[1]))
-            several = isinstance(result, tuple | list)
-            results = result if several else [result]
-            if results and all(isinstance(each, Tensor) for each in results):
-                self._calls.append((func, arguments, options, tuple(self._place(each) for each in results), several))
-                self._is_fixed &= not (writes or by_values)
-            else:
-                self._is_fixed &= name in SHAPE_ONLY
-        return result
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        self._trials = 0
+        self.dtype = torch.float32  # of what it is added to
+        self.fits = True
 
-    def _place(self, tensor: Tensor) -> int:
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = Place(len(self._held))
-            self._held.append(tensor)
-        return self._places[id(tensor)]
+    @property
+    def is_tried(self) -> bool:
+        return self._trials == TRIALS
 
-    def _replaced(self, thing: Any) -> Any:
-        if isinstance(thing, Tensor):
-            return self._places.get(id(thing), thing)
-        if isinstance(thing, tuple | list):
-            each = [self._replaced(each) for each in thing]
-            return each if isinstance(thing, list) else tuple(each)
-        if isinstance(thing, Mapping):
-            return {name: self._replaced(each) for name, each in thing.items()}
-        return thing
+    def __call__(self, hidden: Tensor, weight: Tensor, rows: dict[str, Tensor]) -> Tensor:
+        """Return [1, H] for hidden [1, H] and weight [1, 1]; rows: the expert's, [1, ...] by the parameter's name."""
+        module = self._module
+        if module.has_gate:
+            inner = module._apply_gate(self._linear(hidden, rows, "gate_up_proj"))
+        else:
+            inner = module.act_fn(self._linear(hidden, rows, "up_proj"))
+        output = self._linear(inner, rows, "down_proj")
+        if module.has_post_expert_norm:
+            output = module.post_expert_norm(output)
+        values: Tensor = (output * weight).to(self.dtype)
+        return values
 
-    def program(self) -> "Program | None":
-        """Return what makes `values` of other inputs; None where it depends on more than their shapes."""
-        result = self._places.get(id(self.values))
-        if not self._is_fixed or result is None:
-            return None
-        needed, calls = {int(result)}, list[Call]()
-        for call in reversed(self._calls):
-            _, arguments, options, made, _ = call
-            if needed.intersection(made):
-                needed.update(_places((arguments, options)))
-                calls.append(call)
-        return Program(calls[::-1], self._inputs, int(result))
+    def _linear(self, values: Tensor, rows: dict[str, Tensor], name: str) -> Tensor:
+        matrix, bias = rows[name][0], rows[f"{name}_bias"][0] if self._module.has_bias else None
+        if not self._module.is_transposed:
+            return functional.linear(values, matrix, bias)
+        return values @ matrix if bias is None else values @ matrix + bias
 
-
-class Program:
-    """Calls, to be made again: as a function, since a loop over calls takes longer than some of them."""
-
-    def __init__(self, calls: Sequence[Call], inputs: int, result: int) -> None:
-        self._constants: dict[str, Any] = {}
-        lines = [f"def run({', '.join(f't{place}' for place in range(inputs))}):"]
-        for func, arguments, options, places, several in calls:
-            made = ", ".join(f"t{place}" for place in places) + "," * several
-            lines.append(f"    {made} = {self._named(func)}(*{self._text(arguments)}, **{self._text(options)})")
-        exec("\n".join([*lines, f"    return t{result}"]), self._constants)
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """Return what comes of other inputs of the same shapes."""
-        made: Tensor = self._constants["run"](*inputs)
-        return made
-
-    def _text(self, thing: Any) -> str:
-        if isinstance(thing, Place):
-            return f"t{int(thing)}"
-        if isinstance(thing, tuple):
-            return f"({''.join(f'{self._text(each)}, ' for each in thing)})"
-        if isinstance(thing, list):
-            return f"[{', '.join(map(self._text, thing))}]"
-        if isinstance(thing, dict):
-            return f"{{{', '.join(f'{name!r}: {self._text(each)}' for name, each in thing.items())}}}"
-        return self._named(thing)
-
-    def _named(self, thing: Any) -> str:
-        name = f"c{len(self._constants)}"
-        self._constants[name] = thing
-        return name
-
-
-def _places(thing: Any) -> Iterator[int]:
-    """Yield all places in nested arguments."""
-    if isinstance(thing, Place):
-        yield thing
-    elif isinstance(thing, tuple | list | dict):
-        for each in thing.values() if isinstance(thing, dict) else thing:
-            yield from _places(each)
+    def compare(self, added: Added, hidden: Tensor, weight: Tensor, rows: dict[str, Tensor]) -> None:
+        """Try it once more beside what the module's code has added."""
+        assert added.values is not None
+        self.dtype = added.dtype
+        self._trials += 1
+        try:
+            self.fits = self.fits and torch.equal(self(hidden, weight, rows), added.values)
+        except Exception:  # whatever keeps it from being computed so, the module's code can do without
+            self.fits = False
 
 
 class LayerExperts:
@@ -178,13 +105,13 @@ class LayerExperts:
         self._first = torch.zeros(1, dtype=torch.int64)  # that token
         self._added: dict[int, tuple[Tensor, Tensor]] = {}  # of each expert: its tokens, and what it adds to them
         self._dtype = torch.float32
-        self._records: dict[tuple[torch.dtype, torch.dtype], Record] = {}  # by types of tokens and their weights
-        self._record = Record()  # for the event's types
+        self._directs: dict[tuple[torch.dtype, torch.dtype], Direct] = {}  # by types of tokens and their weights
+        self._direct = Direct(layer.module)  # for the event's types
 
     def whole(self, hidden: Tensor, index: Tensor, weights: Tensor, slots: dict[int, int]) -> Tensor:
         """Compute an event of which every expert is in a slot; slots: by expert."""
         partly = bool((index < 0).any())  # a token computes less than it chose (rule 22)
-        if partly or (self._chosen and (not self._record.is_trusted or self._record.program)):
+        if partly or (self._chosen and self._direct.fits):
             for expert in sorted(slots):
                 self.expert(expert, slots[expert])
             return self.combined()
@@ -206,7 +133,7 @@ class LayerExperts:
         computed = [expert for expert in chosen if expert >= 0]
         self._chosen = chosen if len(set(computed)) == len(computed) else []
         self._may_try = True
-        self._record = self._records.setdefault((hidden.dtype, weights.dtype), Record())
+        self._direct = self._directs.setdefault((hidden.dtype, weights.dtype), Direct(self._layer.module))
         if self._first.device != index.device:
             self._first = self._first.to(index.device)
         self._added = {}
@@ -215,31 +142,30 @@ class LayerExperts:
         rows = self._view(expert, slot)
         if self._chosen:
             place, token = self._chosen.index(expert), self._first
-            inputs = self._hidden, self._weights[:, place : place + 1], *rows.values()
+            hidden, weights = self._hidden, self._weights[:, place : place + 1]
         else:
             places, token = torch.where((self._index == expert).T)
-            inputs = self._hidden[token], self._weights[token, places, None], *rows.values()
-        record = self._record if len(token) == 1 else None
-        if record and record.is_trusted and record.program:
-            self._added[expert], self._dtype = (token, record.program(*inputs)), record.dtype
+            hidden, weights = self._hidden[token], self._weights[token, places, None]
+        direct = self._direct if len(token) == 1 and self._direct.fits else None
+        if direct and direct.is_tried:
+            self._added[expert], self._dtype = (token, direct(hidden, weights, rows)), direct.dtype
             return
         self._one._parameters = {**self._rest, **rows}
-        is_trial = record is not None and not record.is_trusted and self._may_try
-        with Recording(inputs) if is_trial else Added() as added:
-            self._eager(self._one, inputs[0], torch.zeros_like(token)[:, None], inputs[1])
+        with Added() as added:
+            self._eager(self._one, hidden, torch.zeros_like(token)[:, None], weights)
         if added.values is None:
             raise InputError(
                 f"{self._layer.name}: {type(self._layer.module).__name__} does not add up what its experts give "
                 "as transformers' experts interface does: it cannot generate from a cache of experts"
             )
-        if record and isinstance(added, Recording):
-            record.add(added, inputs)
+        if direct and self._may_try:
+            direct.compare(added, hidden, weights, rows)
             self._may_try = False
         self._added[expert], self._dtype = (token, added.values), added.dtype
 
     def forget(self) -> None:
-        """Forget what was recorded: what was computed so far were no tokens."""
-        self._records.clear()
+        """Forget what was tried: what was computed so far were no tokens."""
+        self._directs.clear()
 
     def _view(self, expert: int, slot: int) -> dict[str, Tensor]:
         views, packing = self._views(slot, self._places[expert]), self._layer.packing
@@ -257,36 +183,6 @@ class LayerExperts:
                 output.index_add_(0, tokens, values)
         self._added = {}
         return output.to(hidden.dtype)
-
-
-class Record:
-    """What a module's code does with one token, as long as that gives what the code gives."""
-
-    def __init__(self) -> None:
-        self.program: Program | None = None
-        self.dtype = torch.float32  # of what its values are added to
-        self._trials = 0
-
-    @property
-    def is_trusted(self) -> bool:
-        """Return whether the program, if there is one, needs no comparison any more."""
-        return self._trials == TRIALS
-
-    def add(self, recording: Recording, inputs: tuple[Tensor, ...]) -> None:
-        """Take note of one more run of the module's code."""
-        if not self._trials:
-            self.program, self.dtype = recording.program(), recording.dtype
-        if self.program and not self._is_same(recording, inputs):
-            self.program = None
-        self._trials += 1
-
-    def _is_same(self, recording: Recording, inputs: tuple[Tensor, ...]) -> bool:
-        assert self.program
-        assert recording.values is not None
-        try:
-            return torch.equal(self.program(*inputs), recording.values)
-        except Exception:  # whatever keeps it from being done again, the module's code can do without
-            return False
 
 
 class SlotViews:
