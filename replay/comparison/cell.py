@@ -8,6 +8,7 @@ described once for all cells: a prediction must not use the measurement that it 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import RunLog, StepRow, counting, joined
 from sim.loop.observer import LoopObserver
+from sim.loop.requests import Requests
 from sim.loop.run import Run
 from sim.loop.session import Decider
 from sim.profiles.derived import Derived
@@ -74,13 +76,36 @@ class CellOutcome:
 
     choice: Choice
     measured: Side  # of several runs the one in the middle, by TPOT mean
-    predicted: Side
-    predicted_without_host: Row | None  # None: the timing has no host
     means_ms: tuple[float, ...]  # TPOT means of all runs, ascending
+    machine: Described  # that it is predicted on
     decider: Decider | None = None  # of a run in lockstep: the decisions
     interval_ms: tuple[float, float] | None = None  # TPOT mean as predicted, as far as its errors go
     calibrations_ms: tuple[float, float] | None = None  # TPOT mean as predicted by the calibration before, and after
     calibration_paces: tuple[tuple[Pace, ...], ...] = ()  # of the device in each pass of these two
+
+    @cached_property
+    def predicted(self) -> Side:
+        return self._simulated(*self.machine)
+
+    @cached_property
+    def predicted_without_host(self) -> Row | None:
+        """Return the TPOT where the host takes no time; None where the timing has no host."""
+        timing, link = self.machine
+        if not isinstance(timing, MeasuredTiming):
+            return None
+        row = self._simulated(timing.without_host(), link).row
+        return {name: row[name] for name in WITHOUT_HOST}
+
+    def _simulated(self, timing: Timing, link: Link) -> Side:
+        """Return the cell on another machine; a run in lockstep by the same decisions."""
+        choice = self.choice
+        if self.decider:
+            run = choice.on(WithoutPolicy(timing), link)
+            return run_on(choice, run, SimpyDevice.of(run), self.decider)
+        run, parts = choice.on(timing, link), list[RunLog]()
+        compiled_engine.play(run, parts.append)
+        log = joined(parts)
+        return Side(log, _figures(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
 
     @property
     def decoded(self) -> NDArray[np.bool_]:
@@ -116,20 +141,15 @@ class CellOutcome:
 
         Lockstep keeps its decisions. described: a machine under the cell's policy.
         """
-        during = described(around.during)
         models = (around.before, around.after, around.fastest, around.slowest)
-        before, after, *ends = (self._predict(*described(model)).row["tpot_mean_ms"] for model in models)
+        before, after, *ends = (self._simulated(*described(model)).row["tpot_mean_ms"] for model in models)
         return replace(
             self,
-            predicted=self._predict(*during),
-            predicted_without_host=_without_host(self.choice, *during, self.decider),
+            machine=described(around.during),
             interval_ms=(min(ends), max(ends)),
             calibrations_ms=(before, after),
             calibration_paces=around.paces,
         )
-
-    def _predict(self, timing: Timing, link: Link) -> Side:
-        return _simulate(self.choice, timing if self.decider is None else WithoutPolicy(timing), link, self.decider)
 
     @property
     def disagreement(self) -> float | None:
@@ -234,18 +254,15 @@ def run_cell(
     stage: open for the choice; None for the virtual device. `timing` charges what policy overhead takes.
     InputError where the device cannot, or where the trace decodes nothing that counts.
     """
+    counted = list(Requests(choice.loaded.trace))[choice.loaded.experiment.warmup_requests :]
+    if not any((request.phase == DECODE).any() for request in counted):
+        raise InputError(f"{choice.loaded.experiment.trace} decodes no token that counts: --as-decode runs prefills so")
     script: Decider | None = None
-    timing = WithoutPolicy(timing) if mode == LOCKSTEP else timing
-    run = choice.on(timing, link)
+    run = choice.on(WithoutPolicy(timing) if mode == LOCKSTEP else timing, link)
     if mode == LOCKSTEP:
         recorder = LoopRecorder()
-        predicted = run_on(choice, run, SimpyDevice.of(run), observer=recorder)
+        run_on(choice, run, SimpyDevice.of(run), observer=recorder)
         script = Lockstep(run, recorder.script)
-    else:
-        predicted = _simulate(choice, timing, link)
-    decoded = decoded_steps(choice, predicted.log)
-    if not decoded.any():
-        raise InputError(f"{choice.loaded.experiment.trace} decodes no token that counts: --as-decode runs prefills so")
 
     def run_once() -> Side:  # so that nothing refers to a device when the next one is made
         with _device(choice, stage, run) as device, undisturbed(run if stage else None, script):
@@ -254,17 +271,10 @@ def run_cell(
             return replace(side, paces=tuple(paces))
 
     def mean_ms(side: Side) -> float:
-        return float(latencies(side.log)[decoded].mean()) / 1e6
+        return float(latencies(side.log)[decoded_steps(choice, side.log)].mean()) / 1e6
 
     runs = sorted([run_once() for _ in range(repeat)], key=mean_ms)
-    return CellOutcome(
-        choice=choice,
-        measured=runs[(repeat - 1) // 2],
-        predicted=predicted,
-        predicted_without_host=_without_host(choice, timing, link, script),
-        means_ms=tuple(map(mean_ms, runs)),
-        decider=script,
-    )
+    return CellOutcome(choice, runs[(repeat - 1) // 2], tuple(map(mean_ms, runs)), (timing, link), script)
 
 
 def latencies(log: RunLog) -> Int:
@@ -318,25 +328,6 @@ def run_on(
         row |= {"host_ms": host_ms(log, counted_steps(choice, log)), "host_us_per_layer": host_us}
     parts = np.split(log.evictions, list(evicted.values()))
     return Side(log, row, dict(zip(evicted, parts, strict=False)))
-
-
-def _simulate(choice: Choice, timing: Timing, link: Link, script: Decider | None = None) -> Side:
-    """Simulate the choice, where there is a script by its decisions."""
-    run, parts = choice.on(timing, link), list[RunLog]()
-    if script:
-        return run_on(choice, run, SimpyDevice.of(run), script)
-    compiled_engine.play(run, parts.append)
-    log = joined(parts)
-    return Side(log, _figures(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
-
-
-def _without_host(choice: Choice, timing: Timing, link: Link, script: Decider | None) -> Row | None:
-    """Return the TPOT of the same cell, in lockstep of the same decisions, where the host takes no time."""
-    known = timing.timing if isinstance(timing, WithoutPolicy) else timing
-    if not isinstance(known, MeasuredTiming):
-        return None
-    row = _simulate(choice, known.without_host(), link, script).row
-    return {name: row[name] for name in WITHOUT_HOST}
 
 
 def _device(choice: Choice, stage: "Stage | None", run: Run) -> AbstractContextManager[Device]:
