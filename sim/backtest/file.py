@@ -23,24 +23,8 @@ T = TypeVar("T")
 DATA = Path(__file__).parent / "data"
 """Rows of blind tests, and what was measured of single tokens."""
 
-UNUSED: dict[Any, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
-    Setting: (
-        ("beside", "trace", ("hit_rate", "like", "tokens", "context", "whole_layers")),
-        ("beside", "hit_rate", ("like",)),
-        ("beside", "slots_per_layer", ("cache",)),
-        ("beside", "whole_layers", ("hit_rate", "like", "tokens")),
-        ("beside", "free_copies", ("copy_back",)),
-        ("without", "policy", ("cache", "slots_per_layer", "misses_from", "host_cache", "hit_rate", "like")),
-        ("without", "policy", ("copy_back", "whole_layers", "free_copies")),
-        ("without", "trace", ("prompts", "requests")),
-    ),
-    Model: (
-        ("beside", "file_gb", ("dense_precision",)),
-        ("beside", "expert_bytes", ("expert_mb",)),
-    ),
-    Machine: (("without", "host_threads", ("host_gflop_per_s_per_thread",)),),
-}
-"""Keys that do nothing beside or without another one."""
+UNUSED: dict[str, list[dict[str, Any]]] = read_toml(DATA / "unused.toml")
+"""Keys of a setting, a model and a machine that do nothing beside or without another one."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +93,10 @@ def _part(
     values = {**defaults, **stated}
     unused = {
         key: f"{relation} {one}"
-        for relation, one, keys in UNUSED.get(cls, ())
-        if (one in values) == (relation == "beside")
-        for key in keys
+        for rule in UNUSED[cls.__name__]
+        for relation, one in rule.items()
+        if relation != "keys" and (one in values) == (relation == "beside")
+        for key in rule["keys"]
     }
     for key, why in unused.items():
         if values.pop(key, None) is not None and key in stated:

@@ -14,45 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import InputError
+from traces.files import read_toml
 from traces.models.gguf_files import GgufFile
 from traces.models.profile import LayerKind, ModelProfile
 from traces.models.safetensors_files import StoredTensor
 
-MIXES = {
-    "bf16": ("BF16", "BF16"),
-    "f16": ("F16", "F16"),
-    "fp16": ("F16", "F16"),
-    "q8_0": ("Q8_0", "Q8_0"),
-    "q6_k": ("Q6_K", "Q6_K"),
-    "q5_k_m": ("Q5_K", "Q6_K"),
-    "q5_k_s": ("Q5_K", "Q5_K"),
-    "q4_k_m": ("Q4_K", "Q6_K"),
-    "q4_k_s": ("Q4_K", "Q4_K"),
-    "q4_0": ("Q4_0", "Q4_0"),
-    "q3_k_m": ("Q3_K", "Q5_K"),
-    "iq4_xs": ("IQ4_XS", "IQ4_XS"),
-    "iq2_m": ("IQ2_S", "IQ3_S"),
-    "mxfp4": ("MXFP4", "MXFP4"),  # of experts; all else has 8 bits
-}
-"""Types of most tensors, and of those that matter more, by the name of a precision."""
-
-NARROW = {
-    "Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "IQ3_S": "IQ4_NL",
-    "IQ2_S": "IQ4_NL",
-}  # fmt: skip
-"""Types of 32 weights in place of those of 256."""
-
-SCALES = {
-    "Q4_K": ((0, 1.3e-4), (2, 1e-3)), "Q5_K": ((0, 6e-5), (2, 1e-3)), "Q6_K": ((208, 1.5e-5),),
-    "Q3_K": ((108, 3e-4),), "Q2_K": ((80, 3e-3), (82, 4e-3)), "Q8_0": ((0, 2.7e-4),), "Q5_0": ((0, 2e-3),),
-    "Q5_1": ((0, 2e-3), (2, -0.03)), "Q4_1": ((0, 4e-3), (2, -0.03)),
-}  # fmt: skip
-"""Where scales of 16 bits stand in the blocks of a type, and their values; else there is one, at the beginning."""
+TYPES = read_toml(Path(__file__).parent / "gguf_types.toml")
+MIXES: dict[str, tuple[str, str]] = TYPES["mixes"]
+NARROW: dict[str, str] = TYPES["narrow"]
+SCALES: dict[str, list[tuple[int, float]]] = TYPES["scales"]
 
 Shapes = dict[str, tuple[int, ...]]
 """Of tensors by name, outermost first."""
 
-SCALE = 4e-3
 POOL_BYTES = 16 << 20
 """Of random blocks, which a tensor repeats."""
 
@@ -167,7 +141,7 @@ def _pool(kind: str, random: np.random.Generator) -> NDArray[np.uint8]:
     if kind == "MXFP4":
         blocks[:, 0] = 121  # 2 to the power of -6
     else:
-        for place, scale in SCALES.get(kind, ((0, SCALE),)):
+        for place, scale in SCALES.get(kind, SCALES["others"]):
             blocks[:, place : place + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     return blocks.reshape(-1)
 

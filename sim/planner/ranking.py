@@ -2,33 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sim.planner import placements
 from sim.planner.placements import DISK
 from sim.planner.plan import Speed, TooSmallError, chosen_or_smaller, expected, saved
 from sim.prediction.described import Machine
+from traces.files import read_toml
 
-CURRENT = (
-    "lfm2-8b-a1b",
-    "gpt-oss-20b",
-    "ernie-4.5-21b-a3b",
-    "gemma-4-26b-a4b",
-    "qwen3-30b-a3b",
-    "glm-4.7-flash",
-    "nemotron-3-nano-30b-a3b",
-    "qwen3.6-35b-a3b",
-    "qwen3-next-80b-a3b",
-    "glm-4.5-air",
-    "gpt-oss-120b",
-    "qwen3.5-122b-a10b",
-    "minimax-m2",
-    "qwen3-235b-a22b",
-    "deepseek-v4-flash",
-    "deepseek-v3.2",
-    "glm-5.2",
-    "kimi-k2.5",
-)
-"""By size."""
+CURRENT: list[str] = read_toml(Path(__file__).parent / "current.toml")["models"]
 
 
 @dataclass(frozen=True)
