@@ -210,39 +210,20 @@ def add_model(
 
 
 def profile(result: Calibration) -> str:
+    """Return the hardware profile as TOML."""
     each = middle([asdict(one) for one in result.rates])
     models = [result.model(name) for name in result.models]
-    scalars = {
-        "title": str(result.facts["device_name"]),
-        "link_bandwidth_gb_per_s": each["link_gb_per_s"],
-        "link_latency_us": each["link_latency_us"],
-        "memory_gib": each["memory_gib"],
-        "memory_bandwidth_gb_per_s": max(each["memory_gb_per_s"], each["link_gb_per_s"]),
-        "compute_tflop_per_s": each["compute_tflop_per_s"],
-        "launch_us": each["launch_us"],
-        "framework_us_per_layer": median([model.turnaround_ns for model in models]) / 1_000,
-        "host_compute_tflop_per_s": each["host_tflop_per_s"],
-        "host_memory_bandwidth_gb_per_s": each["host_gb_per_s"],
-        "host_memory_gib": host_gib(),
-        **ASSUMED,
-    }
-    comments = {
-        "link_bandwidth_gb_per_s": "of a large copy",
-        "memory_bandwidth_gb_per_s": "of a large copy within the device, read and written",
-        "framework_us_per_layer": "the host's turnaround, as measured with the models below",
-        **dict.fromkeys(ASSUMED, "assumed, not measured: an NVMe disk on PCIe 4.0 x4"),
-    }
-    if result.facts.get("lanes"):
-        link = models[0].link()
-        disk = (link.ns_per_byte_den / link.ns_per_byte_num, link.latency_ns / 1_000)
-        for of in ("link", "disk"):
-            scalars[f"{of}_bandwidth_gb_per_s"], scalars[f"{of}_latency_us"] = disk
-            comments[f"{of}_bandwidth_gb_per_s"] = f"of experts read by {result.facts['lanes']} lanes"
-            comments.pop(f"{of}_latency_us", None)
-    apart, where = result.disagreement()
     facts: dict[str, Any] = {key: value for key, value in result.facts.items() if value is not None}
+    disk, lanes = dict(ASSUMED), facts.get("lanes")
+    link = {"link_bandwidth_gb_per_s": each["link_gb_per_s"], "link_latency_us": each["link_latency_us"]}
+    if lanes:  # experts come from a disk
+        read = models[0].link()
+        both = read.ns_per_byte_den / read.ns_per_byte_num, read.latency_ns / 1_000
+        link, disk = (dict(zip(names, both, strict=True)) for names in (link, disk))
+    apart, where = result.disagreement()
+    name = facts.pop("device_name")
     calibration = {  # for people
-        "gpu" if result.facts["driver"] else "cpu": facts.pop("device_name"),
+        "gpu" if facts.get("driver") else "cpu": name,
         **facts,
         **({"computed_in": result.computed_in} if result.computed_in else {}),
         "commit": commit(),
@@ -254,6 +235,25 @@ def profile(result: Calibration) -> str:
             name: round(max(one.noise for one in passes), 5) for name, passes in result.passes.items()
         },
     }
-    tables = {"calibration": calibration, "measured": [asdict(model) for model in models]}
-    head = "# Written by `moe-replay calibrate`. Models under [[measured]] are simulated from what was measured here,\n"
-    return head + "# other models from the rates.\n" + toml.dumps({**scalars, **tables}, comments)
+    of_disk = f"experts that {lanes} lanes read" if lanes else "a disk that is assumed, NVMe on PCIe 4.0 x4"
+    head = (
+        "# Written by `moe-replay calibrate`. Models under [[measured]] are simulated from what was measured here,\n"
+        f"# other models from the rates: of large copies, the host's turnaround with these models, and {of_disk}.\n"
+    )
+    return head + toml.dumps(
+        {
+            "title": str(name),
+            **link,
+            "memory_gib": each["memory_gib"],
+            "memory_bandwidth_gb_per_s": max(each["memory_gb_per_s"], each["link_gb_per_s"]),
+            "compute_tflop_per_s": each["compute_tflop_per_s"],
+            "launch_us": each["launch_us"],
+            "framework_us_per_layer": median([model.turnaround_ns for model in models]) / 1_000,
+            "host_compute_tflop_per_s": each["host_tflop_per_s"],
+            "host_memory_bandwidth_gb_per_s": each["host_gb_per_s"],
+            "host_memory_gib": host_gib(),
+            **disk,
+            "calibration": calibration,
+            "measured": [asdict(model) for model in models],
+        }
+    )

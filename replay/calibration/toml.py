@@ -1,6 +1,6 @@
 """TOML as this project writes it: values, tables, and lists of tables under headings. `tomllib` reads back the same.
 
-A GPU machine has no library that writes it, and none writes comments.
+A GPU machine has no library that writes it.
 """
 
 import json
@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def dumps(table: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """Return the table as a file; what `comments` has for a key of the top stands behind its value."""
+def dumps(table: Mapping[str, Any]) -> str:
     values, headed = [], []
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -17,8 +16,7 @@ def dumps(table: Mapping[str, Any], comments: Mapping[str, str] | None = None) -
         elif isinstance(value, list | tuple) and value and all(isinstance(each, Mapping) for each in value):
             headed += [line for inner in value for line in ("", f"[[{_key(key)}]]", *_lines(inner))]
         else:
-            comment = f"  # {comments[key]}" if comments and key in comments else ""
-            values.append(f"{_key(key)} = {_value(value)}{comment}")
+            values += _lines({key: value})
     return "\n".join([*values, *headed]) + "\n"
 
 

@@ -6,7 +6,7 @@ Source: NVIDIA's CUDA driver API, "Memory Management". The GPU is the one that C
 import ctypes
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,11 @@ NAMES = ("libcuda.so.1", "nvcuda.dll")
 @contextmanager
 def copies() -> Iterator["Copies | None"]:
     """Yield what copies to the GPU; None where there is no CUDA GPU, or no memory for a copy."""
-    opened = _opened()
+    opened = None
+    for name in NAMES:
+        with suppress(OSError):
+            opened = Copies(ctypes.CDLL(name))
+            break
     try:
         yield opened
     finally:
@@ -60,12 +64,3 @@ class Copies:
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self._cuda, name)(*arguments):
             raise OSError(f"{name} ended with status {status}")
-
-
-def _opened() -> Copies | None:
-    for name in NAMES:
-        try:
-            return Copies(ctypes.CDLL(name))
-        except OSError:
-            continue
-    return None

@@ -1,11 +1,11 @@
 """A minute's measurement of this machine as a hardware profile, which sweeps, plans and the back-test take."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from timeit import repeat
 from typing import Any
 
 import numpy as np
@@ -109,12 +109,7 @@ def profile(probe: Probe, facts: Facts, was_busy: bool) -> str:
 def _copy() -> float:
     """Return GB/s of a copy in memory by one thread: bytes copied, read once and written once."""
     source, target = np.ones(COPIED_BYTES, np.uint8), np.zeros(COPIED_BYTES, np.uint8)
-    took = []
-    for _ in range(5):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        took.append(time.perf_counter() - began)
-    return COPIED_BYTES / min(took) / 1e9
+    return COPIED_BYTES / min(repeat(lambda: np.copyto(target, source), number=1)) / 1e9
 
 
 def _at_once(copies: cuda.Copies, cpus: tuple[int, ...]) -> tuple[float, float]:
