@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sim.backtest.score import Backtest, FittedParameter, Result, blind_errors, errors, grouped, inside, summary
+from sim.backtest.score import Backtest, Result, blind_errors, errors, grouped, inside, summary
 from sim.prediction.described import UNITS
 from sim.prediction.errors import NARROWER
 from sim.quantities import show_share
@@ -59,9 +59,9 @@ def tables(test: Backtest) -> list[tuple[str, list[Cells]]]:
     ]
     if test.fits:
         fits: list[Cells] = [["machine", "fitted", "general", "fitted to", "on"]]
-        fits += [
-            [f.machine.name, f.parameter, f"{f.before:.4g}", _fitted_to(f), ", ".join(f.figures)] for f in test.fits
-        ]
+        for fit in test.fits:
+            after = f"{fit.after:.4g}" + (" (the search ended there)" if fit.at_end else "")
+            fits.append([fit.machine.name, fit.parameter, f"{fit.before:.4g}", after, ", ".join(fit.figures)])
         found.append(("One fitted parameter a machine", fits))
     others = [result for result in test.results if result.scored and not result.row.timed]
     if others:
@@ -120,10 +120,6 @@ def _fitted(result: Result) -> str:
     """Return that a row fits its machine, and how far it is off where no value of the parameter reaches it."""
     reached = result.error is not None and abs(result.error) < REACHED
     return "fits" if reached else f"fits, {_error(result, result.error)}"
-
-
-def _fitted_to(fit: FittedParameter) -> str:
-    return f"{fit.after:.4g}" + (" (the search ended there)" if fit.at_end else "")
 
 
 def _error(result: Result, error: float | None) -> str:

@@ -234,6 +234,12 @@ class Layout:
         profile = self.profile
         return self.experts_bytes < GOOD * profile.moe_layers * profile.experts * profile.expert_parameters
 
+    def static(self, host_layers: int, context: int) -> Setting:
+        """Return the setting in which the CPU computes the experts of so many layers; without a GPU all."""
+        if not self.on_gpu:
+            return Setting(all_on="cpu", context=context)
+        return Setting(host_layers=host_layers, context=context)
+
     def at(self, precision: str) -> "Layout":
         return replace(self, model=replace(self.model, precision=precision, dense_precision=""))
 
@@ -253,9 +259,9 @@ class Placement:
     cache_bytes: int
     parts: tuple[tuple[Setting, int, bool], ...]
 
-    def behind(self, context: int) -> "Placement":
-        """Return the same placement while so many tokens are in the KV cache, for which it has more room."""
-        parts = tuple((replace(setting, context=context), layers, added) for setting, layers, added in self.parts)
+    def at(self, **changed: Any) -> "Placement":
+        """Return the same placement in a setting that differs: its context, for which it has room, or its batch."""
+        parts = tuple((replace(setting, **changed), layers, added) for setting, layers, added in self.parts)
         return replace(self, parts=parts)
 
     def seconds(self, hardware: Hardware | None = None) -> float:
@@ -301,8 +307,8 @@ def today(layout: Layout, mmap: bool = True) -> Placement:
     mmap: what memory does not hold is read through the page cache, as llama.cpp does.
     """
     context, L, n = layout.context, layout.profile.moe_layers, layout.host_layers
-    static = Setting(host_layers=n, context=context) if layout.on_gpu else Setting(all_on="cpu", context=context)
-    experts, parts = (L - n) * layout.profile.experts, [(static, L, True)]
+    static, experts = layout.static(n, context), (L - n) * layout.profile.experts
+    parts = [(static, L, True)]
     kind = (SPLIT if n else RESIDENT) if layout.on_gpu else CPU
     if not layout.missing_bytes:
         return Placement(kind, "static", layout, experts, 0, tuple(parts))
@@ -324,9 +330,7 @@ def break_even(layout: Layout) -> float | None:
     if not layout.profile.mtp_layers or layout.missing_bytes:
         return None
     plain = today(layout)
-    two = tuple((replace(setting, batch=2), layers, added) for setting, layers, added in plain.parts)
-    one = plain.seconds()
-    return replace(plain, parts=two).seconds() / one - 1 + 1 / len(layout.profile.order)
+    return plain.at(batch=2).seconds() / plain.seconds() - 1 + 1 / len(layout.profile.order)
 
 
 def cached(layout: Layout) -> Placement | None:

@@ -251,7 +251,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
     shares, cache, past_cache = saved(placement, own), _cache(layout), partial(placements.today, mmap=False)
     gpu_margin, host_margin = margins(layout.machine)
     kind, (speed, assumed) = errors.class_of(placement.slowest), expected(placement)
-    modelled, times, first_s = speed.tokens_per_s, 1.0, placement.behind(1).seconds(own)
+    modelled, times, first_s = speed.tokens_per_s, 1.0, placement.at(context=1).seconds(own)
     if calibration:
         first_s = calibration.seconds(layout.host_layers, layout.on_gpu, 1)
         seconds = calibration.seconds(layout.host_layers, layout.on_gpu, layout.context)

@@ -19,7 +19,7 @@ from sim.probe import busy, stream
 from sim.probe.cores import core_classes, processor
 from sim.probe.disk import kind_of, read_ahead_kib
 from sim.probe.limits import memory_limit
-from sim.profiles.hardware_profile import MACHINES, THIS_MACHINE, Hardware, gpu_of, hardware
+from sim.profiles.hardware_profile import MACHINES, THIS_MACHINE, gpu_of, hardware
 from traces.errors import InputError
 
 GIB = 2**30
@@ -56,7 +56,7 @@ Facts = dict[str, Fact]
 
 def detected(folder: Path, quick: bool = True) -> Facts:
     """Return this machine by the planner's options; folder: of models; quick: read memory where no probe has."""
-    facts, found = _gpu_facts(), probed()
+    facts = _gpu_facts()
     facts["host_memory"] = _host_memory()
     classes = core_classes()
     kinds = " and ".join(f"{len(each.cpus)} {each.name.strip()}" for each in classes)
@@ -65,10 +65,10 @@ def detected(folder: Path, quick: bool = True) -> Facts:
     kind = kind_of(folder)
     facts["disk"] = Fact(kind or "virtual disk", "assumed of its kind; moe-sim probe measures it")
     facts["read_ahead_kib"] = Fact(read_ahead_kib(folder), "the system: of a mapped file at a missing page")
-    if found:
-        source = f"probe of {found.calibration['date']}"
-        measured = {key: value for key, value in found.calibration["plan"].items() if key in MEASURED}
-        return facts | {key: Fact(value, source) for key, value in measured.items()}
+    if THIS_MACHINE in MACHINES.names():
+        probed = hardware(THIS_MACHINE).calibration
+        source = f"probe of {probed['date']}"
+        return facts | {key: Fact(probed["plan"][key], source) for key in MEASURED if key in probed["plan"]}
     if quick and "unified" not in facts:
         if (others := busy.load()) <= busy.QUIET:
             rate = stream.triad(classes[0].cpus, passes=3)
@@ -77,11 +77,6 @@ def detected(folder: Path, quick: bool = True) -> Facts:
         else:
             facts["cpu_bandwidth"] = Fact(None, f"not read: other programs use {others:.1f} processors")
     return facts
-
-
-def probed() -> Hardware | None:
-    """Return what `moe-sim probe` kept of this machine."""
-    return hardware(THIS_MACHINE) if THIS_MACHINE in MACHINES.names() else None
 
 
 def of_profile(text: str) -> Facts:

@@ -267,7 +267,8 @@ def _preload(system: System, setting: Setting, slots: int, host_layers: int) -> 
     if not system.preload:
         return []
     if system.preload == "popular":
-        ids = transforms.popular(setting.popularity, slots)
+        most_used = np.lexsort((-np.arange(L * E), -setting.popularity))  # ties: the higher id, as in `static`
+        ids = np.sort(most_used[:slots])
     else:
         ids = np.arange((host_layers if system.preload == "layers" else 0) * E, L * E)
     return [transforms.preload(ids, L, E, setting.mark)]

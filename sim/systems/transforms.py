@@ -94,9 +94,3 @@ class Changed(Sequence[RequestSteps]):
     def __getitem__(self, i: Any) -> Any:
         n = len(self._first)
         return replace(self._first[i] if i < n else self._change(self._requests[i - n]), request=i)
-
-
-def popular(counts: Int, n: int) -> Int:
-    """Return the ids of the n most used experts, ascending; ties go to the higher id, as in `static`. counts: [L*E]."""
-    order = np.lexsort((-np.arange(len(counts)), -counts))
-    return np.sort(order[:n])
