@@ -13,11 +13,21 @@ ROOT, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 UNLIMITED = 1 << 60
 """Version 1 states a number of this size where there is no limit."""
 
+MEMORY = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+"""By version: a group's limit, what it uses, and what of that the system gives back."""
+
 
 def memory_limit() -> int | None:
     """Return the lowest limit in bytes of the groups that this process is in."""
-    found = [int(text) for text in _read("memory", "memory.max", "memory.limit_in_bytes") if text != "max"]
-    return min((each for each in found if each < UNLIMITED), default=None)
+    return min((limit for limit, _ in _memory()), default=None)
+
+
+def available_memory_bytes() -> int:
+    """Return the bytes that may be allocated without swapping."""
+    return min([psutil.virtual_memory().available, *(limit - used for limit, used in _memory())])
 
 
 def available_memory_bytes() -> int:
@@ -34,21 +44,33 @@ def available_memory_bytes() -> int:
 
 def cpu_quota() -> float | None:
     """Return how many processors' time this process may use."""
-    found = [text.split() for text in _read("cpu", "cpu.max", "cpu.cfs_quota_us")]
-    shares = [int(each[0]) / (int(each[1]) if len(each) > 1 else 100_000) for each in found if each[0] != "max"]
+    shares = []
+    for version, group in _groups("cpu"):
+        with suppress(OSError, ValueError):
+            stated = (group / ("cpu.max" if version == 2 else "cpu.cfs_quota_us")).read_text().split()
+            shares.append(int(stated[0]) / (int(stated[1]) if len(stated) > 1 else 100_000))
     return min((share for share in shares if share > 0), default=None)
 
 
-def _read(controller: str, second: str, first: str) -> Iterator[str]:
-    """Yield what stands in a file of this process's groups and of all above them, by the version's name of it."""
+def _memory() -> Iterator[tuple[int, int]]:
+    """Yield the limit of each group that has one, and what it uses for good."""
+    for version, group in _groups("memory"):
+        limit, usage, reclaimable = MEMORY[version]
+        with suppress(OSError, ValueError):  # "max" is no limit
+            if (most := int((group / limit).read_text())) < UNLIMITED:
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield most, int((group / usage).read_text()) - int(stat.get(reclaimable, 0))
+
+
+def _groups(controller: str) -> Iterator[tuple[int, Path]]:
+    """Yield this process's groups and all above them, with the version of each."""
     with suppress(OSError):
         for line in GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
-            top, name = (ROOT / controller, first) if controllers else (ROOT, second)
+            version, top = (1, ROOT / controller) if controllers else (2, ROOT)
             group = top / path.lstrip("/")
             while group.is_relative_to(top):
-                with suppress(OSError):
-                    yield (group / name).read_text().strip()
+                yield version, group
                 group = group.parent
