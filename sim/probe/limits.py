@@ -30,18 +30,6 @@ def available_memory_bytes() -> int:
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _memory())])
 
 
-def available_memory_bytes() -> int:
-    """Return the bytes that may be allocated without swapping, limits of control groups included."""
-    names = (("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes"), 2 * ("memory.stat",))
-    available: list[int] = [psutil.virtual_memory().available]
-    for limit, used, text in zip(*(_read("memory", *name) for name in names), strict=False):
-        if limit != "max":
-            stat = dict(line.split() for line in text.splitlines())
-            cached = stat.get("total_inactive_file") or stat.get("inactive_file", 0)  # the first is version 1's
-            available.append(int(limit) - int(used) + int(cached))
-    return min(available)
-
-
 def cpu_quota() -> float | None:
     """Return how many processors' time this process may use."""
     shares = []
