@@ -245,12 +245,12 @@ def _run(
     made.write(folder / TOML)
     groups = missing(tables, store)
     if len(store):
-        output.note(f"resuming {folder}: {len(store)} cells done, {sum(len(group.keys) for group in groups)} to go")
+        output.note(f"resuming {folder}: {len(store)} cells done, {sum(len(keys) for keys, _ in groups)} to go")
     if isinstance(workers, Local):
         cells = ((table.loaded, [spec for spec, _ in table.grid.cells()]) for table in tables if groups)
         versions = (version for loaded, specs in cells for version in loaded.versions(specs))
         output.note(*compiling.notes(versions))
-    due = sum(group.task.requests for group in groups)
+    due = sum(task.requests for _, task in groups)
     with keeping("moe-sim", store, folder), progress(due, output.quiet) as advance:
         run_missing(tables, store, workers, advance)
     outcomes = [outcome(table, store) for table in tables]

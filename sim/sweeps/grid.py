@@ -10,8 +10,8 @@ import hashlib
 import json
 import marshal
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -104,12 +104,8 @@ class Table:
         return list(self.cells)[: len(self.grid.requested())]
 
 
-@dataclass(frozen=True)
-class Group:
-    """Cells that run together: of one policy, which learns once for all of them, or a single one."""
-
-    keys: list[str]
-    task: Task[list[tuple[Row, pa.Table]]]
+Group = tuple[list[str], Task[list[tuple[Row, pa.Table]]]]
+"""Cells that run together, by their keys: of one policy, which learns once for all of them, or a single one."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +127,10 @@ def sweep(
     `advance` is told the number of requests run since its last call.
     """
     groups = missing(tables, store)
-    playing = (workers or Local(1)).results([group.task for group in groups], advance or (lambda requests: None))
+    playing = (workers or Local(1)).results([task for _, task in groups], advance or (lambda requests: None))
     with closing(playing):
         for place, found in playing:
-            for key, (row, requests) in zip(groups[place].keys, found, strict=True):
+            for key, (row, requests) in zip(groups[place][0], found, strict=True):
                 store.put(key, {**row, "cell": key}, _labelled(requests, key))
 
 
@@ -155,7 +151,7 @@ def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, m
 
 def missing(tables: Sequence[Table], store: Store) -> list[Group]:
     """Return what is to be run of the cells that `store` does not hold."""
-    groups = []
+    groups = list[Group]()
     for table in tables:
         held: dict[object, dict[str, int]] = {}
         for each, (policy, slots) in table.cells.items():
@@ -164,7 +160,7 @@ def missing(tables: Sequence[Table], store: Store) -> list[Group]:
         for keys in map(list, held.values()):
             policy = table.cells[keys[0]][0]
             arguments = policy, [table.cells[each][1] for each in keys]
-            groups.append(Group(keys, Task(table.loaded, run_cells, arguments, policy.compiled, len(keys))))
+            groups.append((keys, Task(table.loaded, run_cells, arguments, policy.compiled, len(keys))))
     return groups
 
 
@@ -273,38 +269,35 @@ def drawn(found: Outcome, swept: Sequence[compare.SweptRun], column: str) -> "Fi
 
 def run_cells(loaded: Loaded, policy: PolicySpec, slots: Sequence[int], advance: Advance) -> list[tuple[Row, pa.Table]]:
     """Run cells of one policy; return the row of each, and those of its requests."""
-    summaries = [metrics.Summary(loaded.cell(policy, each), loaded.trace.requests) for each in slots]
-
-    def adding(summary: metrics.Summary) -> Ended:
-        return lambda log: advance(summary.add(log))
-
-    with _named(policy, slots):
-        loaded.play_cells(policy, slots, [adding(summary) for summary in summaries])
-    return [(summary.row(), summary.requests()) for summary in summaries]
-
-
-@contextmanager
-def _named(policy: PolicySpec, slots: Sequence[int]) -> Iterator[None]:
-    """Name the cells in what a user's policy raises."""
-    try:
-        yield
-    except PolicyError as error:
-        raise PolicyError(f"{error}, in {policy.text} at {', '.join(map(str, slots))} experts") from error
+    return [(each.row(), each.requests()) for each in _summaries(loaded, policy, slots, advance)]
 
 
 def summed(
     loaded: Loaded, policy: PolicySpec, slots: int, advance: Advance, on_log: Ended = lambda log: None
 ) -> metrics.Summary:
     """Run one cell and sum it up. `advance` gets the number of requests, `on_log` each part of the log."""
-    summary = metrics.Summary(loaded.cell(policy, slots), loaded.trace.requests)
+    return _summaries(loaded, policy, [slots], advance, on_log)[0]
 
-    def ended(log: RunLog) -> None:
+
+def _summaries(
+    loaded: Loaded, policy: PolicySpec, slots: Sequence[int], advance: Advance, on_log: Ended = lambda log: None
+) -> list[metrics.Summary]:
+    """Run cells of one policy and sum each up; name them in what a user's policy raises."""
+    summaries = [metrics.Summary(loaded.cell(policy, each), loaded.trace.requests) for each in slots]
+
+    def add(summary: metrics.Summary, log: RunLog) -> None:
         on_log(log)
         advance(summary.add(log))
 
-    with _named(policy, [slots]):
-        loaded.play(policy, slots, ended)
-    return summary
+    ended = [partial(add, summary) for summary in summaries]
+    try:
+        if len(slots) == 1:
+            loaded.play(policy, slots[0], ended[0])
+        else:
+            loaded.play_cells(policy, slots, ended)
+    except PolicyError as error:
+        raise PolicyError(f"{error}, in {policy.text} at {', '.join(map(str, slots))} experts") from error
+    return summaries
 
 
 def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor as Threads
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from policies.core import user_file
@@ -106,8 +107,7 @@ class Local:
             if not all(task.compiled or task.stays for task in tasks):
                 processes = stack.enter_context(_processes(min(self.workers, len(tasks))))
             stack.callback(stopped.set)
-            for finished in _as_completed(lambda task: threads.submit(work, task), tasks, 2 * self.workers):
-                yield from finished
+            yield from _as_completed(lambda task: threads.submit(work, task), tasks, 2 * self.workers)
 
 
 LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio", "concurrent.futures")
@@ -125,7 +125,7 @@ class Cluster:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
             self._client = distributed.Client(address, timeout=ANSWER_S, set_as_default=False)
-            versions = self._client.run(_version, on_error="return")  # the error of what cannot import this package
+            versions = self._client.run(sources, on_error="return")  # the error of what cannot import this package
         except (OSError, ValueError) as error:
             raise InputError(f"no Dask scheduler answers at {address}, as in tcp://HOST:8786: {error}") from error
         others = {worker: answer for worker, answer in versions.items() if answer != sources()}
@@ -137,18 +137,12 @@ class Cluster:
         """Run tasks; `advance` is told when a cell has ended. InputError where the cluster is lost."""
         if stays := [task.stays for task in tasks if task.stays]:
             raise InputError(f"no worker of {self.address} can run this: {stays[0]}")
-        executor = self._client.get_executor(pure=False)
-
-        def submit(task: Task[T]) -> Future[T]:
-            future: Future[T] = executor.submit(_elsewhere, *task.elsewhere)
-            return future
-
+        submit = partial(self._client.get_executor(pure=False).submit, _elsewhere)
         at_a_time = 4 * max(1, sum(self._client.nthreads().values()))
         try:
-            for finished in _as_completed(submit, tasks, at_a_time):
-                for place, result in finished:
-                    advance(tasks[place].requests)
-                    yield place, result
+            for place, result in _as_completed(lambda task: submit(*task.elsewhere), tasks, at_a_time):
+                advance(tasks[place].requests)
+                yield place, result
         except Exception as error:
             if self._client.status == "running" and not isinstance(error, self._lost):
                 raise
@@ -166,23 +160,17 @@ class _Stopped(Exception):  # noqa: N818
 
 def _as_completed(
     submit: Callable[[Task[T]], Future[T]], tasks: Sequence[Task[T]], at_a_time: int
-) -> Iterator[list[tuple[int, T]]]:
-    """What has ended since, some ten times a second; so many tasks wait or run, in their order."""
+) -> Iterator[tuple[int, T]]:
+    """Yield what ends, failures last; so many tasks wait or run, in their order."""
     running: dict[Future[T], int] = {}
     following = iter(enumerate(tasks))
     while True:
-        for place, task in following:
-            running[submit(task)] = place
-            if len(running) >= at_a_time:
-                break
+        running |= {submit(task): place for place, task in islice(following, at_a_time - len(running))}
         if not running:
             return
-        done, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
-        ended = sorted(((running.pop(future), future) for future in done), key=lambda each: each[0])
-        failed = [future for _, future in ended if future.cancelled() or future.exception()]
-        yield [(place, future.result()) for place, future in ended if future not in failed]
-        for future in failed:
-            future.result()
+        done = wait(running, timeout=0.1, return_when=FIRST_COMPLETED).done
+        for future in sorted(done, key=lambda each: (each.cancelled() or bool(each.exception()), running[each])):
+            yield running.pop(future), future.result()
 
 
 @lru_cache(maxsize=2)
@@ -213,10 +201,6 @@ def _elsewhere(
     loaded = _loaded(experiment, fingerprint)
     here = loaded if loaded.machine == machine else replace(loaded, **machine)
     return play(here, *arguments, lambda requests: None)
-
-
-def _version() -> str:
-    return sources()
 
 
 @contextmanager

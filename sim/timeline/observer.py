@@ -104,7 +104,7 @@ class TimelineObserver(LoopObserver):
         counters = self._scene.residency.counters()
         hits, late, misses = (now - then for now, then in zip(counters[:3], self._before[:3], strict=True))
         lookups, decodes = {"hits": hits, "late": late, "misses": misses}, step.phase == DECODE
-        args = {
+        args: dict[str, object] = {
             "request": ", ".join(self._names[place.request] for place in step.places),
             "phase": "decode" if decodes else "prefill",
             "step_of_request": ", ".join(str(place.step) for place in step.places),

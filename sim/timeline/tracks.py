@@ -1,7 +1,7 @@
 """What each track of a timeline shows: compute stream, link, host and disk, slots, and what waits for the link."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from policies.core.policy import Float, Int
@@ -194,12 +194,12 @@ class Spans(LoopObserver):
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._open: dict[Hashable, Span] = {}
+        self._open: dict[int, Span] = {}
 
-    def _begin(self, key: Hashable, track: Track, name: str, args: Args) -> None:
+    def _begin(self, key: int, track: Track, name: str, args: Args) -> None:
         self._open[key] = Span(track, name, self._scene.now(), args)
 
-    def _end(self, key: Hashable, **more: object) -> Span:
+    def _end(self, key: int, **more: object) -> Span:
         span = self._open.pop(key)
         self._show(span, **more)
         return span
@@ -227,15 +227,15 @@ class HostTracks(Spans):
         if kind is Kind.HOST:
             name = f"host {self._scene.name(expert)}"
             args = {**self._scene.args(expert), "tokens": tokens, "lookup": "miss"}
-        self._begin("host", self._tracks[0], name, args)
+        self._begin(Kind.HOST, self._tracks[0], name, args)
 
     def read_began(self, expert: int, demanded: bool) -> None:
         args = {**self._scene.args(expert), "read": "demand" if demanded else "prefetch"}
-        self._begin("disk", self._tracks[-1], f"read {self._scene.name(expert)}", args)
+        self._begin(Kind.READ, self._tracks[-1], f"read {self._scene.name(expert)}", args)
 
     def ended(self, completion: Completion) -> None:
         if completion.kind in (Kind.READ, Kind.HOP, Kind.HOST):
-            self._end("disk" if completion.kind is Kind.READ else "host")
+            self._end(Kind.READ if completion.kind is Kind.READ else Kind.HOST)
 
     def cutting(self) -> None:
         self.show_unfinished()
