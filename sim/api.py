@@ -167,17 +167,8 @@ class SweepResult:
         return plot.figure(self.rows, self.bound, self.token_share, chosen, spans=spans)
 
 
-class Comparison(Sequence[Difference]):
+class Comparison(list[Difference]):
     """Paired differences between runs, each with a 95% bootstrap interval."""
-
-    def __init__(self, differences: Sequence[Difference]) -> None:
-        self._differences = list(differences)
-
-    def __len__(self) -> int:
-        return len(self._differences)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self._differences[i]
 
     def __repr__(self) -> str:
         several = len({difference.cache_experts for difference in self}) > 1

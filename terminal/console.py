@@ -78,7 +78,9 @@ Advance = Callable[..., None]
 
 
 @contextmanager
-def progress(total: int, quiet: bool, what: str, done: int = 0, *columns: ProgressColumn) -> Iterator[Advance]:
+def progress(
+    total: int, quiet: bool, what: str = "requests run", done: int = 0, *columns: ProgressColumn
+) -> Iterator[Advance]:
     """Draw a bar on standard error, with `what` is counted and further columns behind it, and remove it at the end.
 
     Outside a terminal, print a line a minute instead.

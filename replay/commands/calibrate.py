@@ -15,8 +15,8 @@ from replay.device_choice import DeviceChoice
 from replay.devices.stage import machine_name
 from sim import defaults
 from sim.commands import options
-from sim.commands.printed import progress
 from terminal import console
+from terminal.console import progress
 from traces import demo_trace
 from traces.errors import refuse
 from traces.output import check_file, replacing

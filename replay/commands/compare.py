@@ -21,7 +21,6 @@ from replay.comparison.record import ERROR, Record
 from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
 from sim import defaults
 from sim.commands import options
-from sim.commands.printed import progress
 from sim.commands.printed import table as plain_table
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.loaded import TimedRun
@@ -30,6 +29,7 @@ from sim.results.metrics import Row, cell_text, size_text
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
 from terminal import console
+from terminal.console import progress
 from traces.errors import InputError, unknown
 from traces.output import claimed
 

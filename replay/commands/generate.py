@@ -13,10 +13,10 @@ from replay.live.answering import TextStream, answer, prompts_of, reading_ids
 from replay.live.prediction import outcome
 from replay.warmup import undisturbed
 from sim.commands import options
-from sim.commands.printed import progress
 from sim.sweeps.config import seeded
 from sim.sweeps.verdict import lossy
 from terminal import console
+from terminal.console import progress
 from tracer.record import Options
 from traces.errors import InputError
 from traces.writer import check_target

@@ -13,9 +13,9 @@ from replay.commands.live_options import LiveOptions
 from replay.live.model import LiveModel
 from replay.live.quality import figure, prices, sentence
 from sim.commands import options, printed
-from sim.commands.printed import progress
 from sim.results.files import write_figure
 from sim.sweeps.config import seeded
+from terminal.console import progress
 from tracer import demo
 from tracer.prompts import Columns, read_prompts
 from traces.errors import refuse

@@ -19,7 +19,7 @@ from replay.devices.expert_file import command_of
 from replay.run import Outcome, replay
 from sim import defaults
 from sim.commands import options
-from sim.commands.printed import progress, written
+from sim.commands.printed import written
 from sim.experiment import OPTIONS, Experiment, from_file
 from sim.loaded import TimedRun
 from sim.loop.log import StepRow
@@ -29,6 +29,7 @@ from sim.sweeps import winner
 from sim.sweeps.notes import overhead_notes
 from sim.timeline.file import writing
 from terminal import console
+from terminal.console import progress
 from terminal.options import typed
 from traces.errors import InputError, refuse
 from traces.output import claimed

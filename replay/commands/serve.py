@@ -15,9 +15,9 @@ from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
 from replay.live.server import Generation, application
 from sim.commands import options
-from sim.commands.printed import progress
 from sim.quantities import show_bytes
 from terminal import console
+from terminal.console import progress
 from traces.errors import InputError, refuse
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

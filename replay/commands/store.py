@@ -8,10 +8,10 @@ import typer
 from replay.commands.shown import typed_again
 from replay.devices.expert_file import Fill, stride_of, write
 from replay.devices.store import Stamps
-from sim.commands.printed import progress
 from sim.experiment import OPTIONS
 from sim.quantities import show_bytes
 from terminal import console
+from terminal.console import progress
 from traces.errors import InputError
 from traces.models.expert_sizes import with_sizes_of
 from traces.models.profile import model, of_trace

@@ -65,17 +65,6 @@ LOCALITY = pa.schema([("segment", COUNT), *[(name, SHARE) for name in ("srp", "s
 """Columns of locality.parquet, a row per segment length (sim.analysis.locality)."""
 
 
-def split(cell: Row, lookups: int, compulsory: int, capacity: int, policy_misses: int) -> Row:
-    """Return a row of `SPLITS`: the misses of a cell, by what would have avoided them (see docs/contract.md).
-
-    compulsory: first uses. capacity: Belady's beyond those. policy_misses: the rest. Hit rate: None without lookups.
-    """
-    misses = compulsory + capacity + policy_misses
-    parts = {"lookups": lookups, "compulsory": compulsory, "capacity": capacity, "policy_misses": policy_misses}
-    row = {**cell, **parts, "misses": misses, "hit_rate": 1 - misses / lookups if lookups else None}
-    return {name: row[name] for name in SPLITS.names}
-
-
 @dataclass(frozen=True)
 class Analysis:
     """What `moe-sim analyze` found."""
@@ -111,7 +100,7 @@ class Analysis:
         ]
 
 
-def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = None) -> Analysis:
+def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] = lambda requests: None) -> Analysis:
     """Analyse an untimed setup, of which nothing is prefetched, with experts of one size (`Loaded.alike`).
 
     advance: gets the number of requests run, `to_play(grid)` cells of each.
@@ -120,48 +109,45 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
     known = {"lru": lru_misses(accesses.experts, accesses.total, accesses.ends)}
     known["belady"] = belady = belady_misses(accesses.experts, accesses.total, ends=accesses.ends)
     smallest = accesses.largest_event
-    report = advance or (lambda requests: None)
 
     def misses(policy: PolicySpec, slots: int) -> int:
-        if policy.text in known and slots >= smallest:
+        if policy.text in CURVED and slots >= smallest:
             return int(known[policy.text][slots])
-        total = 0
+        missed: list[int] = []
 
         def ended(log: RunLog) -> None:
-            nonlocal total
-            total += int(log.misses.sum())
-            if policy.text not in CURVED:
-                report(1)
+            missed.append(int(log.misses.sum()))
+            advance(policy.text not in CURVED)
 
         loaded.play(policy, slots, ended)
-        return total
+        return sum(missed)
 
-    first_uses = int(belady[-1])
+    lookups, first_uses = len(accesses.experts), int(belady[-1])
+
+    def split(policy: PolicySpec, slots: int) -> Row:
+        missed, best = misses(policy, slots), misses(BELADY, slots)
+        return {
+            "policy": policy.text,
+            "cache_experts": slots,
+            "lookups": lookups,
+            "misses": missed,
+            "compulsory": first_uses,
+            "capacity": best - first_uses,
+            "policy_misses": missed - best,
+            "cache_fraction": slots / loaded.all_experts,
+            "hit_rate": 1 - missed / lookups if lookups else None,
+            "oracle": policy.oracle,
+        }
+
     return Analysis(
-        lookups=len(accesses.experts),
+        lookups=lookups,
         lru=known["lru"],
         belady=belady,
         smallest=smallest,
         demand=loaded.token_experts,
         reuse=reuse(accesses),
         locality=locality(loaded.trace),
-        splits=[
-            split(
-                {
-                    "policy": policy.text,
-                    "oracle": policy.oracle,
-                    "cache_experts": slots,
-                    "cache_fraction": slots / loaded.all_experts,
-                },
-                len(accesses.experts),
-                first_uses,
-                capacity=best - first_uses,
-                policy_misses=misses(policy, slots) - best,
-            )
-            for slots in grid.sizes.values()
-            for best in (misses(BELADY, slots),)
-            for policy in grid.policies
-        ],
+        splits=[split(policy, slots) for slots in grid.sizes.values() for policy in grid.policies],
     )
 
 

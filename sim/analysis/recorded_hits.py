@@ -6,7 +6,8 @@ For each the size with as many hits in all is searched, as more memory gives mor
 whose hits differ least, summed over the steps.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -98,7 +99,8 @@ def find(loaded: Loaded, traces: Iterable[Trace]) -> Recorded | None:
         return None
     searches = list[_Search]()
     enough = REPRODUCED * lookups[said].sum()
-    for policy in _candidates():
+    scoped = itertools.product(("", "@layer"), tables()[0].items())
+    for policy in (parse(f"{name}{scope}") for scope, (name, cls) in scoped if not (cls.oracle or is_pair(name))):
         search = _Search(loaded, policy, hits, said)
         with suppress(InputError):  # it needs a file, or more slots than there are
             search.by_total()
@@ -108,14 +110,6 @@ def find(loaded: Loaded, traces: Iterable[Trace]) -> Recorded | None:
     searches.sort(key=lambda search: search.differ(search.best))
     matches = sorted((search.near() for search in searches[:FEW]), key=lambda match: match.differ)
     return Recorded(int(lookups[said].sum()), int(hits[said].sum()), matches)
-
-
-def _candidates() -> Iterator[PolicySpec]:
-    """Yield policies that an engine may have."""
-    for scope in ("", "@layer"):
-        for name, cls in tables()[0].items():
-            if not (cls.oracle or is_pair(name)):
-                yield parse(f"{name}{scope}")
 
 
 class _Search:

@@ -161,19 +161,11 @@ def speculate(
 
         plain = tallies(None)
         drafted = {length: [tallies(Drafts(length, each, seed)) for each in RUN] for length in lengths}
-        for place, size in enumerate(grid.sizes):
-            found += [
-                Speculation(
-                    policy.text,
-                    size,
-                    slots[place],
-                    length,
-                    unions[length],
-                    plain[place],
-                    tuple(of_run[place] for of_run in drafted[length]),
-                )
-                for length in lengths
-            ]
+        for place, (size, room) in enumerate(grid.sizes.items()):
+            for length, of_runs in drafted.items():
+                tallied = tuple(of_run[place] for of_run in of_runs)
+                about = policy.text, size, room, length, unions[length]
+                found.append(Speculation(*about, plain[place], tallied))
     return found
 
 
@@ -247,38 +239,34 @@ def sentences(found: Sequence[Speculation], seed: int = 0) -> Iterator[str]:
                 f"{fastest.speedup(1.0):.2f} times the speed without"
             )
             continue
+        low, high = (f"{bound:.2f}" if np.isfinite(bound) else "never" for bound in best.interval(seed))
         yield (
-            f"Speculation pays {where} from an acceptance of {break_even_text(best, seed)} on, with {best.length} "
-            f"drafted token{'s' if best.length > 1 else ''} a step"
+            f"Speculation pays {where} from an acceptance of {best.break_even:.2f} (95%: {low} to {high}) on, with "
+            f"{best.length} drafted token{'s' if best.length > 1 else ''} a step"
         )
-
-
-def break_even_text(found: Speculation, seed: int = 0) -> str:
-    """Return `0.62 (95%: 0.58 to 0.66)`."""
-    low, high = (f"{bound:.2f}" if np.isfinite(bound) else "never" for bound in found.interval(seed))
-    value = "never" if found.break_even is None else f"{found.break_even:.2f}"
-    return f"{value} (95%: {low} to {high})"
 
 
 def rows(found: Sequence[Speculation], loaded: TimedRun) -> list[dict[str, Any]]:
     made = []
     for each in found:
-        bounds = [bound if np.isfinite(bound) else None for bound in each.interval(loaded.experiment.seed)]
+        low, high = (bound if np.isfinite(bound) else None for bound in each.interval(loaded.experiment.seed))
         experts = loaded.experts_in(each.slots)
-        of_cell = {"policy": each.policy, "cache_experts": experts, "cache_fraction": experts / loaded.all_experts}
-        of_run = {"trace": loaded.trace.name, "model": loaded.model, "hardware": loaded.hardware.name}
         figures = ("step_bytes", "step_ms", "tokens_per_s", "break_even")
         made.append(
             {
-                **of_cell,
-                **of_run,
+                "policy": each.policy,
+                "cache_experts": experts,
+                "cache_fraction": experts / loaded.all_experts,
+                "trace": loaded.trace.name,
+                "model": loaded.model,
+                "hardware": loaded.hardware.name,
                 "requests": len(each.plain.ns),
                 "draft": each.length,
                 "union": float(each.union.mean()),
                 "union_by_layer": each.union.tolist(),
                 **{name: getattr(each, name) for name in figures},
-                "low": bounds[0],
-                "high": bounds[1],
+                "low": low,
+                "high": high,
                 "speedups": [each.speedup(n / 10) for n in range(11)],
             }
         )

@@ -22,7 +22,12 @@ FASTEST = "belady+oracle1"
 def every() -> list[str]:
     """Return the policies that ship, each once: of those that decide alike, the first."""
     found: dict[PolicySpec, str] = {}
-    for text in (*_built_in(), *(policy for _, policy in _of_systems()), FASTEST):
+    built_in = [
+        f"lru+{each.name}" if each.kind == "prefetch" else each.name
+        for each in available()
+        if each.kind != "prefetch" or not (each.oracle or each.name == "none")
+    ]
+    for text in (*built_in, *(policy for _, policy in _of_systems()), FASTEST):
         policy = parse(text)
         if _runs(policy):
             found.setdefault(policy, text)
@@ -35,14 +40,6 @@ def also(text: str) -> list[str]:
     named = {system.name: system.title for system, other in _of_systems() if parse(other) == policy}
     presets = [each.name for each in available() if each.kind == "preset" and parse(each.name) == policy]
     return [*named.values(), *(name for name in presets if name not in {*named, text})]
-
-
-def _built_in() -> Iterator[str]:
-    for each in available():
-        if each.kind != "prefetch":
-            yield each.name
-        elif not each.oracle and each.name != "none":
-            yield f"lru+{each.name}"
 
 
 def _of_systems() -> Iterator[tuple[System, str]]:

@@ -5,7 +5,7 @@ mean of the shares: of a trace over starts and sizes, then over traces. In time,
 it is what a policy saves of LRU's time over what Belady saves, each the same mean.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,6 +84,10 @@ class Result:
         """Return by start the share of the gap in hits that is closed at each size: NaN where there is none."""
         return shares(*(self.policies[name].figures for name in (policy, LRU, BELADY)))
 
+    def mean_share(self, policy: str, start: str) -> float:
+        """Return the mean of the shares from a cold or a warm start."""
+        return mean(share for name, values in self.shares(policy).items() if name.endswith(start) for share in values)
+
 
 def entry(
     measured: Mapping[str, Figures], policy: str, gains: dict[str, dict[str, tuple[Gain, ...]]], **about: Any
@@ -101,7 +105,7 @@ def entry(
     slowest = max(slower, key=lambda name: slower[name], default="")
     return Entry(
         score={HITS: round(_mean_of_traces(found), DIGITS), **dict(_saved(figures, lru, belady))},
-        worst=min(_known(found), default=UNKNOWN),
+        worst=min((share for values in found.values() for share in values if share == share), default=UNKNOWN),
         slower=slower.get(slowest, UNKNOWN),
         slowest=slowest,
         figures=figures,
@@ -136,21 +140,25 @@ def _saved(figures: Figures, lru: Figures, belady: Figures) -> Iterator[tuple[st
         yield wall, round(mine / best, DIGITS) if best > 0 else UNKNOWN
 
 
-def _known(held: Mapping[str, tuple[float, ...]]) -> list[float]:
-    return [share for values in held.values() for share in values if share == share]
-
-
 def _mean_of_traces(held: Mapping[str, tuple[float, ...]]) -> float:
-    traces: dict[str, dict[str, tuple[float, ...]]] = {}
+    traces: dict[str, list[float]] = {}
     for start, values in held.items():
-        traces.setdefault(start.rpartition(" ")[0], {})[start] = values
-    means = [mean(_known(starts)) for starts in traces.values()]
-    return mean([each for each in means if each == each])
+        traces.setdefault(start.rpartition(" ")[0], []).extend(values)
+    return mean(map(mean, traces.values()))
 
 
-def mean(values: list[float]) -> float:
-    """Return the mean of shares; NaN where there are none."""
-    return fmean(values) if values else UNKNOWN
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of the values that are known; NaN where there are none."""
+    known = [value for value in values if value == value]
+    return fmean(known) if known else UNKNOWN
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return "-" if share != share else f"{100 * share:.{digits}f}"
+
+
+def number(value: float) -> str:
+    return "-" if value != value else f"{value:.3g}"
 
 
 def sentences(found: Result) -> list[str]:
@@ -167,7 +175,11 @@ def sentences(found: Result) -> list[str]:
         f"to Belady in hits that who knows the next 4 tokens closes with eamc-blend behind. That is {score:.1%} of the "
         f"gap{before}{saved}."
     )
-    return [first] if leader == LRU else [first, *_to_ship(found), *_slowness(leader, best), *_certainty(best, found)]
+    if leader == LRU:
+        return [first]
+    slower = f"At worst {leader} is {best.slower:.1f}% slower than LRU: {best.slowest}."
+    slowness = f"{leader} is nowhere slower than LRU." if best.slower <= 0 else slower
+    return [first, *_to_ship(found), *[slowness] * (best.slower == best.slower), *_certainty(best, found)]
 
 
 def _to_ship(found: Result) -> Iterator[str]:
@@ -184,13 +196,6 @@ def _to_ship(found: Result) -> Iterator[str]:
             f"What to ship: {found.leader} takes up to {best.memory_mib:.3g} MiB and {best.overhead_us:.3g} us an "
             f"event, which is charged; at {QUARTER} a token of {start} takes {', '.join(each)} ms."
         )
-
-
-def _slowness(policy: str, entry: Entry) -> Iterator[str]:
-    if entry.slower <= 0:
-        yield f"{policy} is nowhere slower than LRU."
-    elif entry.slower == entry.slower:
-        yield f"At worst {policy} is {entry.slower:.1f}% slower than LRU: {entry.slowest}."
 
 
 def _certainty(entry: Entry, found: Result) -> Iterator[str]:

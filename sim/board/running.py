@@ -25,14 +25,6 @@ COLUMNS = {True: "misses", False: "tpot_mean_ms"}
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a policy takes beside the cache."""
-
-    overhead_us: float  # of an event
-    memory_mib: float
-
-
-@dataclass(frozen=True)
 class Board:
     """All that is to be run."""
 
@@ -40,7 +32,7 @@ class Board:
     policies: Sequence[PolicySpec]
     cases: Sequence[Case]
     tables: Sequence[Table]  # one of each case
-    costs: Mapping[str, Cost]
+    costs: Mapping[str, tuple[float, float]]  # by policy: microseconds of an event, and MiB
 
     @classmethod
     def of(cls, cards: Sequence[Card], policies: Sequence[str], stored: Result | None = None) -> "Board":
@@ -61,18 +53,18 @@ class Board:
         largest = max(loaded, key=lambda each: each.all_experts)
         requests = Requests(largest.trace)
 
-        def cost(policy: PolicySpec) -> Cost:
+        def cost(policy: PolicySpec) -> tuple[float, float]:
             if stored:
-                return Cost(stored.policies[policy.text].overhead_us, stored.policies[policy.text].memory_mib)
+                return stored.policies[policy.text].overhead_us, stored.policies[policy.text].memory_mib
             us = max((each.predictor_us(policy) or 0.0 for each in timed), default=UNKNOWN)
-            return Cost(float(f"{us:.3g}"), round(measured_bytes(policy, largest.shape, requests) / 2**20, 2))
+            return float(f"{us:.3g}"), round(measured_bytes(policy, largest.shape, requests) / 2**20, 2)
 
         return cls(cards, named, cases, tables, {policy.text: cost(policy) for policy in named})
 
     @property
     def own(self) -> dict[str, float]:
         """Return what policies of the user's own are charged for an event, in microseconds, where anything is timed."""
-        us = {each.text: self.costs[each.text].overhead_us for each in self.policies if each.files}
+        us = {each.text: self.costs[each.text][0] for each in self.policies if each.files}
         return {policy: each for policy, each in us.items() if each == each}
 
     @property
@@ -82,6 +74,9 @@ class Board:
 
     def run(self, workers: int = 1, advance: Callable[[int], None] = lambda requests: None) -> Result:
         """Run all cells; `advance` gets the number of requests run. Raise PolicyError for a fault of a policy."""
+        requests: dict[str, dict[str, int]] = {}
+        for case in self.cases:
+            requests.setdefault(case.start, {})[case.measure] = case.counted
         figures: dict[str, Figures] = {policy.text: {} for policy in self.policies}
         gains: dict[str, dict[str, dict[str, tuple[Gain, ...]]]] = {policy.text: {} for policy in self.policies}
         with TemporaryDirectory() as scratch:
@@ -100,7 +95,7 @@ class Board:
         return Result(
             version=board().version,
             traces={card.name: sum_of(card.folder) for card in self.cards},
-            requests=_requests(self.cases),
+            requests=requests,
             policies={
                 each.text: entry(
                     figures,
@@ -108,18 +103,12 @@ class Board:
                     gains[each.text],
                     digest=" ".join(digest for digest in dict.fromkeys(each.files.values()) if digest),
                     oracle=each.oracle,
-                    **vars(self.costs[each.text]),
+                    overhead_us=self.costs[each.text][0],
+                    memory_mib=self.costs[each.text][1],
                 )
                 for each in self.policies
             },
         )
-
-
-def _requests(cases: Sequence[Case]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for case in cases:
-        found.setdefault(case.start, {})[case.measure] = case.counted
-    return found
 
 
 def _figure(row: Row, case: Case) -> float:

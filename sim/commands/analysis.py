@@ -1,6 +1,6 @@
 """The commands `moe-sim analyze` and `moe-sim compare`: what a trace allows, and whether a difference is one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from sim import defaults
 from sim.analysis import recorded_hits
 from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentences, to_play
 from sim.commands import options
-from sim.commands.printed import progress, table, written
+from sim.commands.printed import table, written
 from sim.loaded import Loaded, load, sample_text
 from sim.results import plot
 from sim.results.compare import Difference, SweptRun, choose, differences, pairs_across, pairs_within, read, split_name
@@ -21,7 +21,7 @@ from sim.results.metrics import engine_words, size_text
 from sim.sweeps import notes, verdict
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
-from terminal import console
+from terminal.console import progress
 from traces.errors import InputError
 from traces.output import claimed
 
@@ -82,10 +82,10 @@ def compare(
     cache_size: Annotated[str | None, typer.Option(help="Only this size (25%, 64).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
     resamples: Annotated[int, typer.Option(min=1, max=10_000_000, help="Bootstrap samples.")] = 10_000,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, not as sentences.")] = False,
-    form: options.Form = None,
     figure: options.Figure = None,
     overwrite: options.Overwrite = False,
+    *,
+    output: options.OutputOptions,
 ) -> None:
     """Compare results request by request, with 95% bootstrap intervals.
 
@@ -96,36 +96,32 @@ def compare(
     options.check_figure(figure, overwrite)
     pairs = _pairs(a, b, policies, cache_size)
     found = [(one, other, differences(one, other, seed, resamples)) for one, other in pairs]
+    every = [(one, other, difference) for one, other, all_ in found for difference in all_]
     if figure:
-        write_figure(_figure([difference for _, _, all_ in found for difference in all_]), figure)
-    if form:
-        options.show(_differences(found), form)
-        return
-    if as_json:
-        rows = [_row(one, other, difference) for one, other, all_ in found for difference in all_]
-        console.say_json(rows)
-        return
-    several = len({one.cache_experts for one, other, _ in found if one.cache_experts == other.cache_experts}) > 1
-    for text in verdict.of_pairs(found):
-        console.say(text)
-    console.say("")
-    for one, other, all_ in found:
-        size = f"{one.cache_experts} slots: " if several and one.cache_experts == other.cache_experts else ""
-        for difference in all_:
-            console.say(f"{size}{difference.sentence()}")
-    console.say("")
-    console.say("Differences are those of the sweep's table, of all requests together; intervals resample requests.")
-    if any(difference.tokens for _, _, all_ in found for difference in all_):
-        console.say("Of few requests they resample blocks of tokens: that is for such text, not for other requests.")
+        write_figure(_figure([difference for *_, difference in every]), figure)
+    output.show(
+        lambda: [_row(*each) for each in every],
+        lambda: [_differences(every)] if output.form else [*verdict.of_pairs(found), "", *_sentences(every)],
+    )
 
 
-def _differences(found: Sequence[tuple[SweptRun, SweptRun, Sequence[Difference]]]) -> Table:
+def _sentences(every: Sequence[tuple[SweptRun, SweptRun, Difference]]) -> Iterator[str]:
+    of_size = [one.cache_experts if one.cache_experts == other.cache_experts else None for one, other, _ in every]
+    several = len({*of_size} - {None}) > 1
+    for size, (_, _, difference) in zip(of_size, every, strict=True):
+        yield f"{f'{size} slots: ' if several and size else ''}{difference.sentence()}"
+    yield ""
+    yield "Differences are those of the sweep's table, of all requests together; intervals resample requests."
+    if any(difference.tokens for *_, difference in every):
+        yield "Of few requests they resample blocks of tokens: that is for such text, not for other requests."
+
+
+def _differences(every: Sequence[tuple[SweptRun, SweptRun, Difference]]) -> Table:
     shown = table("cell", "baseline", "experts", "measure", "unit", "more", "low", "high", "requests", left=2)
-    for _, _, all_ in found:
-        for each in all_:
-            figures = (f"{value:.6g}" for value in (each.more, each.low, each.high))
-            about = each.measure.meaning, each.measure.unit
-            shown.add_row(each.cell, each.baseline, str(each.cache_experts), *about, *figures, str(each.requests))
+    for *_, each in every:
+        figures = (f"{value:.6g}" for value in (each.more, each.low, each.high))
+        about = each.measure.meaning, each.measure.unit
+        shown.add_row(each.cell, each.baseline, str(each.cache_experts), *about, *figures, str(each.requests))
     return shown
 
 
@@ -158,16 +154,15 @@ def _row(baseline: SweptRun, cell: SweptRun, difference: Difference) -> dict[str
     return {
         "measure": difference.measure.name,
         "unit": difference.measure.unit,
-        **{f"baseline_{name}": value for name, value in _cell(baseline).items()},
-        **{f"cell_{name}": value for name, value in _cell(cell).items()},
+        **{
+            f"{which}_{name}": str(value) if name == "folder" else value
+            for which, run in (("baseline", baseline), ("cell", cell))
+            for name, value in vars(run).items()
+            if name in ("folder", "policy", "oracle", "cache_experts")
+        },
         **{name: getattr(difference, name) for name in ("more", "low", "high", "requests")},
         "sentence": difference.sentence(),
     }
-
-
-def _cell(one: SweptRun) -> dict[str, object]:
-    said = {"policy": one.policy, "oracle": one.oracle, "cache_experts": one.cache_experts}
-    return {"folder": str(one.folder), **said}
 
 
 def _misses(found: Analysis, loaded: Loaded) -> Table:

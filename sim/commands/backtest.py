@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from sim.backtest import file, printed, score
-from sim.commands.printed import progress
 from terminal import console
+from terminal.console import progress
 
 
 def backtest(

@@ -13,7 +13,7 @@ from policies.core.grammar import policy_title, split_list
 from sim.board import result as results
 from sim.board.cases import HITS, MACHINES, cards_of
 from sim.board.entrants import POLICIES, every
-from sim.board.result import Entry, Result
+from sim.board.result import Result
 from sim.board.running import Board
 from sim.commands import options, printed
 from sim.engines import compiling
@@ -81,7 +81,7 @@ def board(
     output.note(*notes.overhead_notes({} if stored else runs.own))
     versions = (each for table in runs.tables for each in table.loaded.versions(p for p, _ in table.grid.cells()))
     output.note(*compiling.notes(list(versions)))
-    with printed.progress(runs.requests, output.quiet) as advance:
+    with console.progress(runs.requests, output.quiet) as advance:
         found = runs.run(options.processes(workers), advance)
     if out:
         results.write(found, out, overwrite)
@@ -106,21 +106,12 @@ def _tables(found: Result) -> Iterator[Table | str]:
     for text, entry in found.ranking:
         style = "bold green" if text == found.leader else None
         title = policy_title(text, entry.oracle)
-        scores.add_row(title, *_cells(entry, walls), style=style)
-        shares = found.shares(text).values()
-        means = (results.mean([share for share in values if share == share]) for values in shares)
-        starts.add_row(title, *(_percent(mean) for mean in means), style=style)
+        shares = (results.percent(share, 0) for share in (entry.worst, *(entry.score[wall] for wall in walls)))
+        slower = "-" if entry.slower != entry.slower else f"{entry.slower:.1f}"
+        costs = map(results.number, (entry.overhead_us, entry.memory_mib))
+        scores.add_row(title, results.percent(entry.score[HITS]), *shares, slower, *costs, style=style)
+        means = map(results.mean, found.shares(text).values())
+        starts.add_row(title, *(results.percent(mean, 0) for mean in means), style=style)
     yield scores
     yield from (*LEGEND, *(OF_TIME if walls else ()), OF_MEMORY)
     yield starts
-
-
-def _cells(entry: Entry, walls: list[str]) -> list[str]:
-    costs = ("-" if each != each else f"{each:.3g}" for each in (entry.overhead_us, entry.memory_mib))
-    slower = "-" if entry.slower != entry.slower else f"{entry.slower:.1f}"
-    shares = (_percent(each) for each in (entry.worst, *(entry.score[wall] for wall in walls)))
-    return [_percent(entry.score[HITS], 1), *shares, slower, *costs]
-
-
-def _percent(share: float, digits: int = 0) -> str:
-    return "-" if share != share else f"{100 * share:.{digits}f}"

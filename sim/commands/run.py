@@ -10,19 +10,19 @@ import typer
 
 from policies.core.spec import PolicySpec
 from sim.commands import options
-from sim.commands.printed import cell_title, progress
 from sim.engines import compiling
 from sim.loaded import TimedRun
 from sim.loop.requests import Requests
 from sim.quantities import show_bytes
 from sim.results.compare import swept_run
-from sim.results.metrics import LATENCIES, Row, Summary, users_text
+from sim.results.metrics import LATENCIES, Row, Summary, cell_text, engine_words, users_text
 from sim.sweeps import notes, verdict
 from sim.sweeps.grid import LRU, Grid, grid_of, measures, run_grid, summed
 from sim.timeline import play as play_onto
 from sim.timeline import window as timeline_window
 from sim.timeline import writing
 from sim.timeline.window import Window
+from terminal.console import progress
 from traces.errors import InputError
 
 
@@ -69,7 +69,10 @@ def run(
         with progress(len(loaded.trace.requests), output.quiet) as advance:
             summary = summed(loaded, spec, slots, advance)
     row = {**summary.row(), **summary.latencies()}
-    title = cell_title(row, loaded.hardware.title)
+    slots, *memory = engine_words(row)
+    size = ", ".join([f"{slots} a layer", *(f"{mib} MiB" for mib in memory)])
+    title = f"{row['model']} on {loaded.hardware.title}: {cell_text(row)} of the experts ({size}); requests "
+    title += f"{row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
     output.show(lambda: row, lambda: (*_verdict(loaded, cell.size, summary), "", title, _block(row)))
 
 

@@ -10,12 +10,13 @@ from policies.core.spec import parse
 from sim import defaults
 from sim.analysis import speculation
 from sim.commands import options
-from sim.commands.printed import progress, table, written
+from sim.commands.printed import table, written
 from sim.engines import compiling
 from sim.loaded import TimedRun
 from sim.quantities import show_mib, show_three
 from sim.sweeps import notes
 from sim.sweeps.grid import grid_of
+from terminal.console import progress
 from traces.errors import InputError
 from traces.output import claimed
 

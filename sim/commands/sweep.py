@@ -13,7 +13,6 @@ from rich.table import Table as RichTable
 from policies.core.grammar import split_list
 from sim import defaults
 from sim.commands import options, printed
-from sim.commands.printed import progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.engines import compiling
 from sim.loaded import Loaded, TimedRun, load
@@ -29,6 +28,7 @@ from sim.sweeps.grid import Outcome, Table, drawn, grid_of, missing, names, outc
 from sim.sweeps.grid import sweep as run_missing
 from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store, drop, held
 from sim.sweeps.workers import Cluster, Local, Workers
+from terminal.console import progress
 from terminal.options import typed
 from traces.errors import InputError
 from traces.location import name_of
@@ -108,8 +108,6 @@ def sweep(
     folder = output.out or _free(Path("results"), name, output)
     made, tables = _charging(made, _tables(made, folder), Store(folder) if output.resume else None, output)
     output.note(*_taken(made, values), *_surprises(tables, made.cache_sizes))
-    if seeds is not None and not made.seeds_count:
-        output.note("--seeds has no effect: no policy draws random numbers, but for those that name a seed themselves")
     players = Cluster(scheduler) if scheduler else Local(processes)
     with claimed(folder, MAKER, names(tables, folder)):
         for table in tables:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
 from sim.commands import options
-from sim.commands.printed import progress, table
+from sim.commands.printed import table
 from sim.engines import compiling
 from sim.experiment import SIZES
 from sim.loaded import TimedRun
@@ -17,7 +17,7 @@ from sim.results.metrics import size_text
 from sim.systems import table1 as paper
 from sim.systems.predict import HOST_MEMORY, Prediction, Setting, chosen
 from sim.systems.table1 import Figure, Row
-from traces.errors import refuse
+from terminal.console import progress
 
 
 def systems(
@@ -61,15 +61,8 @@ def systems(
     loaded = TimedRun.of(options.experiment(stated, trace))
     if table1:
         paper.require(loaded)
-        for option, value in (("--systems", systems), ("--precision", precision)):
-            refuse((value, f"--table1 says which systems and which precision: leave out {option}"))
     systems_to_run = chosen(paper.printed() if table1 else split_list(systems))
     uses_profile = any("{profile}" in each.runs for each in systems_to_run)
-    for option, value, is_used in (
-        ("--profile", profile, uses_profile),
-        ("--host-memory", host_memory, any(each.mmap for each in systems_to_run)),
-    ):
-        refuse((value and not is_used, f"{option} is used by none of the systems that are to run: leave it out"))
     setting = Setting(loaded, cache_size, profile or "", host_memory or HOST_MEMORY, precision)
     defaults = {
         f"the shipped trace {loaded.experiment.trace}": not trace,

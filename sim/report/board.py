@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from policies.core.grammar import policy_title
 from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, cards_of
 from sim.board.entrants import also
-from sim.board.result import BELADY, LRU, Result, gain_text, mean, sentences
+from sim.board.result import BELADY, LRU, Result, gain_text, number, percent, sentences
 from sim.quantities import show_ms
 from sim.report.elements import Item, Section, figure_item
 from sim.report.page import rendered
@@ -48,21 +48,16 @@ def _ranking(found: Result) -> Section:
     rows = [
         (
             _title(found, text),
-            _percent(entry.score[HITS]),
-            *(_percent(_mean_of(found, text, kind)) for kind in ("cold", "warm")),
-            _percent(entry.worst),
-            *(_percent(entry.score[wall]) for wall in walls),
-            *map(_number, (entry.slower, entry.overhead_us, entry.memory_mib)),
+            percent(entry.score[HITS]),
+            *(percent(found.mean_share(text, kind)) for kind in ("cold", "warm")),
+            percent(entry.worst),
+            *(percent(entry.score[wall]) for wall in walls),
+            *map(number, (entry.slower, entry.overhead_us, entry.memory_mib)),
             ", ".join(also(text)),
         )
         for text, entry in found.ranking
     ]
     return Section("Ranking", (Item("text", RANKING), Item("table", head=head, rows=rows)))
-
-
-def _mean_of(found: Result, policy: str, kind: str) -> float:
-    starts = found.shares(policy).items()
-    return mean([share for start, values in starts if start.endswith(kind) for share in values if share == share])
 
 
 def _figure(found: Result) -> Section:
@@ -112,8 +107,8 @@ def _hits(found: Result, start: str) -> Section:
     rows = [
         (
             _title(found, text),
-            *map(_percent, entry.figures[HITS][start]),
-            *map(_percent, found.shares(text)[start]),
+            *map(percent, entry.figures[HITS][start]),
+            *map(percent, found.shares(text)[start]),
         )
         for text, entry in found.ranking
     ]
@@ -154,11 +149,3 @@ def _what_was_run(found: Result) -> Section:
 
 def _title(found: Result, policy: str) -> str:
     return policy_title(policy, found.policies[policy].oracle)
-
-
-def _percent(share: float) -> str:
-    return "-" if share != share else f"{100 * share:.1f}"
-
-
-def _number(value: float) -> str:
-    return "-" if value != value else f"{value:.3g}"

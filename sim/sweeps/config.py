@@ -74,12 +74,6 @@ class Sweep:
         """The policies, each once, in the order of the rows. Raise InputError for one that there is not."""
         return specs(self.policies, self.scope, self.seeds, self.admission)
 
-    @property
-    def seeds_count(self) -> bool:
-        """Whether a policy draws from the seeds: one that draws, and names none of its own."""
-        with_0, with_1 = (specs(self.policies, self.scope, (seed,), self.admission) for seed in (0, 1))
-        return [each.text for each in with_0] != [each.text for each in with_1]
-
     def experiments(self) -> Iterator[Experiment]:
         batches: Sequence[int | None] = tuple(dict.fromkeys(self.max_batch)) or (None,)
         for trace, machine, batch in itertools.product(dict.fromkeys(self.traces), self.machines, batches):

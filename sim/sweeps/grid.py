@@ -222,16 +222,12 @@ def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
 
 
 def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[Row]]:
-    """Return the rows by what differs of trace and machine: by its name, or as given where several have that name."""
+    """Return the rows by trace and machine, as these were named, where they differ."""
+    named = [(each.table.loaded.experiment.trace, each.table.loaded.experiment.hardware) for each in outcomes]
+    differ = [place for place, names in enumerate(zip(*named, strict=True)) if len({*names}) > 1]
     found: dict[str, list[Row]] = {}
-    for each in outcomes:
-        parts = []
-        for field in ("trace", "hardware"):
-            known = {getattr(one.table.loaded.experiment, field): one.rows[0][field] for one in outcomes}
-            given = getattr(each.table.loaded.experiment, field)
-            if len(known) > 1:
-                parts.append(known[given] if list(known.values()).count(known[given]) == 1 else given)
-        found.setdefault(", ".join(parts), []).extend(each.rows)
+    for names, each in zip(named, outcomes, strict=True):
+        found.setdefault(", ".join(names[place] for place in differ), []).extend(each.rows)
     return found
 
 

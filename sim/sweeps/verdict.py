@@ -176,16 +176,10 @@ def _gain(row: Row, runs: Sequence[SweptRun], by: str, under: str = "") -> str:
     mine, lru = here.get(row["policy"]), here.get("lru")
     gain = f", {_against(lru, mine, by)}" if mine and lru else ""
     gap = row["gap_latency" if by in WHAT else "gap_hits"]
-    return f"{text}{gain}{_of_gap(gap)}."
-
-
-def _of_gap(share: float | None) -> str:
-    """Return how much of the gap from LRU to Belady is closed, where it is."""
-    if share is None or share <= 0:
-        return ""
-    if share > 1:
-        return "; that is less than under Belady, which prefetches nothing"
-    return f"; that closes {share:.0%} of the gap from LRU to Belady"
+    if gap is None or gap <= 0:
+        return f"{text}{gain}."
+    closes = f"closes {gap:.0%} of the gap from LRU to Belady"
+    return f"{text}{gain}; that {closes if gap <= 1 else 'is less than under Belady, which prefetches nothing'}."
 
 
 def _too_dear(rows: Sequence[Row], chosen: Row, by: str) -> str:
@@ -249,8 +243,9 @@ def _knee(best: Sequence[Row], by: str) -> int | None:
 
 def _misses(best: Sequence[Row], under: str) -> Iterator[str]:
     """Yield whose the misses are: what Belady misses too is due to the size, and the rest to the policy."""
-    known = [(row, _moved(row)) for row in best if row["belady_hit_rate"] is not None and row["lookups"]]
-    known = [(row, moved) for row, moved in known if moved >= 1 - row["belady_hit_rate"]]
+    known = [row for row in best if row["belady_hit_rate"] is not None and row["lookups"]]
+    moves = [(row, (row["misses"] + row["prefetch_used"]) / row["lookups"]) for row in known]  # of what was not kept
+    known = [(row, moved) for row, moved in moves if moved >= 1 - row["belady_hit_rate"]]
     shown = known if len(known) <= 4 else [known[0], known[len(known) // 2], known[-1]]
     if not shown:
         return
@@ -262,11 +257,6 @@ def _misses(best: Sequence[Row], under: str) -> Iterator[str]:
         f"Of 100 lookups {missed} {what} at {sizes} under {under}: {own} of them because of the policy, as "
         "Belady, which knows the future, hits them; the others because of the size."
     )
-
-
-def _moved(row: Row) -> float:
-    """Return the share of lookups whose expert was not kept: misses, and first uses of what was prefetched."""
-    return float(row["misses"] + row["prefetch_used"]) / float(row["lookups"])
 
 
 def _lookahead(rows: Sequence[Row], best: Sequence[Row]) -> Iterator[str]:

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from policies.core import parse
-from sim.analysis import analyse, misses, sentences, to_play
+from sim.analysis import analyse, sentences, to_play
 from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, figure, save
 from sim.experiment import Experiment
 from sim.loaded import load
@@ -33,8 +33,10 @@ GRID = Grid(tuple(map(parse, ("lru", "lfu", "belady", "lru+popular"))), {"10%": 
 
 
 def split(policy="lru", compulsory=0, capacity=0, own=0, slots=12, oracle=False) -> Row:
+    lost = compulsory + capacity + own
+    parts = {"misses": lost, "compulsory": compulsory, "capacity": capacity, "policy_misses": own}
     cell = {"policy": policy, "oracle": oracle, "cache_experts": slots, "cache_fraction": slots / 48}
-    return misses.split(cell, 1_000, compulsory, capacity, own)
+    return {**cell, "lookups": 1_000, **parts}
 
 
 def test_misses_split_into_parts_that_sum_to_the_untimed_count(loaded):
