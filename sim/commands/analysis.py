@@ -155,10 +155,9 @@ def _row(baseline: SweptRun, cell: SweptRun, difference: Difference) -> dict[str
         "measure": difference.measure.name,
         "unit": difference.measure.unit,
         **{
-            f"{which}_{name}": str(value) if name == "folder" else value
+            f"{which}_{name}": str(run.folder) if name == "folder" else run.row[name]
             for which, run in (("baseline", baseline), ("cell", cell))
-            for name, value in vars(run).items()
-            if name in ("folder", "policy", "oracle", "cache_experts")
+            for name in ("folder", "policy", "oracle", "cache_experts")
         },
         **{name: getattr(difference, name) for name in ("more", "low", "high", "requests")},
         "sentence": difference.sentence(),

@@ -1,13 +1,9 @@
-"""Is one cell of a sweep better than another? Differences of totals, with bootstrap intervals over paired requests.
+"""Is one cell of a sweep better than another? Differences of totals, with intervals over paired requests.
 
-A figure of a cell is that of its row in results.parquet: of all lookups, of all decoded tokens, of all prompts. Its
-interval is the percentile bootstrap's (Efron 1979): the middle 95% of the differences of totals of requests drawn with
-replacement. Requests count as independent; a cache that stays warm makes them a little less so. Of few requests it is
-too narrow: under a normal law it holds a mean in 85% of cases with five requests, in 90% with ten, in 93% with twenty.
-
-Of fewer than FEWEST requests with LEAST_TOKENS decoded tokens or more blocks of consecutive tokens are drawn instead
-(the stationary bootstrap of Politis and Romano 1994), of sqrt(n) of the n tokens in the mean: such an interval says how
-sure a difference is on text such as this, and nothing of other requests. Prompts stay as they are.
+Intervals are the percentile bootstrap's over requests (Efron 1979), 95%: of few requests too narrow, under a normal law
+they hold a mean in 85% of cases with five requests, in 90% with ten. Of fewer than FEWEST requests with LEAST_TOKENS
+decoded tokens blocks of about sqrt(n) of their n tokens are drawn instead (the stationary bootstrap of Politis and
+Romano 1994): how sure a difference is on such text, and nothing of other requests. Prompts stay as they are.
 """
 
 import math
@@ -71,21 +67,23 @@ OF_A_REQUEST = {"tpot_mean_ms": "tpot_mean_ms", "ttft_mean_ms": "ttft_ms", "miss
 
 @dataclass(frozen=True)
 class SweptRun:
-    """One cell of a sweep, with its requests in the order of the run."""
+    """One cell of a sweep: its row, and its requests in the order of the run."""
 
     folder: Path
-    policy: str
-    oracle: bool
-    cache_experts: int
-    cache_bytes: int | None
-    all_experts: int
-    layers: int
-    expert_bytes: int | None  # of the largest, where they differ in size
-    trace: str
-    phase: str
-    warmup_requests: int
-    routing: str | None  # the rule that bent it, at a loss
+    row: Row  # columns of results.parquet
     requests: pd.DataFrame  # request, lookups, decoded, hit_rate, tpot_mean_ms, ttft_ms
+
+    @property
+    def policy(self) -> str:
+        return str(self.row["policy"])
+
+    @property
+    def oracle(self) -> bool:
+        return bool(self.row["oracle"])
+
+    @property
+    def cache_experts(self) -> int:
+        return int(self.row["cache_experts"])
 
     @property
     def where(self) -> str:
@@ -94,9 +92,10 @@ class SweptRun:
 
     def fills(self, size: int) -> bool:
         """Return whether its cache fits into `size` bytes, and has all experts or leaves less than an expert."""
-        if self.cache_bytes is None or self.expert_bytes is None or self.cache_bytes > size:
+        room, expert = self.row["cache_bytes"], self.row["expert_bytes"]
+        if pd.isna(room) or pd.isna(expert) or room > size:
             return False
-        return self.cache_experts == self.all_experts or size - self.cache_bytes < self.expert_bytes
+        return bool(self.cache_experts == self.row["all_experts"] or size - room < expert)
 
 
 @dataclass(frozen=True)
@@ -156,23 +155,7 @@ def swept_runs(rows: Sequence[Row], requests: pd.DataFrame, folder: Path = Path(
 
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:
     requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
-    names = (
-        "policy",
-        "oracle",
-        "cache_experts",
-        "all_experts",
-        "layers",
-        "trace",
-        "phase",
-        "warmup_requests",
-        "routing",
-    )
-    return SweptRun(
-        folder=folder,
-        **{name: row[name] for name in names},
-        **{name: None if pd.isna(row[name]) else int(row[name]) for name in ("cache_bytes", "expert_bytes")},
-        requests=requests.reset_index(drop=True),
-    )
+    return SweptRun(folder, row, requests.reset_index(drop=True))
 
 
 def split_name(text: str) -> tuple[Path, str | None, str | None]:
@@ -214,7 +197,7 @@ def choose(cells: Sequence[SweptRun], policy: PolicyLike | None, size: str | Non
 def _slots(cells: Sequence[SweptRun], size: str) -> int:
     """Return how many experts a cache of this size holds; of a size in bytes, those of the largest cell's that fits."""
     first, in_bytes = cells[0], stated_bytes(size)
-    slots = parse_cache_size(size, first.all_experts, first.expert_bytes, first.layers)
+    slots = parse_cache_size(size, *(first.row[name] for name in ("all_experts", "expert_bytes", "layers")))
     if in_bytes is None:
         return slots
     return max((cell.cache_experts for cell in cells if cell.fills(in_bytes)), default=slots)
@@ -393,16 +376,15 @@ def interval(drawn: Sample, seed: int = 0, resamples: int = RESAMPLES) -> tuple[
 def _unpaired(baseline: SweptRun, cell: SweptRun) -> Iterator[str]:
     """Yield what of both runs differs, so that their requests cannot be compared."""
     names = {"trace": "traces", "phase": "phases", "warmup_requests": "numbers of warm-up requests"}
-    names["routing"] = "rules of lossy routing"
-    for name, what in names.items():
-        if (one := getattr(baseline, name)) != (other := getattr(cell, name)):
+    for name, what in {**names, "routing": "rules of lossy routing"}.items():
+        if (one := baseline.row[name]) != (other := cell.row[name]):
             yield f"different {what}: {baseline.where} has {one}, {cell.where} has {other}"
     if baseline.requests["request"].tolist() != cell.requests["request"].tolist():
         sizes = f"{len(baseline.requests)} against {len(cell.requests)}"
         yield f"different requests: {baseline.where} and {cell.where}, {sizes} of them"
     first, second = baseline.requests["lookups"], cell.requests["lookups"]
     known = first.notna() & second.notna()  # not of requests that shared steps
-    for name in () if cell.routing else baseline.requests["request"][((first != second) & known).to_numpy()]:
+    for name in () if cell.row["routing"] else baseline.requests["request"][((first != second) & known).to_numpy()]:
         yield f"{baseline.where} and {cell.where}: request {name} looks up another number of experts"
 
 

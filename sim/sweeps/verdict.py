@@ -97,11 +97,11 @@ def of_pairs(pairs: Sequence[tuple[SweptRun, SweptRun, Sequence[Difference]]]) -
             continue
         measure = min((each.measure for each in found), key=lambda each: JUDGED.index(each.name))
         same = baseline.cache_experts == cell.cache_experts
-        size = f"{100 * cell.cache_experts / cell.all_experts:.3g}%" if same else ""
+        size = f"{100 * cell.cache_experts / cell.row['all_experts']:.3g}%" if same else ""
         runs = groups.setdefault((baseline.where, baseline.policy, size, measure), {})
         runs |= {found[0].baseline: baseline, found[0].cell: cell}
     sizes: dict[str, list[str]] = {}
-    bent = [f"Not lossless: these are runs under {rule}." for _, cell, _ in pairs[:1] if (rule := cell.routing)]
+    bent = [f"Not lossless: these are runs under {rule}." for _, cell, _ in pairs[:1] if (rule := cell.row["routing"])]
     for (_, _, size, measure), runs in groups.items():
         sizes.setdefault(_choice(runs, measure), []).extend([size] if size else [])
     return bent + [f"{text} at {_listed(at)}." if at else f"{text.rstrip(',')}." for text, at in sizes.items()]

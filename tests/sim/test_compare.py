@@ -66,7 +66,8 @@ def played(**columns) -> SweptRun:
         "steps": None,
     }
     requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
-    return SweptRun(Path("x"), "lru", False, 4, None, 16, 2, None, "t", "decode", 0, None, requests)
+    row = {"policy": "lru", "oracle": False, "cache_experts": 4, "trace": "t", "phase": "decode"}
+    return SweptRun(Path("x"), {**row, "warmup_requests": 0, "routing": None}, requests)
 
 
 def alone(values):
@@ -265,7 +266,7 @@ def test_a_size_in_bytes_finds_the_cache_that_was_swept_with_it_where_experts_di
     sizes = ("--cache-sizes", "605kB,20,30,100%", "--policies", "lru,lfu", "--workers", "1", "--quiet")
     moe_sim("sweep", "tiny", "--model-profile", str(profile), *sizes, "--out", str(tmp_path / "sized"), cwd=home)
     cells = read(tmp_path / "sized")
-    found = [(cell.cache_experts, cell.cache_bytes) for cell in cells if cell.policy == "lru"]
+    found = [(cell.cache_experts, cell.row["cache_bytes"]) for cell in cells if cell.policy == "lru"]
     assert found == [(30, 605_000), (20, 400_000), (48, 960_000)], "30 would be the same number of experts again"
     assert {len(cell.requests) for cell in cells} == {6}
     for size, held in (("605kB", 30), ("610kB", 30), ("400kB", 20), ("5MB", 48), ("30", 30), ("100%", 48)):

@@ -157,7 +157,7 @@ def test_one_run_is_judged_beside_lru():
     )
     lru = verdict.of_run(rows[0], runs)[0]
     assert lru.endswith("a token takes 50.0 ms under lru, the baseline of other policies.")
-    twins = runs[0], replace(runs[0], policy="twin")
+    twins = runs[0], replace(runs[0], row={**runs[0].row, "policy": "twin"})
     pairs = [(one, other, differences(one, other)) for one, other in (runs, runs[::-1], twins)]
     chosen = "Choose mine, which beats lru in time per token, at 25%."
     assert verdict.of_pairs(pairs[:2]) == ["Choose mine, which beats lru in time per token, at 25% and 25%."]
