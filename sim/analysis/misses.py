@@ -196,22 +196,22 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
     """Hit rate against cache size: LRU and Belady as curves, and a point for each other policy and size run."""
     total, lookups = len(found.lru) - 1, max(found.lookups, 1)
     title = f"{loaded.trace.meta.model}, untimed, {loaded.trace.name}, {len(loaded.trace.requests)} requests"
-    with plot.against_size("hit rate", title) as (drawing, axes):
-        slots = np.arange(found.smallest, total + 1)
-        axes.plot(
-            100 * slots / total, 1 - found.lru[slots] / lookups, color=plot.COLOURS[0], linewidth=1.6, label="lru"
-        )
-        axes.plot(100 * slots / total, 1 - found.belady[slots] / lookups, **plot.BOUND)
-        others = {split["policy"]: split["oracle"] for split in found.splits if split["policy"] not in CURVED}
-        styles = plot.looks(["lru", *others])
-        for policy, oracle in others.items():
-            points = [split for split in found.splits if split["policy"] == policy]
-            shares = [100 * one["cache_fraction"] for one in points]
-            rates = [1 - one["misses"] / lookups for one in points]
-            axes.plot(shares, rates, **styles[policy], linestyle="", label=plot.wrapped(policy_title(policy, oracle)))
-        if loaded.trace.phases != "prefill":
-            axes.axvline(100 * found.demand / total, **plot.DEMAND)
-        axes.set(xlim=(0, 100), ylim=(0, 1))
+    drawing, axes = plot.single((7, 4.2), title, "cache size (% of all experts)")
+    axes.set_ylabel("hit rate")
+    slots = np.arange(found.smallest, total + 1)
+    axes.plot(100 * slots / total, 1 - found.lru[slots] / lookups, color=plot.COLOURS[0], linewidth=1.6, label="lru")
+    axes.plot(100 * slots / total, 1 - found.belady[slots] / lookups, **plot.BOUND)
+    others = {split["policy"]: split["oracle"] for split in found.splits if split["policy"] not in CURVED}
+    styles = plot.looks(["lru", *others])
+    for policy, oracle in others.items():
+        points = [split for split in found.splits if split["policy"] == policy]
+        shares = [100 * one["cache_fraction"] for one in points]
+        rates = [1 - one["misses"] / lookups for one in points]
+        axes.plot(shares, rates, **styles[policy], linestyle="", label=plot.wrapped(policy_title(policy, oracle)))
+    if loaded.trace.phases != "prefill":
+        axes.axvline(100 * found.demand / total, **plot.DEMAND)
+    axes.set(xlim=(0, 100), ylim=(0, 1))
+    drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
     return drawing
 
 

@@ -148,7 +148,18 @@ class OutputOptions:
             console.say_json(value())
         elif not self.quiet:
             for part in parts():
-                show(part, self.form)
+                self._show(part)
+
+    def _show(self, part: "str | Table") -> None:
+        """Print a text or a table; with a format the table in it, and texts on standard error."""
+        if self.form is None:
+            console.say(part)
+        elif self.form not in FORMATS:
+            raise unknown("format", self.form, FORMATS)
+        elif isinstance(part, str):
+            console.note(part)
+        else:
+            print(formatted(part, self.form))
 
 
 @dataclass(frozen=True)
@@ -184,18 +195,6 @@ def check_figure(file: Path | None, overwrite: bool) -> None:
     if file.suffix.lower() not in FIGURES:
         raise InputError(f"--figure {file}: use a name that ends in {', '.join(FIGURES)}")
     check_file(file, overwrite)
-
-
-def show(part: "str | Table", form: str | None) -> None:
-    """Print a text or a table; with a format the table in it, and texts on standard error."""
-    if form is None:
-        console.say(part)
-    elif form not in FORMATS:
-        raise unknown("format", form, FORMATS)
-    elif isinstance(part, str):
-        console.note(part)
-    else:
-        print(formatted(part, form))
 
 
 def warn(text: str) -> None:

@@ -69,8 +69,8 @@ def run(
         with progress(len(loaded.trace.requests), output.quiet) as advance:
             summary = summed(loaded, spec, slots, advance)
     row = {**summary.row(), **summary.latencies()}
-    slots, *memory = engine_words(row)
-    size = ", ".join([f"{slots} a layer", *(f"{mib} MiB" for mib in memory)])
+    a_layer, *memory = engine_words(row)
+    size = ", ".join([f"{a_layer} a layer", *(f"{mib} MiB" for mib in memory)])
     title = f"{row['model']} on {loaded.hardware.title}: {cell_text(row)} of the experts ({size}); requests "
     title += f"{row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
     output.show(lambda: row, lambda: (*_verdict(loaded, cell.size, summary), "", title, _block(row)))

@@ -12,33 +12,19 @@ from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
-import pyarrow as pa
 
 from sim.experiment import Experiment
 from sim.loaded import Loaded, load
 from sim.results import files
 from sim.results.compare import SweptRun, swept_runs
-from sim.results.metrics import MS, REQUESTS, RESULTS, SHARE, TEXT, Row
+from sim.results.metrics import REQUESTS, RESULTS, Row
 from sim.sweeps import winner
 from traces.errors import InputError
 
 T = TypeVar("T")
 
-DEVICE = "device"
-"""A column that replays have and sweeps have not."""
-
 RUN_FILE = "run.json"
 """Of a replay: the commands that make it again."""
-
-REPLAYED = pa.schema(
-    [
-        (DEVICE, TEXT),
-        ("device_name", TEXT),
-        *[(f"predicted_tpot_{name}_ms", MS) for name in ("mean", "low", "high")],
-        ("predicted_hit_rate", SHARE),
-    ]
-)
-"""Columns that a report reads from replays alone."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +92,7 @@ def _read(folder: Path, trust: bool) -> Results:
             problems.append(str(error))
             return None
 
-    table = attempt(lambda: files.read(folder / files.RESULTS_FILE, RESULTS, also=REPLAYED))
+    table = attempt(lambda: files.read(folder / files.RESULTS_FILE, RESULTS, more=True))
     requests = attempt(lambda: files.read(folder / files.REQUESTS_FILE, REQUESTS).to_pandas())
     rows: list[Row] = table.to_pylist() if table else []
     swept = attempt(lambda: winner.read(folder, trust=trust)) if rows and not any(map(_measured, rows)) else None
@@ -114,4 +100,4 @@ def _read(folder: Path, trust: bool) -> Results:
 
 
 def _measured(row: Row) -> bool:
-    return row.get(DEVICE) is not None
+    return row.get("device") is not None  # a column that replays have and sweeps have not

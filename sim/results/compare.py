@@ -93,7 +93,7 @@ class SweptRun:
     def fills(self, size: int) -> bool:
         """Return whether its cache fits into `size` bytes, and has all experts or leaves less than an expert."""
         room, expert = self.row["cache_bytes"], self.row["expert_bytes"]
-        if pd.isna(room) or pd.isna(expert) or room > size:
+        if room is None or expert is None or room > size:
             return False
         return bool(self.cache_experts == self.row["all_experts"] or size - room < expert)
 

@@ -23,8 +23,6 @@ RESULTS_FILE, REQUESTS_FILE = "results.parquet", "requests.parquet"
 
 A_SWEEP = "name a folder that moe-sim sweep has written, of several sweeps in one the folder of one"
 
-NO_COLUMNS = pa.schema([])
-
 Drawn = Callable[[], "Figure"]
 """What draws a figure."""
 
@@ -45,16 +43,16 @@ def writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
         yield writer
 
 
-def read(path: Path, schema: pa.Schema, also: pa.Schema = NO_COLUMNS) -> pa.Table:
-    """Return the columns of `schema` of a table of results, and those of `also` that it has: the one reader of them.
+def read(path: Path, schema: pa.Schema, more: bool = False) -> pa.Table:
+    """Return the columns of `schema` of a table of results, and if `more` its others: the one reader of them.
 
     Raise InputError where it is missing, damaged (pages have checksums), or of another version.
     """
     if not path.is_file():
         raise InputError(f"{path.parent} holds no {path.name}: {A_SWEEP}")
     try:
-        names = set(pq.read_schema(path).names) if also else ()
-        wanted = pa.schema([*schema, *(field for field in also if field.name in names)])
+        others = [field for field in pq.read_schema(path) if field.name not in schema.names] if more else []
+        wanted = pa.schema([*schema, *others])
         options = {"partitioning": None, "page_checksum_verification": True}
         return pq.read_table(path.absolute(), columns=wanted.names, **options).cast(wanted)
     except (pa.ArrowException, OSError, ValueError) as error:

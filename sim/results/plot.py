@@ -6,8 +6,7 @@ small multiples share their scales, and a bound is drawn wherever there is one. 
 """
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -37,16 +36,16 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BOUND_COLOUR = "#777777"
 
 PARTS = {
-    "compute": ("#B8B8B8", ""),
-    "demand": ("#5E3C99", "///"),
-    "late": ("#9C7BC9", "..."),
-    "behind_prefetch": ("#CDB9E6", "xxx"),
-    "predictor": ("#7F2F3B", "\\\\\\"),
-    "host": ("#5F6B2D", "++"),
-    "disk": ("#2F5D62", "oo"),
-    "slot": ("#A8B5B2", "**"),
+    "compute": ("#B8B8B8", "", "compute"),
+    "demand": ("#5E3C99", "///", "wait for a miss"),
+    "late": ("#9C7BC9", "...", "wait for a late prefetch"),
+    "behind_prefetch": ("#CDB9E6", "xxx", "wait behind another prefetch"),
+    "predictor": ("#7F2F3B", "\\\\\\", "policy overhead"),
+    "host": ("#5F6B2D", "++", "wait for the CPU"),
+    "disk": ("#2F5D62", "oo", "wait for the disk"),
+    "slot": ("#A8B5B2", "**", "wait for a slot"),
 }
-"""Colour and hatch of what a time is made of: computing, and the causes of stalls."""
+"""Colour, hatch and title of what a time is made of: computing, and the causes of stalls."""
 
 MEASURED: dict[str, Any] = {"color": "#444444", "marker": "D", "markersize": 5, "linestyle": "none"}
 PREDICTED: dict[str, Any] = {**MEASURED, "marker": "o", "markerfacecolor": "white"}
@@ -189,26 +188,12 @@ def steps(table: "pd.DataFrame", title: str) -> "Figure":
         return drawing
     columns = {"compute": "compute_busy_ms"}
     columns |= {cause: name for cause in STALLS if means[name := f"stall_{cause}_ms"].any()}
-    labels, colours = [part_title(part) for part in columns], [PARTS[part][0] for part in columns]
+    colours, _, labels = zip(*(PARTS[part] for part in columns), strict=True)
     axes.stackplot(at, *(means[name] for name in columns.values()), labels=labels, colors=colours)
     axes.set_ylabel("time of a step (ms)")
     axes.set_ylim(bottom=0)
     drawing.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return drawing
-
-
-def part_title(part: str) -> str:
-    """Return what a part of a time is called in figures."""
-    return {
-        "compute": "compute",
-        "demand": "wait for a miss",
-        "late": "wait for a late prefetch",
-        "behind_prefetch": "wait behind another prefetch",
-        "predictor": "policy overhead",
-        "host": "wait for the CPU",
-        "disk": "wait for the disk",
-        "slot": "wait for a slot",
-    }[part]
 
 
 def draw_users(tables: "dict[str, list[Row]]", folder: Path) -> list[Path]:
@@ -223,9 +208,6 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
 
     tables: rows by what they were run on, which labels them where there are several.
     """
-    from sim.results.drawing import Drawing
-
-    drawing = Drawing(figsize=(9, 4.2), layout="constrained")
     columns = {"tokens_per_s": "tokens per second, all requests", "tpot_mean_ms": "mean time per output token (ms)"}
     groups: dict[tuple[str, ...], list[Row]] = {}
     for source, rows in tables.items():
@@ -235,8 +217,8 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
             groups.setdefault(key, []).append(row)
     everywhere = [{row[name] for rows in tables.values() for row in rows} for name in ("model", "trace")]
     title = ", ".join(name for names in everywhere if len(names) == 1 for name in names)
-    for axes, (column, label) in zip(drawing.subplots(1, 2), columns.items(), strict=True):
-        frame(axes, title, "requests at a time")
+    drawing, grid = panels([title, title], "requests at a time", (9, 4.2), share=False)
+    for axes, (column, label) in zip(grid, columns.items(), strict=True):
         axes.set_ylabel(label)
         for i, (names, own) in enumerate(groups.items()):
             points = sorted((row["max_batch"], row[column]) for row in own)
@@ -245,15 +227,6 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
     handles, labels = axes.get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return drawing
-
-
-@contextmanager
-def against_size(ylabel: str, title: str) -> "Iterator[tuple[Figure, Axes]]":
-    """Yield a figure for what depends on the cache size, and the axes to plot on, whose legend comes last."""
-    drawing, axes = single((7, 4.2), title, "cache size (% of all experts)")
-    axes.set_ylabel(ylabel)
-    yield drawing, axes
-    drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
 
 
 def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "both", fontsize: int = 9) -> None:
@@ -266,11 +239,7 @@ def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "b
 def single(
     size: tuple[float, float], title: str, xlabel: str, grid: Literal["x", "both"] = "both"
 ) -> "tuple[Figure, Axes]":
-    from sim.results.drawing import Drawing
-
-    drawing = Drawing(figsize=size, layout="constrained")
-    axes = drawing.add_subplot()
-    frame(axes, title, xlabel, grid)
+    drawing, (axes,) = panels([title], xlabel, size, grid)
     return drawing, axes
 
 
@@ -304,19 +273,25 @@ def _points(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]
     return [100 * row["cache_fraction"] for row in ordered], [row[column] for row in ordered]
 
 
-def panels(titles: Sequence[str], xlabel: str, height: float = 3.4) -> "tuple[Figure, list[Axes]]":
-    """Return a figure of small multiples side by side that share their scales, three in a row."""
+def panels(
+    titles: Sequence[str],
+    xlabel: str,
+    size: tuple[float, float] | None = None,
+    grid: Literal["x", "both"] = "both",
+    share: bool = True,
+) -> "tuple[Figure, list[Axes]]":
+    """Return a figure of small multiples side by side, three in a row, whose scales are shared if `share`."""
     from sim.results.drawing import Drawing
 
     columns = min(3, max(1, len(titles)))
     lines = -(-len(titles) // columns)
-    drawing = Drawing(figsize=(max(WIDTH, 3.4 * columns + 1.2), height * lines), layout="constrained")
-    grid = drawing.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel().tolist()
-    for axes, title in zip(grid, titles, strict=False):
-        frame(axes, title, xlabel)
-    for axes in grid[len(titles) :]:
+    drawing = Drawing(figsize=size or (max(WIDTH, 3.4 * columns + 1.2), 3.4 * lines), layout="constrained")
+    every = drawing.subplots(lines, columns, sharex=share, sharey=share, squeeze=False).ravel().tolist()
+    for axes, title in zip(every, titles, strict=False):
+        frame(axes, title, xlabel, grid)
+    for axes in every[len(titles) :]:
         axes.set_visible(False)
-    return drawing, grid[: len(titles)]
+    return drawing, every[: len(titles)]
 
 
 def distributions(requests: "dict[str, dict[str, Float]]", unit: str) -> "Figure":
@@ -343,8 +318,8 @@ def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Fi
     left = np.zeros(len(bars))
     for part in (part for part in PARTS if any(part in parts for parts in bars.values())):
         widths = np.array([parts.get(part, 0.0) for parts in bars.values()])
-        style: dict[str, Any] = dict(zip(("color", "hatch"), PARTS[part], strict=True))
-        axes.barh(list(bars), widths, left=left, label=part_title(part), linewidth=0.5, edgecolor="white", **style)
+        style: dict[str, Any] = dict(zip(("color", "hatch", "label"), PARTS[part], strict=True))
+        axes.barh(list(bars), widths, left=left, linewidth=0.5, edgecolor="white", **style)
         left += widths
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
@@ -354,7 +329,7 @@ def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Fi
 
 
 def heat_maps(maps: "dict[str, Float]", label: str) -> "Figure":
-    drawing, grid = panels(list(maps), "expert", 3.0)
+    drawing, grid = panels(list(maps), "expert")
     highest = max((float(each.max(initial=0)) for each in maps.values()), default=1.0) or 1.0
     image = None
     for axes, values in zip(grid, maps.values(), strict=True):

@@ -243,8 +243,8 @@ def _knee(best: Sequence[Row], by: str) -> int | None:
 
 def _misses(best: Sequence[Row], under: str) -> Iterator[str]:
     """Yield whose the misses are: what Belady misses too is due to the size, and the rest to the policy."""
-    known = [row for row in best if row["belady_hit_rate"] is not None and row["lookups"]]
-    moves = [(row, (row["misses"] + row["prefetch_used"]) / row["lookups"]) for row in known]  # of what was not kept
+    rows = [row for row in best if row["belady_hit_rate"] is not None and row["lookups"]]
+    moves = [(row, (row["misses"] + row["prefetch_used"]) / row["lookups"]) for row in rows]  # of what was not kept
     known = [(row, moved) for row, moved in moves if moved >= 1 - row["belady_hit_rate"]]
     shown = known if len(known) <= 4 else [known[0], known[len(known) // 2], known[-1]]
     if not shown:
