@@ -119,50 +119,50 @@ def _shown(
 
 def _block(row: Row) -> str:
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
+
+    def busy(stream: str) -> str:
+        return f"busy {_share(row[f'{stream}_busy_ms'], elapsed)}"
+
     stalls = {cause: row[f"stall_{cause}_ms"] for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")}
     stalls |= {cause: ms for cause in ("disk", "host") if (ms := row[f"stall_{cause}_ms"])}
-    moved = {kind: show_bytes(row[f"bytes_{kind}"]) for kind in ("demand", "prefetch", "wasted")}
-    both = row["phase"] == "both"
-    lookups = ", ".join(f"{kind} {_share(row[column], row['lookups'])}" for kind, column in _LOOKUPS.items())
-    lines = {
-        "lookups": f"{lookups} of {row['lookups']:,}",
-        **({"decode": f"{_share(row['decode_hit_rate'], 1)} of the lookups of decoded tokens hit"} if both else {}),
+    moved = ", ".join(f"{kind} {show_bytes(row[f'bytes_{kind}'])}" for kind in ("demand", "prefetch", "wasted"))
+    lookups = ", ".join(
+        f"{title} {_share(row[column], row['lookups'])}"
+        for column, title in (("hits", "hit"), ("late", "late"), ("misses", "miss"))
+    )
+    lines = {"lookups": f"{lookups} of {row['lookups']:,}"}
+    if row["phase"] == "both":
+        lines["decode"] = f"{_share(row['decode_hit_rate'], 1)} of the lookups of decoded tokens hit"
+    lines |= {
         "TTFT ms": _latencies(row, "ttft"),
         "TPOT ms": _latencies(row, "tpot"),
         "tokens/s": f"{speed:,.1f} decoded, prompts' time included" if (speed := row["tokens_per_s"]) else "-",
-        "compute": f"busy {_share(row['compute_busy_ms'], elapsed)} of the time",
+        "compute": f"{busy('compute')} of the time",
         "stalls": ", ".join(f"{_CAUSES.get(cause, cause)} {_share(ms, elapsed)}" for cause, ms in stalls.items()),
-        "link": f"busy {_share(row['link_busy_ms'], elapsed)}, {_share(row['overlap'], 1)} of that behind compute",
-        "moved": f"demand {moved['demand']}, prefetch {moved['prefetch']}, wasted {moved['wasted']}",
-        **_more(row, elapsed),
-        **_policy(row),
+        "link": f"{busy('link')}, {_share(row['overlap'], 1)} of that behind compute",
+        "moved": moved,
     }
-    return "\n".join(f"  {name:<9} {text}" for name, text in lines.items())
-
-
-def _more(row: Row, elapsed: float) -> dict[str, str]:
-    lines = {}
     if row["on_host"]:
-        share = _share(row["on_host"], row["misses"])
-        lines["host"] = f"computed {row['on_host']:,} experts ({share} of the misses), busy "
-        lines["host"] += (
-            f"{_share(row['host_busy_ms'], elapsed)} of the time, {row['on_host'] / row['tokens']:,.1f} a token"
-        )
+        share, a_token = _share(row["on_host"], row["misses"]), row["on_host"] / row["tokens"]
+        lines["host"] = f"computed {row['on_host']:,} experts ({share} of the misses), {busy('host')} of the time, "
+        lines["host"] += f"{a_token:,.1f} a token"
     if row["admitted"] is not None:
         lines["admission"] = f"{_share(row['admitted'], row['misses'])} of the misses admitted, background copies of "
         lines["admission"] += f"{row['copies']:,} experts, {show_bytes(row['bytes_copied'])}"
     if reads := row["reads_demand"] + row["reads_prefetch"]:
-        lines["disk"] = f"{reads:,} reads, {row['reads_prefetch']:,} of them prefetches, busy "
-        lines["disk"] += f"{_share(row['disk_busy_ms'], elapsed)} of the time"
+        lines["disk"] = f"{reads:,} reads, {row['reads_prefetch']:,} of them prefetches, {busy('disk')} of the time"
     if users := users_text(row):
         figures = ", ".join(f"{name} {row[f'queue_{name}_ms']:,.2f}" for name in ("mean", "p99", "max"))
         lines["queue ms"] = f"{figures}; {users}"
-    return lines
+    lines["overhead"] = f"{row['predictor_us']:g} us an event"
+    for half, given in json.loads(row["options"]).items():
+        if isinstance(given, dict):
+            options = (f"{name}={value}" for name, value in given.items() if name != "name")
+            lines[half] = " ".join([given["name"], *options])
+    return "\n".join(f"  {name:<9} {text}" for name, text in lines.items())
 
 
 _CAUSES = {"behind_prefetch": "behind prefetch", "predictor": "policy overhead"}
-
-_LOOKUPS = {"hit": "hits", "late": "late", "miss": "misses"}
 
 
 def _latencies(row: Row, kind: str) -> str:
@@ -172,12 +172,3 @@ def _latencies(row: Row, kind: str) -> str:
 
 def _share(part: float | None, whole: float | None) -> str:
     return "-" if part is None or not whole else f"{part / whole:.1%}"
-
-
-def _policy(row: Row) -> dict[str, str]:
-    lines = {"overhead": f"{row['predictor_us']:g} us an event"}
-    for half, given in json.loads(row["options"]).items():
-        if isinstance(given, dict):
-            options = (f"{name}={value}" for name, value in given.items() if name != "name")
-            lines[half] = " ".join([given["name"], *options])
-    return lines
