@@ -303,10 +303,7 @@ def _listed(given: Sequence[Any]) -> Sequence[Any]:
 
 
 def _prepared(loaded: Run, requested: grid.Grid) -> Run:
-    """Return the run with what policies cost. Warn of what commands warn of, and print what they note.
-
-    That is what was measured of policies, and that the engine will be compiled if it will.
-    """
+    """Return the run with what policies cost; warn of what commands warn of, and print what they note."""
     us = loaded.measured_us(requested.policies)
     versions = loaded.versions(policy for policy, _ in requested.cells())
     for text in (*loaded.notes, *compiling.notes(versions), *notes.overhead_notes(us)):

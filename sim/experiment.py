@@ -260,7 +260,6 @@ class Experiment:
 
     @property
     def acceptance_text(self) -> str | None:
-        """What is accepted of drafted tokens, as results state it."""
         if self.draft and self.acceptance is None:
             return RECORDED
         return None if self.acceptance is None else str(self.acceptance)
@@ -281,7 +280,6 @@ class Experiment:
         return {name: value for name, value in values.items() if value is not None}
 
     def key(self) -> dict[str, Any]:
-        """Return what a cell's key holds as it stands."""
         return {name: getattr(self, name) for name, each in OPTIONS.items() if each.key}
 
 

@@ -135,7 +135,6 @@ class Loaded(ABC):
 
     @property
     def machine(self) -> dict[str, Any]:
-        """The profiles as they were read or have been changed since, by the names of these fields."""
         return {"profile": self.profile}
 
     @property
@@ -145,10 +144,7 @@ class Loaded(ABC):
         return layers * self.trace.top_k
 
     def slots(self, cache_size: str) -> int:
-        """Return the capacity of a cache of this size: slots, or bytes where experts differ in size. Raise InputError.
-
-        The size is a share, a number of experts (of mean size, where they differ), slots a layer, or bytes.
-        """
+        """Return the slots of a cache of this size, or its bytes where experts differ in size. Raise InputError."""
         if self.sizes is None:
             return parse_cache_size(cache_size, self.all_experts, self.expert_bytes, self.trace.layers)
         return parse_cache_bytes(cache_size, self.sizes, self.trace.layers)
@@ -159,7 +155,6 @@ class Loaded(ABC):
         return self.all_experts if self.sizes is None else int(self.sizes.sum())
 
     def exceeds(self, cache_size: str) -> bool:
-        """Return whether a cache of this size, as stated, is larger than all experts."""
         alike = self.expert_bytes and self.all_experts * self.expert_bytes
         whole = alike if self.sizes is None else int(self.sizes.sum())
         return exceeds(cache_size, self.all_experts, whole, self.trace.layers)
@@ -274,12 +269,10 @@ class TimedRun(Loaded):
 
     @property
     def memory(self) -> float:
-        """Bytes of GPU memory."""
         return self.hardware.memory_gib * 2**30
 
     @property
     def mean_expert_bytes(self) -> float:
-        """Bytes of one expert; of their mean where they differ."""
         return self.profile.expert_bytes if self.sizes is None else float(self.sizes.mean())
 
     @cached_property
@@ -405,7 +398,6 @@ class TimedRun(Loaded):
 
 
 def sample_text(sample: Loaded, whole: Loaded) -> str:
-    """Return which requests a sample has."""
     requests = f"{len(sample.trace.requests):,} of {len(whole.trace.requests):,} requests, from all over the trace"
     return f"{requests}, {sample.trace.offsets[-1]:,} tokens"
 
@@ -418,10 +410,7 @@ def timed(loaded: CountedRun | TimedRun) -> TimedRun:
 
 
 def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | TimedRun:
-    """Return the experiment with its files read. trace: one in memory, instead of the one that it names.
-
-    Raise InputError for whatever cannot be used.
-    """
+    """Return the experiment with its files read, or its trace in memory. Raise InputError for what cannot be used."""
     bent = experiment.routing is not None
     requests = _requests(experiment, Shards.open(experiment.trace, scores=bent) if trace is None else trace)
     profile = _profile(experiment, requests)
@@ -468,10 +457,7 @@ def _requests(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
 
 
 def _profile(experiment: Experiment, trace: Shards | Trace) -> ModelProfile | None:
-    """Return the model, with the sizes of experts that `expert_sizes` states; None: counting does without.
-
-    So it does of a trace that has some of its model's layers, as a dump of one layer has.
-    """
+    """Return the model with the sizes that `expert_sizes` states; None: counting does without, as of some layers."""
     meta, profile, stated = trace.meta, None, not model_profile.not_stated(trace.meta)
     known = model_profile.known(meta.model)
     part = known is not None and meta.layers < known.moe_layers

@@ -97,7 +97,6 @@ def _stated_slots(text: str, layers: int) -> int | None:
 
 
 def stated_bytes(text: str) -> int | None:
-    """Return the bytes of a cache size that is given in bytes; None for a share or a number."""
     return parse_bytes(text, "cache size") if _BYTES.fullmatch(text.strip()) else None
 
 

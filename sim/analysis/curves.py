@@ -90,10 +90,7 @@ def next_uses(experts: Ids, total: int, ends: Int) -> Int:
 
 @allocating
 def _belady_places(following: Int, ends: Int, total: int, first: int) -> Int:
-    """The number of accesses, from `first` on, by the place of their expert; first uses have none.
-
-    An expert stands in the list by the number of the event that uses it next, so those in use are `event`.
-    """
+    """Return the accesses from `first` on by the place of their expert, which stands by the event that uses it next."""
     stack = np.empty(total, np.int64)
     pushed = np.empty(total, np.int64)  # out of the places above, in no order
     places = np.zeros(total + 1, np.int64)
@@ -128,7 +125,6 @@ def _belady_places(following: Int, ends: Int, total: int, first: int) -> Int:
 
 @allocating
 def _distances(experts: Ids, tokens: Int, total: int) -> tuple[Int, Int]:
-    """Histograms, int64[BINS] each, in powers of two."""
     last = np.full(total, -1, np.int64)
     by_accesses, by_tokens = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
     for now in range(len(experts)):

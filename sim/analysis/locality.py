@@ -89,7 +89,6 @@ def _sequences(trace: AnyTrace) -> Iterator[Int]:
 
 @allocating
 def _count_segments(ids: Int, m: int, total: int, pairs: Int) -> None:
-    """Add to pairs[f] the (segment, expert) pairs with f activations."""
     f, with_f = np.zeros(total, np.int64), np.zeros(m + 1, np.int64)
     with_f[0] = total
     for token in range(len(ids)):

@@ -101,10 +101,7 @@ class Analysis:
 
 
 def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] = lambda requests: None) -> Analysis:
-    """Analyse an untimed setup, of which nothing is prefetched, with experts of one size (`Loaded.alike`).
-
-    advance: gets the number of requests run, `to_play(grid)` cells of each.
-    """
+    """Analyse a run that counts experts of one size. advance: gets the requests run, `to_play(grid)` times each."""
     accesses = Accesses.of(Requests(loaded.trace), loaded.trace.layers, loaded.trace.num_experts)
     known = {"lru": lru_misses(accesses.experts, accesses.total, accesses.ends)}
     known["belady"] = belady = belady_misses(accesses.experts, accesses.total, ends=accesses.ends)
@@ -152,7 +149,6 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] = lambda 
 
 
 def to_play(grid: Grid) -> int:
-    """Cells that no curve gives."""
     return len(grid.sizes) * sum(policy.text not in CURVED for policy in grid.policies)
 
 
@@ -168,7 +164,6 @@ def sentences(splits: Sequence[Row]) -> list[str]:
 
 
 def _best(best: Row, here: Sequence[Row]) -> str:
-    """Return what the best policy of a size misses, and what it gains over LRU where that was run."""
     lookups = max(best["lookups"], 1)
     what = "misses least," if len(here) > 1 else "misses"
     text = f"{policy_title(best['policy'], best['oracle'])} {what} {100 * best['misses'] / lookups:.3g}% of lookups"
@@ -216,7 +211,6 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
 
 
 def save(found: Analysis, loaded: Loaded, folder: Path) -> list[Path]:
-    """Write the tables and the plot of the curves into `folder`; the files. InputError where that is impossible."""
     rows = (
         (found.splits, SPLITS),
         (found.curves(), CURVES),

@@ -146,7 +146,6 @@ class _Search:
         self.best = min(self._runs, key=self.differ)
 
     def near(self) -> Match:
-        """Return what is best near that size."""
         for share in NEAR:
             around = {round(self.best * (1 + share * n / 4)) for n in range(-4, 5)}
             self.best = min(

@@ -83,7 +83,6 @@ class Speculation:
     drafted: tuple[Tally, ...]  # by RUN
 
     def speedup(self, acceptance: float) -> float:
-        """Return tokens a second over those without drafts."""
         return float(self._speedups(np.ones((1, len(self.plain.ns))))[0, round(acceptance * (len(POINTS) - 1))])
 
     @property
@@ -111,7 +110,6 @@ class Speculation:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoded tokens a second without drafts."""
         return float(1e9 * self.plain.kept.sum() / self.plain.ns.sum())
 
     def _speedups(self, weights: Float) -> Float:
@@ -191,7 +189,6 @@ def lengths_of(loaded: TimedRun, longest: int) -> list[int]:
 
 
 def runs(grid: Grid, lengths: Sequence[int]) -> int:
-    """Return how often `speculate` runs all requests."""
     return len(grid.policies) * (1 + len(RUN) * len(lengths))
 
 
@@ -274,7 +271,6 @@ def rows(found: Sequence[Speculation], loaded: TimedRun) -> list[dict[str, Any]]
 
 
 def figure(found: Sequence[Speculation]) -> "Figure":
-    """Return the speed over that without drafts against the acceptance, a panel a cell and a line a length."""
     held: dict[str, dict[str, tuple[Any, Any]]] = {}
     shares = [n / 20 for n in range(21)]
     for each in found:

@@ -60,7 +60,6 @@ class Case:
 
     @property
     def measure(self) -> str:
-        """Return `hits`, or the machine's wall."""
         return self.machine.wall if self.machine else HITS
 
     @property

@@ -76,7 +76,6 @@ class Result:
         return [name for name in MEASURES if name in self.policies[LRU].figures]
 
     def counts(self, start: str) -> str:
-        """Return how many requests are counted, and how many timed."""
         hits, *times = dict.fromkeys(self.requests[start].values())
         return f"{hits} requests{''.join(f', timed over {each}' for each in times)}"
 

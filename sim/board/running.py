@@ -36,10 +36,7 @@ class Board:
 
     @classmethod
     def of(cls, cards: Sequence[Card], policies: Sequence[str], stored: Result | None = None) -> "Board":
-        """Return the board of these policies, LRU and both ceilings; costs are `stored`, or measured.
-
-        Raise InputError.
-        """
+        """Return the board of these policies, LRU and both ceilings; costs: `stored`, or measured. Raise InputError."""
         named = specs([LRU, *policies, KNOWABLE, BELADY], None)
         cases = list(cases_of(cards))
         loaded = [load(case.experiment) for case in cases]
@@ -69,7 +66,6 @@ class Board:
 
     @property
     def requests(self) -> int:
-        """Return how many requests `run` runs."""
         return sum(len(table.cells) * len(table.loaded.trace.requests) for table in self.tables)
 
     def run(self, workers: int = 1, advance: Callable[[int], None] = lambda requests: None) -> Result:

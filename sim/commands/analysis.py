@@ -183,7 +183,6 @@ def _misses(found: Analysis, loaded: Loaded) -> Table:
 
 
 def _reuse(found: Analysis) -> Table:
-    """A row per power of two that counts: how far the uses of an expert are from the one before."""
     shown = table("used again after", "in accesses", "in tokens", gap=1)
     rows = found.distances()
     sums = [max(1, sum(row[name] for row in rows)) for name in ("by_accesses", "by_tokens")]

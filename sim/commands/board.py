@@ -98,7 +98,6 @@ def board(
 
 
 def _tables(found: Result) -> Iterator[Table | str]:
-    """Yield a row for each policy: its score with the parts, and its mean share in each trace."""
     walls = found.measures[1:]
     scores = printed.table("policy", "score", "worst", *walls, "slower", "us", "MiB", fold=True)
     headings = (start.replace("-", "-\n", 1).replace(" ", "\n") for start in found.requests)

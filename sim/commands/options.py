@@ -83,7 +83,6 @@ def some(*names: str, of: type = Experiment, defaults: Mapping[str, Any] = Mappi
 
 
 def all_but(*names: str) -> Fields:
-    """Return all fields but these, the trace, and those without a help."""
     return some(*(name for name, each in OPTIONS.items() if each.help and name not in names))
 
 
@@ -138,7 +137,6 @@ class OutputOptions:
     quiet: Quiet = False
 
     def note(self, *texts: str) -> None:
-        """Print lines on standard error, unless quiet."""
         for text in () if self.quiet else texts:
             console.note(with_flags(text, OPTIONS))
 
@@ -189,7 +187,6 @@ class ResumableOptions(ResultOptions):
 
 
 def check_figure(file: Path | None, overwrite: bool) -> None:
-    """Raise InputError for a file of another kind, and for one that is there."""
     if file is None:
         return
     if file.suffix.lower() not in FIGURES:
@@ -212,7 +209,6 @@ def experiment(stated: Mapping[str, Any], trace: str | None = None, **others: An
 
 
 def processes(workers: int | None) -> int:
-    """Return the number of processes. Raise InputError for none and for too many."""
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise InputError(f"--workers must be at least 1 and at most {MOST_WORKERS:,}, not {workers}")
     return workers or os.cpu_count() or 1

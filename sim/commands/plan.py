@@ -227,7 +227,6 @@ def _listed(facts: Facts, found: list[Ranked]) -> dict[str, Any]:
 
 
 def _typed(stated: Mapping[str, Any], hardware: object) -> str:
-    """Return the options that describe the machine, as they are typed."""
     given = {"hardware": hardware, **stated} if hardware else stated
     words = ([f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])] for name, value in given.items())
     return "".join(f" {shlex.join(each)}" for each in words)
@@ -295,7 +294,6 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
 
 
 def _faster(plan: Plan, file: str) -> Iterator[str]:
-    """Yield what llama.cpp's expert cache and a lower precision would make of it, where that is much."""
     cache, better, faster = plan.cache, plan.better_precision, plan.faster_precision
     if cache and cache.speed.tokens_per_s > SLOWS * plan.speed.tokens_per_s:
         yield (
@@ -324,7 +322,6 @@ def _place(plan: Plan) -> str:
 
 
 def _known(plan: Plan, facts: Facts) -> str:
-    """Return what the interval rests on, and what makes it narrower."""
     if plan.calibration:
         return f"Calibrated with {plan.calibration['tool']}."
     narrower = "--calibrate (a minute)" if facts else "--calibrate on the machine itself"

@@ -9,7 +9,6 @@ from traces.errors import InputError
 
 
 def require_resume(cells: int, folder: Path, resume: bool) -> None:
-    """Raise InputError if the folder holds finished cells and --resume is not given."""
     if cells and not resume:
         raise InputError(
             f"{folder} holds {cells} finished cells: continue with --resume, drop them with --overwrite, "
@@ -18,7 +17,6 @@ def require_resume(cells: int, folder: Path, resume: bool) -> None:
 
 
 def refuse_others(others: int, folder: Path, run: str) -> None:
-    """Raise InputError where the folder holds cells that this run (a sweep, a comparison) does not have."""
     if others:
         raise InputError(
             f"{folder} holds {others} cells that this {run} does not have (other options, files or code): "

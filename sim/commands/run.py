@@ -98,7 +98,6 @@ def _shown(
     slot_tracks: bool,
     output: options.OutputOptions,
 ) -> Summary:
-    """Run the cell and write its timeline to `path`."""
     row: Row = {}
     with writing(path, lambda: {"made by": "moe-sim run", **row}, overwrite) as timeline:
         names = loaded.trace.requests["id"].astype(str).tolist()

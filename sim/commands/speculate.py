@@ -83,7 +83,6 @@ def _shares(text: str) -> list[float]:
 
 
 def _table(found: list[speculation.Speculation], shares: list[float], seed: int) -> Table:
-    """Return a row for each cell without drafts, and with each number of drafted tokens."""
     headings = "policy", "cache", "draft", "experts", "MiB", "ms", "break-even", *(f"t/s {share:g}" for share in shares)
     shown = table(*headings, left=2)
     before = None

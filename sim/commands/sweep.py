@@ -167,7 +167,6 @@ def _ask(cells: int, yes: bool) -> None:
 
 
 def _tables(made: Sweep, folder: Path) -> list[Table]:
-    """What is to be run, its files read. InputError for whatever cannot be."""
     loaded = [load(experiment) for experiment in made.experiments()]
     several = len(loaded) > 1
     names = _folders(loaded) if several else [""]
@@ -219,7 +218,6 @@ def _surprises(tables: list[Table], cache_sizes: "Sequence[str]") -> Iterator[st
 
 
 def _open(tables: list[Table], folder: Path, output: options.ResumableOptions) -> Store:
-    """What is already there, as far as it is wanted. InputError where anything would be lost unasked."""
     if output.overwrite:
         drop(folder)
     found = Store(folder)
@@ -290,7 +288,6 @@ def _title(outcome: Outcome) -> str:
 
 
 def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
-    """A row per cell, those of one size together, which stands there as stated."""
     times = _times(outcome.rows)
     sized = ["MiB"] if outcome.rows[0]["cache_bytes"] else []
     both = any(row["phase"] == "both" for row in outcome.rows)  # prompts and decoded tokens
@@ -315,7 +312,6 @@ def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
 
 
 def _times(rows: list[Row]) -> dict[str, Callable[[Row], str]]:
-    """What is shown of times, by heading."""
     if any(row["gpu_idle_ms"] is None for row in rows):
         return {}
     decoded, prefilled = (all(row[name] is not None for row in rows) for name in ("tpot_mean_ms", "ttft_mean_ms"))

@@ -119,7 +119,6 @@ def _notes(setting: Setting) -> list[str]:
 
 
 def _verdict(setting: Setting, predictions: list[Prediction]) -> list[str]:
-    """Return whether a cache is needed, which system is the fastest, by how much, and how sure that is."""
     texts, model, total = [], setting.model(), setting.loaded.shape.total
     if setting.slots() == total:
         size = show_bytes(total * model.expert_bytes)

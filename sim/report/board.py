@@ -123,7 +123,6 @@ def _hits(found: Result, start: str) -> Section:
 
 
 def _times(found: Result, start: str) -> Iterator[Section]:
-    """Yield the times from a start, where it was timed."""
     walls = [wall for wall in found.measures[1:] if start in found.policies[LRU].figures[wall]]
     if not walls:
         return

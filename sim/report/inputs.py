@@ -43,7 +43,6 @@ class Results:
 
     @property
     def commands(self) -> list[str]:
-        """The commands that make a replay again; none where they are not known."""
         file = self.folder / RUN_FILE
         return list(json.loads(file.read_text("utf-8")).get("commands", [])) if file.exists() else []
 

@@ -101,7 +101,6 @@ def _against_size(sweep: Results) -> Iterator[Item]:
 
 
 def _unbounded(loaded: Loaded) -> str:
-    """Return why neither Belady's misses nor the physical floor bound this sweep; empty where they do."""
     reasons = {
         "experts differ in size": loaded.sizes is not None,
         "several requests run at a time": loaded.experiment.max_batch is not None,
@@ -120,7 +119,6 @@ _CAPTIONS = {
 
 
 def _ranking(sweep: Results) -> Iterator[Item]:
-    """Yield each policy's difference to the best one, with paired bootstrap intervals over requests."""
     by, groups = winner.metric(sweep.rows), {}
     rows = {(row["policy"], row["cache_experts"]): row for row in sweep.rows if not row["oracle"]}
     for slots in dict.fromkeys(cell.cache_experts for cell in sweep.cells):

@@ -159,10 +159,7 @@ def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptR
 
 
 def split_name(text: str) -> tuple[Path, str | None, str | None]:
-    """Return folder, policy and size of `results/x:policy@size`, as far as they are named. Raise InputError.
-
-    The policy may name its scope: `results/x:lru@layer@25%`.
-    """
+    """Return folder, policy and size of `results/x:policy@size`, as far as they are named. Raise InputError."""
     if Path(text).is_dir():
         return Path(text), None, None
     for i, letter in enumerate(text):
@@ -173,10 +170,7 @@ def split_name(text: str) -> tuple[Path, str | None, str | None]:
 
 
 def choose(cells: Sequence[SweptRun], policy: PolicyLike | None, size: str | None) -> list[SweptRun]:
-    """Return those of one folder's cells that have this policy and cache size, of either kind if None.
-
-    Raise InputError, naming what there is, if there are none.
-    """
+    """Return the cells of this policy and cache size, of any if None. Raise InputError if there are none."""
     if policy is not None:
         policy = text_of(policy)
         known = list(dict.fromkeys(cell.policy for cell in cells))
@@ -204,7 +198,6 @@ def _slots(cells: Sequence[SweptRun], size: str) -> int:
 
 
 def _unknown(policy: str, known: Iterable[str], folder: Path) -> InputError:
-    """Return the error for a policy that was not run, with the folder of the results where there is one."""
     return unknown("policy", policy, known, "" if folder == Path() else folder)
 
 
@@ -280,10 +273,7 @@ def measure_of(judged_by: str) -> Measure:
 
 
 def indistinct(best: SweptRun, others: Sequence[SweptRun], measure: Measure) -> list[SweptRun]:
-    """Return those of `others` that are not worse than `best` beyond the noise.
-
-    That is: the interval of the paired difference reaches 0, or there is too little for one.
-    """
+    """Return those not worse than `best` beyond the noise: their interval reaches 0, or there is too little for one."""
     equal = []
     for other in others:
         totals, drawn = paired(best, other, measure), sample(best, other, measure)
@@ -332,7 +322,6 @@ def sample(baseline: SweptRun, cell: SweptRun, measure: Measure) -> Sample:
 
 
 def total(run: SweptRun, measure: Measure) -> float:
-    """Return a run's figure over all requests that have one."""
     of_it, count, *_ = paired(run, run, measure).sum(axis=1)
     return float(of_it / count)
 
@@ -389,7 +378,6 @@ def _unpaired(baseline: SweptRun, cell: SweptRun) -> Iterator[str]:
 
 
 def _names(baseline: SweptRun, cell: SweptRun) -> tuple[str, str]:
-    """Return two names as short as they differ: policy, then size, then folder."""
     sizes = baseline.cache_experts != cell.cache_experts
     folders = baseline.folder.resolve() != cell.folder.resolve()
 

@@ -20,10 +20,7 @@ class Drawing(Figure):
 
 
 def svg_of(figure: Figure) -> str:
-    """Return a figure as SVG, its text as text; matplotlib escapes what stands in it.
-
-    A browser shows the value of a point or a bar under the pointer.
-    """
+    """Return a figure as SVG with its text as text; a browser shows the value of a point or bar under the pointer."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
     values, written = _values(figure), io.StringIO()

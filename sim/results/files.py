@@ -44,10 +44,7 @@ def writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 
 def read(path: Path, schema: pa.Schema, more: bool = False) -> pa.Table:
-    """Return the columns of `schema` of a table of results, and if `more` its others: the one reader of them.
-
-    Raise InputError where it is missing, damaged (pages have checksums), or of another version.
-    """
+    """Return the columns of `schema` of a table of results, if `more` the others. Raise InputError if it is none."""
     if not path.is_file():
         raise InputError(f"{path.parent} holds no {path.name}: {A_SWEEP}")
     try:

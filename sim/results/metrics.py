@@ -294,7 +294,6 @@ class Summary:
         return pa.table({name: pa.array(values[name], REQUESTS.field(name).type) for name in values}, REQUESTS)
 
     def _steps_of(self, request: int) -> Int:
-        """Return STEP of each of a request's steps, [n, 4]."""
         steps = np.concatenate(self._by_step or [np.zeros((0, 5), np.int64)])
         return steps[steps[:, 0] == request, 1:]
 
@@ -322,7 +321,6 @@ class Summary:
         }
 
     def _queues(self) -> Row:
-        """Return waits of the requests counted, by _QUEUE; null where they run one after another."""
         waited = self._of_request["waited"][self._steps > 0] / 1e6
         if self._cell.max_batch is None or not len(waited):
             return {}

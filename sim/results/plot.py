@@ -152,7 +152,6 @@ _TO_A_POINT: dict[str, Any] = {
 
 
 def _label_directly(axes: "Axes") -> None:
-    """Write what is drawn beside its last point, in place of a legend."""
     drawn = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     ends = [(float(np.asarray(line.get_xdata())[-1]), float(np.asarray(line.get_ydata())[-1])) for line in drawn]
     (low, high), place, places = axes.get_ylim(), -1.0, {}
@@ -268,7 +267,6 @@ def wrapped(policy: str, width: int = 28) -> str:
 
 
 def _points(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]:
-    """Return cache sizes in % and the column's values, by size."""
     ordered = sorted((row for row in rows if row[column] is not None), key=lambda row: row["cache_experts"])
     return [100 * row["cache_fraction"] for row in ordered], [row[column] for row in ordered]
 
@@ -313,7 +311,6 @@ def distributions(requests: "dict[str, dict[str, Float]]", unit: str) -> "Figure
 
 
 def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Figure":
-    """Return horizontal bars, each a stack of some of `PARTS`."""
     drawing, axes = single((WIDTH, 1.8 + 0.26 * len(bars)), title, xlabel, "x")
     left = np.zeros(len(bars))
     for part in (part for part in PARTS if any(part in parts for parts in bars.values())):
@@ -342,7 +339,6 @@ def heat_maps(maps: "dict[str, Float]", label: str) -> "Figure":
 
 
 def similarity_map(cosines: Float, title: str) -> "Figure":
-    """Return the cosines of requests with each other, [R, R]."""
     drawing, axes = single((5.2, 4.4), title, "request")
     axes.grid(visible=False)
     axes.set_ylabel("request")
@@ -385,7 +381,6 @@ def predicted_and_measured(pairs: "dict[str, tuple[float, float, float, float]]"
 
 
 def _logarithmic(axes: "Axes") -> None:
-    """Make the x axis logarithmic, its numbers as plain text."""
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     axes.set_xscale("log")

@@ -11,10 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @cache
 def commit() -> str:
-    """Return the commit of this project's checkout (`-dirty` if files differ), else the installed version.
-
-    "unknown" for sources that were copied to a machine without either.
-    """
+    """Return the commit of this checkout (`-dirty` if files differ), else the installed version, else "unknown"."""
     if (ROOT / ".git").exists():
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         try:

@@ -59,7 +59,6 @@ class Sweep:
 
     @property
     def cells(self) -> int:
-        """How many there are at most, counted without making them."""
         policies = sum(map(count_alternatives, self.policies))
         experiments = len(self.traces) * len(self.machines) * max(1, len(self.max_batch))
         return policies * len(self.cache_sizes) * experiments * len(self.seeds)
@@ -80,10 +79,7 @@ class Sweep:
             yield replace(self.shared, trace=trace, hardware=machine, max_batch=batch)
 
     def write(self, path: Path) -> None:
-        """Write a file that `--config` takes, whole or not at all, with paths that hold wherever one stands.
-
-        What policies resolve to stands in comments.
-        """
+        """Write a file that `--config` takes: paths hold wherever one stands, what policies resolve to is a comment."""
         stated = {name: getattr(self, name) for name in AXES} | {"hardware": self.machines}
         shared = self.shared.resolved()
         values = {name: stated.get(name, shared.get(name)) for name in KEYS}

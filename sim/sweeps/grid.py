@@ -63,7 +63,6 @@ class Grid:
         return list(cells.values())
 
     def requested(self) -> list[tuple[PolicySpec, int]]:
-        """Return those that get a row."""
         return [(policy, slots) for slots in self.sizes.values() for policy in self.policies]
 
 
@@ -150,7 +149,6 @@ def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, m
 
 
 def missing(tables: Sequence[Table], store: Store) -> list[Group]:
-    """Return what is to be run of the cells that `store` does not hold."""
     groups = list[Group]()
     for table in tables:
         held: dict[object, dict[str, int]] = {}
@@ -222,7 +220,6 @@ def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
 
 
 def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[Row]]:
-    """Return the rows by trace and machine, as these were named, where they differ."""
     named = [(each.table.loaded.experiment.trace, each.table.loaded.experiment.hardware) for each in outcomes]
     differ = [place for place, names in enumerate(zip(*named, strict=True)) if len({*names}) > 1]
     found: dict[str, list[Row]] = {}

@@ -38,7 +38,6 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
 
 
 def _of_machine(loaded: TimedRun, grid: Grid) -> list[str]:
-    """Return what of a machine is too small, or not known."""
     found = [
         f"a cache of {loaded.experts_in(slots)} experts needs {show_bytes(loaded.needed(slots))} with dense weights "
         f"and KV cache, {loaded.hardware.name} has {show_bytes(loaded.memory)}"
@@ -64,7 +63,6 @@ def _of_machine(loaded: TimedRun, grid: Grid) -> list[str]:
 
 
 def _of_overhead(loaded: TimedRun, policies: Sequence[PolicySpec]) -> Iterator[str]:
-    """Yield what `predictor_us` does that one may not expect."""
     stated = loaded.experiment.predictor_us
     if isinstance(stated, str):
         names = overheads(stated).keys() - {policy.text for policy in policies}

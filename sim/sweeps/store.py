@@ -90,7 +90,6 @@ class Store:
 
 
 def held(folder: Path) -> bool:
-    """Whether a sweep has ended in `folder`, or has begun to."""
     return (folder / CELLS).exists() or (folder / RESULTS_FILE).exists()
 
 

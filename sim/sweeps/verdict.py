@@ -53,10 +53,7 @@ def sentences(rows: Sequence[Row], runs: Sequence[SweptRun]) -> list[str]:
 
 
 def joint(tables: Sequence[Sequence[Row]]) -> list[str]:
-    """Return which one policy serves several tables best: by its time, or misses, over the best of each size.
-
-    Nothing where there are not two tables, or not two policies that all of them have.
-    """
+    """Return which policy serves several tables best, by its time or misses over the best of each size, if any does."""
     ratios: dict[str, list[float]] = {}
     for rows in tables:
         by = winner.metric(rows)
@@ -108,7 +105,6 @@ def of_pairs(pairs: Sequence[tuple[SweptRun, SweptRun, Sequence[Difference]]]) -
 
 
 def _choice(runs: Mapping[str, SweptRun], measure: Measure) -> str:
-    """Return which of these runs to choose by a measure, by their names, or why none."""
     names = list(runs)
     totals = {name: compare.total(run, measure) for name, run in runs.items()}
     best = min(names, key=lambda name: totals[name] * (-1 if measure.name == "hit_rate" else 1))
@@ -141,7 +137,6 @@ def lossy(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _whole(row: Row, by: str) -> Iterator[str]:
-    """Yield that no cache is needed, where none is."""
     if row["resident_ms"] is not None:
         size = show_memory(row["all_experts"] * row["expert_bytes"])
         yield (
@@ -208,7 +203,6 @@ def _against(lru: SweptRun, mine: SweptRun, by: str) -> str:
 
 
 def _memory(best: Sequence[Row], by: str) -> Iterator[str]:
-    """Yield what more memory buys, and where that drops."""
     slopes, knee, size = _slopes(best, by), _knee(best, by), best[0]["expert_bytes"]
     if not slopes or size is None:
         return
@@ -231,7 +225,6 @@ def _slopes(best: Sequence[Row], by: str) -> list[float]:
 
 
 def _knee(best: Sequence[Row], by: str) -> int | None:
-    """Return the place of the size behind which memory buys much less than before; None without one."""
     drops = [
         (one / other if other > 0 else float("inf"), place)
         for place, (one, other) in enumerate(pairwise(_slopes(best, by)), 1)

@@ -205,7 +205,6 @@ def _elsewhere(
 
 @contextmanager
 def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes, each of which ends with this one."""
     strangers = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin) as pool:
         try:

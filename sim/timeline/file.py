@@ -69,7 +69,6 @@ class Timeline:
             self._event(f'"ph":"C","name":{json.dumps(name)},{where},"args":{json.dumps(values)}')
 
     def _name(self, kind: str, name: str, pid: int, tid: int) -> None:
-        """Name a process or a thread, and sort it by its number."""
         for what, args in ((f"{kind}_name", {"name": name}), (f"{kind}_sort_index", {"sort_index": tid})):
             self._event(f'"ph":"M","name":"{what}","pid":{pid},"tid":{tid},"args":{json.dumps(args)}')
 

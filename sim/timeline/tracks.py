@@ -38,7 +38,6 @@ class Scene:
         return f"L{layer} e{number}"
 
     def args(self, expert: int) -> Args:
-        """Return what every slice about an expert shows of it."""
         layer, number = divmod(expert, self.run.shape.experts)
         return {"expert": expert, "layer": layer, "expert_in_layer": number}
 
@@ -57,7 +56,6 @@ class ComputeTrack(LoopObserver):
         self._hits: set[int] = set()
 
     def begin(self, now: int) -> None:
-        """A step begins."""
         self._began = self._ended = now  # of the step, and of its latest part
         self._layers: list[int] = []  # when each began
         self._parts: list[tuple[str, int, int, Args]] = []
@@ -86,10 +84,7 @@ class ComputeTrack(LoopObserver):
             self._add(name, began, now, args)
 
     def stalled(self, cause: int, began: int, ended: int, on_link: int) -> None:
-        """Add a wait: one slice for as long as the cause, and what is on the link, stay the same.
-
-        Where a real host did something else in between, it is another one.
-        """
+        """Add a wait: one slice while the cause, and what is on the link, stay the same and nothing is between."""
         args: Args = {}
         if cause != PREDICTOR and on_link != NO_EXPERT:
             args = {"on_link": self._scene.name(on_link), "expert": on_link}
