@@ -2,14 +2,9 @@
 
 from terminal import program
 
-EAMC = {
-    "build": "sim.commands.eamc:build",
-    "show": "sim.commands.eamc:show",
-}
+EAMC = {"build": "sim.commands.learned:build_eamc", "show": "sim.commands.learned:show_eamc"}
 
-PROFILE = {
-    "build": "sim.commands.profile:build",
-}
+PROFILE = {"build": "sim.commands.learned:build_profile"}
 
 app = program.group(
     "Which expert-cache policy serves a trace best: on which hardware, with how large a cache.",
@@ -19,9 +14,9 @@ app = program.group(
         "plan": "sim.commands.plan:plan",
         "probe": "sim.commands.probe:probe",
         "report": "sim.commands.report:report",
-        "policies": "sim.commands.policies:policies",
-        "hardware": "sim.commands.profiles:hardware",
-        "models": "sim.commands.profiles:models",
+        "policies": "sim.commands.listings:policies",
+        "hardware": "sim.commands.listings:hardware",
+        "models": "sim.commands.listings:models",
         "conformance": "sim.commands.conformance:conformance",
         "analyze": "sim.commands.analysis:analyze",
         "speculate": "sim.commands.speculate:speculate",

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
 from sim.board import result as results
-from sim.board.cases import HITS, MACHINES, cards_of
-from sim.board.entrants import POLICIES, every
+from sim.board.cases import HITS, MACHINES, POLICIES, cards_of, every
 from sim.board.result import Result
 from sim.board.running import Board
 from sim.commands import options, printed

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from policies.core.grammar import policy_title
-from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, cards_of
-from sim.board.entrants import also
+from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, also, cards_of
 from sim.board.result import BELADY, LRU, Result, gain_text, number, percent, sentences
 from sim.quantities import show_ms
 from sim.report.elements import Item, Section, figure_item

@@ -44,7 +44,7 @@ def writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 
 def read(path: Path, schema: pa.Schema, more: bool = False) -> pa.Table:
-    """Return the columns of `schema` of a table of results, if `more` the others. Raise InputError if it is none."""
+    """Return the columns of `schema` of a table of results, if `more` the others. Raise InputError if it is not one."""
     if not path.is_file():
         raise InputError(f"{path.parent} holds no {path.name}: {A_SWEEP}")
     try:

@@ -11,8 +11,7 @@ import pytest
 
 from policies.core.spec import parse
 from sim import sweep
-from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, Case, cards_of, cases_of
-from sim.board.entrants import also, every
+from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, Case, also, cards_of, cases_of, every
 from sim.board.result import KNOWABLE, Result, entry, read, sentences, write
 from sim.board.running import Board
 from sim.loaded import TimedRun, load

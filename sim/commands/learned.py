@@ -1,4 +1,4 @@
-"""The commands `moe-sim eamc build` and `moe-sim eamc show`: collections of past EAMs that a run can start from."""
+"""The commands `moe-sim eamc` and `moe-sim profile`: what policies learn of traces, as files to start a run from."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -7,18 +7,23 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from policies.blend.build import build as learn_profile
+from policies.core.policy import Shape
 from policies.eamc.build import build as learn
 from policies.eamc.collection import scaled
 from policies.eamc.eamc import Predictor
 from policies.eamc.file import Part, SavedEamc
 from sim.commands.options import Overwrite
+from sim.loop.requests import Requests
 from sim.quantities import show_bytes
 from terminal import console
+from traces.errors import InputError
 from traces.output import check_file, replacing
+from traces.shards import Shards
 from traces.trace import Trace
 
 
-def build(
+def build_eamc(
     trace: Annotated[str, typer.Argument(help="Folder or URL of a trace; one of EAMs alone will do.")],
     out: Annotated[Path, typer.Option(help="File to write, as in eamc.npz.")],
     policy: Annotated[str, typer.Option(help="eamc with options, or a preset of it.")] = "eamc",
@@ -41,7 +46,7 @@ def build(
     console.say(f"wrote {out}")
 
 
-def show(
+def show_eamc(
     file: Annotated[Path, typer.Argument(help="What moe-sim eamc build wrote.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
@@ -71,6 +76,36 @@ def show(
     lines.append(f"memory in the running policy: {show_bytes(memory)} ({memory:,} bytes)")
     for line in lines:
         console.say(line)
+
+
+def build_profile(
+    traces: Annotated[list[str], typer.Argument(help="Folders or URLs of traces of one model, learned in order.")],
+    out: Annotated[Path, typer.Option(help="File to write, as in model.profile.npz.")],
+    start: Annotated[Path | None, typer.Option(help="A profile to continue.")] = None,
+    as_decode: Annotated[bool, typer.Option("--as-decode", help="Run prefills token by token.")] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Learn from traces what eamc-blend would learn of a model while it runs them.
+
+    [b]moe-sim profile build my-trace --out model.npz[/b]
+
+    [b]moe-sim sweep other-trace --policies lru,eamc-blend,eamc-blend:profile=model.npz[/b]
+    """
+    check_file(out, overwrite)
+    opened = [Shards.open(trace) for trace in traces]
+    for each in opened:
+        each.require_sequences()
+    if as_decode:
+        opened = [each.as_decode() if each.phases != "decode" else each for each in opened]
+    shapes = [(each.layers, each.num_experts) for each in opened]
+    for each, shape in zip(opened, shapes, strict=True):
+        if shape != shapes[0]:
+            raise InputError(f"{each.path} is of another model than {opened[0].path}: a profile is of one model")
+    built = learn_profile([(each.name, Requests(each)) for each in opened], Shape(*shapes[0]), start)
+    with replacing(out, overwrite=overwrite) as part, part.open("wb") as file:
+        built.write(file)
+    console.say(f"learned {sum(len(each.requests) for each in opened)} requests of {', '.join(built.traces)}")
+    console.say(f"wrote {out}")
 
 
 def _named(saved: SavedEamc) -> list[tuple[str, Part]]:
