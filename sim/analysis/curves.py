@@ -14,9 +14,6 @@ from policies.core.policy import Int
 from policies.core.stack_distances import Ids, each_alone, misses_by_slots
 from traces.steps import RequestSteps
 
-BINS = 63
-"""Of a histogram in powers of two: all that an int64 can hold."""
-
 
 @dataclass(frozen=True)
 class Accesses:
@@ -71,9 +68,12 @@ class Reuse:
 
 def reuse(accesses: Accesses) -> Reuse:
     """The histograms of all uses but the first ones."""
-    by_accesses, by_tokens = _distances(accesses.experts, accesses.tokens, accesses.total)
-    used = 1 + max(np.flatnonzero(by_accesses + by_tokens), default=0)
-    return Reuse(by_accesses[:used], by_tokens[:used])
+    order = np.argsort(accesses.experts, kind="stable")
+    again = np.diff(accesses.experts[order]) == 0
+    distances = (np.diff(places)[again] for places in (order, accesses.tokens[order]))
+    powers = [np.frexp(np.maximum(each, 1))[1] - 1 for each in distances]
+    used = 1 + max((int(each.max(initial=0)) for each in powers), default=0)
+    return Reuse(*(np.bincount(each, minlength=used) for each in powers))
 
 
 @allocating
@@ -121,25 +121,3 @@ def _belady_places(following: Int, ends: Int, total: int, first: int) -> Int:
         stack[:n] = following[begin : begin + n]
         begin += n
     return places
-
-
-@allocating
-def _distances(experts: Ids, tokens: Int, total: int) -> tuple[Int, Int]:
-    last = np.full(total, -1, np.int64)
-    by_accesses, by_tokens = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
-    for now in range(len(experts)):
-        before = last[experts[now]]
-        if before >= 0:
-            by_accesses[_power(now - before)] += 1
-            by_tokens[_power(tokens[now] - tokens[before])] += 1
-        last[experts[now]] = now
-    return by_accesses, by_tokens
-
-
-@allocating
-def _power(distance: int) -> int:
-    power = 0
-    while distance > 1:
-        distance >>= 1
-        power += 1
-    return power
