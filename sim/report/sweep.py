@@ -10,10 +10,8 @@ from sim.report import bounds
 from sim.report.elements import Item, Section, figure_item
 from sim.report.inputs import Results
 from sim.results import compare, plot
-from sim.results.compare import Difference, SweptRun
 from sim.results.metrics import Row, cell_text, engine_words, idle_share, size_text, users_text
 from sim.sweeps import winner
-from traces.errors import InputError
 
 BARS = 24
 """Cells in a figure of bars at most: those of the largest sizes."""
@@ -127,7 +125,8 @@ def _ranking(sweep: Results) -> Iterator[Item]:
         if len(here) < 2:
             continue
         here.sort(key=lambda cell: rows[cell.policy, slots][by])
-        if differences := [each for cell in here[1:] if (each := _difference(sweep, here[0], cell, by))]:
+        found = (compare.difference(here[0], cell, compare.measure_of(by)) for cell in here[1:])
+        if differences := list(filter(None, found)):
             groups[f"{size_text(rows[here[0].policy, slots])}: best is {here[0].policy}"] = differences
     if not groups:
         yield Item("text", "There are fewer than two policies, or fewer than two requests, to compare at one size.")
@@ -142,16 +141,6 @@ def _ranking(sweep: Results) -> Iterator[Item]:
     )
     for title, differences in groups.items():
         yield figure_item(plot.ranking(title, differences, policies, unit, (min(ends), max(ends))), title)
-
-
-def _difference(sweep: Results, baseline: SweptRun, cell: SweptRun, by: str) -> Difference | None:
-    """Return the paired difference in the judging measure; None, with the reason among the problems, without one."""
-    try:
-        every = compare.differences(baseline, cell, resamples=compare.RESAMPLES_OF_A_TABLE)
-    except InputError as error:
-        sweep.note(f"no intervals in {sweep.folder}: {error}")
-        return None
-    return next((each for each in every if each.measure == compare.measure_of(by)), None)
 
 
 def _time(sweep: Results) -> Iterator[Item]:

@@ -240,9 +240,9 @@ def pairs_across(first: Sequence[SweptRun], second: Sequence[SweptRun]) -> list[
 
 def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: int = RESAMPLES) -> list[Difference]:
     """Return what `cell` has more than `baseline`, by measure. Raise InputError if they cannot be paired."""
-    for difference in _unpaired(baseline, cell):
-        raise InputError(f"cannot pair {difference}")
-    found = [_difference(baseline, cell, measure, seed, resamples) for measure in MEASURES]
+    for reason in _unpaired(baseline, cell):
+        raise InputError(f"cannot pair {reason}")
+    found = [difference(baseline, cell, each, seed, resamples) for each in MEASURES]
     if not any(found):
         one, other = _names(baseline, cell)
         raise InputError(
@@ -252,7 +252,7 @@ def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: in
     return list(filter(None, found))
 
 
-def _difference(
+def difference(
     baseline: SweptRun, cell: SweptRun, measure: Measure, seed: int = 0, resamples: int = RESAMPLES_OF_A_TABLE
 ) -> Difference | None:
     """Return the difference in a measure; None where there is one request or token, which has no interval, or none."""
@@ -270,7 +270,7 @@ def gain(baseline: SweptRun, cell: SweptRun, judged_by: str) -> Difference | Non
 
     None where they have no two requests to pair.
     """
-    one = None if any(_unpaired(baseline, cell)) else _difference(baseline, cell, measure_of(judged_by))
+    one = None if any(_unpaired(baseline, cell)) else difference(baseline, cell, measure_of(judged_by))
     if one is None:
         return None
     _, _, total, count = paired(baseline, cell, one.measure).sum(axis=1)
@@ -286,7 +286,7 @@ def measure_of(judged_by: str) -> Measure:
 
 def indistinct(best: SweptRun, others: Sequence[SweptRun], measure: Measure) -> list[SweptRun]:
     """Return those not worse than `best` beyond the noise: their interval reaches 0, or there is too little for one."""
-    found = [(other, _difference(best, other, measure)) for other in others]
+    found = [(other, difference(best, other, measure)) for other in others]
     return [other for other, each in found if each is None or not each.is_certain or each.is_better]
 
 
