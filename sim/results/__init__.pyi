@@ -1,3 +1,4 @@
+from . import plot as plot
 from .compare import Difference as Difference
 from .compare import SweptRun as SweptRun
 from .compare import choose as choose
