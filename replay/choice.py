@@ -138,6 +138,11 @@ class Choice:
         """Return the run, on the machine of the hardware profile."""
         return self.loaded.run(self.policy, self.slots)
 
+    @property
+    def described(self) -> Described:
+        """Return the machine of the hardware profile, under this policy."""
+        return self.loaded.timing(self.policy), self.loaded.link
+
     def on(self, timing: Timing, link: Link) -> Run:
         window = experts_per_layer(timing, link, self.loaded.trace.layers, self.loaded.trace.top_k)
         return self.run.on(timing, link, window)

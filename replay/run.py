@@ -24,7 +24,6 @@ from sim.loop.driver import Driver
 from sim.loop.log import PREDICTOR, RunLog, StepRow, counting
 from sim.probe import busy
 from sim.profiles.measured import MeasuredModel
-from sim.profiles.timing import Link, Timing
 from sim.results.metrics import Cell, Row, summarise
 from sim.timeline import Timeline, TimelineObserver
 from sim.timeline import play as play_simulated
@@ -106,8 +105,9 @@ def replay(
     if timeline:
         play_simulated(run, lambda log: None, timeline, names, replace(window, stops=True), slots)
     predictions = predict(choice, cell, calibrations)
-    row["predicted_lru_tpot_ms"] = _lru_ms(choice, cell, calibrations)
-    first = predictions[0]
+    first, lru = predictions[0], replace(choice, policy=PolicySpec.of("lru"))
+    described = under_contention(lru, calibrations[1], 0) if calibrations else lru.described
+    row["predicted_lru_tpot_ms"] = simulated_row(lru, cell, described, first.machine)["tpot_mean_ms"]
     row["predicted_for"] = first.machine
     row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
     row["predicted_tpot_low_ms"], row["predicted_tpot_high_ms"] = first.interval_ms or (None, None)
@@ -149,40 +149,28 @@ def under_contention(choice: Choice, model: MeasuredModel, predictor_ns: int) ->
     return slowed.timing(predictor_ns), slowed.link(chunk_bytes)
 
 
-def _lru_ms(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -> float | None:
-    """Return what the simulator says of LRU on the same machine: its TPOT mean; None where nothing decodes."""
-    lru = replace(choice, policy=PolicySpec.of("lru"))
-    timing, link = lru.loaded.timing(lru.policy), lru.loaded.link
-    if calibrations:
-        timing, link = under_contention(lru, calibrations[1], 0)
-    log = compiled_engine.simulate(lru.on(timing, link))
-    row: Row = summarise(log, cell, choice.loaded.trace.requests)[0]
-    ms: float | None = row["tpot_mean_ms"]
-    return ms
-
-
 def predict(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -> list[Prediction]:
     """Return what the simulator says on this machine as measured, and on the hardware profile.
 
     calibrations: as fast as the machine may have been, as it was measured, and as slow; none on a logical clock.
     """
-    loaded = choice.loaded
-
-    def predicted(timing: Timing, link: Link, machine: str) -> Row:
-        there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
-        log = compiled_engine.simulate(choice.on(timing, link))
-        return summarise(log, there, loaded.trace.requests)[0]
-
-    profile = loaded.hardware.name
-    predictions = [Prediction(profile, predicted(loaded.timing(choice.policy), loaded.link, profile))]
+    profile = choice.loaded.hardware.name
+    predictions = [Prediction(profile, simulated_row(choice, cell, choice.described, profile))]
     if calibrations:
         here = "this machine as measured"
         predictor_ns = round((cell.predictor_us or 0.0) * 1_000)
         machines = (under_contention(choice, each, predictor_ns) for each in calibrations)
-        fastest, during, slowest = (predicted(*machine, here) for machine in machines)
+        fastest, during, slowest = (simulated_row(choice, cell, machine, here) for machine in machines)
         interval = None
         if during["tpot_mean_ms"] is not None:
             low, high = sorted((fastest["tpot_mean_ms"], slowest["tpot_mean_ms"]))
             interval = low, high
         predictions.insert(0, Prediction(here, during, interval))
     return predictions
+
+
+def simulated_row(choice: Choice, cell: Cell, described: Described, machine: str) -> Row:
+    """Return the figures of a choice on a machine of that name."""
+    timing, link = described
+    there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
+    return summarise(compiled_engine.simulate(choice.on(timing, link)), there, choice.loaded.trace.requests)[0]

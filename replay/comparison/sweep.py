@@ -165,10 +165,9 @@ class Machine:
         """Return it under that cell's policy, as measured last."""
         if self._is_measured:
             return self._described(choice, self._latest[-1].model)
-        timing = choice.loaded.timing(choice.policy)
         if known := choice.loaded.measured:
-            return under_contention(choice, known, timing.predictor_ns)
-        return timing, choice.loaded.link
+            return under_contention(choice, known, choice.described[0].predictor_ns)
+        return choice.described
 
     def _described(self, choice: Choice, model: MeasuredModel) -> Described:
         if choice.policy.text not in self._policy_ns:
