@@ -38,8 +38,9 @@ from replay.comparison.errors import accuracy, rankings
 from replay.comparison.record import Record
 from replay.comparison.sweep import Machine, ceiling_gb_per_s, copy_gb_per_s, head_of
 from replay.device_choice import REQUIRE, DeviceChoice
-from replay.devices.expert_file import read_through, stride_of, write
+from replay.devices.expert_file import read_through, write
 from replay.devices.gpu import Gpu, Task, pinned
+from replay.devices.lanes import page_up
 from replay.devices.stage import Stage, driver, machine_name
 from replay.devices.store import RESERVE_BYTES, HostMemory, Stamps
 from replay.keys import key_of
@@ -263,7 +264,7 @@ class Check:
         """Write the file of a disk's experts: all where others are run on it, else as many as FILE_BYTES hold."""
         if self.gpu:
             return None
-        experts, stride = profile.moe_layers * profile.experts, stride_of(profile.expert_bytes)
+        experts, stride = profile.moe_layers * profile.experts, page_up(profile.expert_bytes)
         is_whole = profile.name in self.plan.compared
         distinct = experts if is_whole else min(experts, max(1, FILE_BYTES // stride))
         needed, free = distinct * stride, disk_usage(self.folder).free

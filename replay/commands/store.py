@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from replay.commands.shown import typed_again
-from replay.devices.expert_file import Fill, stride_of, write
+from replay.devices.expert_file import Fill, write
+from replay.devices.lanes import page_up
 from replay.devices.store import Stamps
 from sim.experiment import OPTIONS
 from sim.quantities import show_bytes
@@ -71,5 +72,5 @@ def store(
     with progress(distinct, quiet, "experts written") as advance:
         write(file, profile, fill, source, distinct, lambda: advance(1), overwrite, typed_again())
     if not quiet:
-        size = show_bytes(sum(stride_of(profile.bytes_of(each // profile.experts)) for each in range(distinct)))
+        size = show_bytes(sum(page_up(profile.bytes_of(each // profile.experts)) for each in range(distinct)))
         console.say(f"wrote {distinct} of {experts} experts of {profile.name} to {file}: {size}, {source}")

@@ -3,7 +3,6 @@ from .cuda import CudaDevice as CudaDevice
 from .cuda import Launches as Launches
 from .expert_file import ExpertFile as ExpertFile
 from .expert_file import read_through as read_through
-from .expert_file import stride_of as stride_of
 from .expert_file import write as write
 from .gpu import Gpu as Gpu
 from .gpu import Stream as Stream

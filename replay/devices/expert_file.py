@@ -61,7 +61,7 @@ class Facts:
     @property
     def places(self) -> list[int]:
         """Return where each expert in the file begins, from the first one's beginning, and where the last one ends."""
-        return list(accumulate(map(stride_of, self.sizes), initial=0))
+        return list(accumulate(map(page_up, self.sizes), initial=0))
 
 
 class DirectFile:
@@ -106,7 +106,7 @@ class ExpertFile(DirectFile):
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is no file of experts of {model.name} (moe-replay store): {error}") from error
         self.expert_bytes, self.distinct = self.facts.expert_bytes, self.facts.distinct
-        self.stride = stride_of(self.expert_bytes)
+        self.stride = page_up(self.expert_bytes)
         self._sizes, self._places = self.facts.sizes, self.facts.places
         super().__init__(path)
 
@@ -115,7 +115,7 @@ class ExpertFile(DirectFile):
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Read whole pages: those that begin at or behind `first`, and before `last`."""
-        begin, end = page_up(first), min(page_up(last), stride_of(self.bytes_of(expert)))
+        begin, end = page_up(first), min(page_up(last), page_up(self.bytes_of(expert)))
         at, target = self.begin + self._places[expert % self.distinct], slot.data
         while begin < end:
             got = self.read_at(target[begin:end], at + begin)
@@ -130,11 +130,6 @@ class ExpertFile(DirectFile):
     @property
     def nbytes(self) -> int:
         return self._places[-1]
-
-
-def stride_of(expert_bytes: int) -> int:
-    """Return the bytes from one expert's beginning to the next one's."""
-    return page_up(expert_bytes)
 
 
 class StoredModel(NamedTuple):
@@ -167,8 +162,8 @@ def write(
         raise InputError(f"experts of {model.name} differ in size and share none: leave `dedup` out")
     unknown = "0" * 8 * distinct
     facts = Facts(FORMAT, model.name, weights, experts, distinct, model.expert_bytes, unknown, command, sizes)
-    begin, buffer, checksums = len(_header_of(facts)), anonymous(stride_of(model.expert_bytes)), list[str]()
-    with replacing(path, overwrite=overwrite) as part, part.open("wb", buffering=0) as file:
+    begin, buffer, checksums = len(_header_of(facts)), anonymous(page_up(model.expert_bytes)), list[str]()
+    with replacing(path, overwrite=overwrite) as part, part.open("wb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, begin + facts.places[-1])
         file.seek(begin)
@@ -176,22 +171,17 @@ def write(
             fill(expert, buffer[:size])
             buffer[size:] = 0
             checksums.append(CHECKSUM.format(zlib.crc32(buffer[:size].data)))
-            _write_all(file.fileno(), buffer[: stride_of(size)].data)
+            file.write(buffer[: page_up(size)].data)
             on_written()
         file.seek(0)
-        _write_all(file.fileno(), _header_of(replace(facts, checksums="".join(checksums))))
+        file.write(_header_of(replace(facts, checksums="".join(checksums))))
+        file.flush()
         os.fsync(file.fileno())
 
 
 def command_of(path: Path) -> str:
     """Return the command that wrote a file of experts; nothing where another program did."""
     return str(header_of(path)[0]["__metadata__"].get("command", ""))
-
-
-def _write_all(file: int, content: bytes | memoryview) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(file, left) :]
 
 
 def _header_of(facts: Facts) -> bytes:

@@ -7,7 +7,7 @@ true size: torch's pinned allocator rounds up to powers of two.
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -32,10 +32,7 @@ class Event(Protocol):
 
 
 class Stream:
-    """Work in the order of submission; without `back_to` it is torch's current stream, so that computing switches none.
-
-    Tests put another in its place.
-    """
+    """Work in the order of submission; without `back_to` it is torch's current one, which computing need not switch."""
 
     def __init__(self, stream: torch.cuda.Stream, back_to: torch.cuda.Stream | None = None) -> None:
         self._stream = stream
@@ -125,10 +122,7 @@ class Gpu:
         _runtime().cudaHostUnregister(memory.ctypes.data)
 
     def mapped(self, memory: NDArray[np.uint8]) -> torch.Tensor:
-        """Registered host memory as a tensor of this GPU, whose kernels then read it over the link.
-
-        Unified addressing: it has the same address on both sides.
-        """
+        """Return registered host memory as a tensor of this GPU, whose kernels read it over the link."""
         return torch.as_tensor(_OnDevice(memory), device=self.device)
 
     def free_bytes(self) -> int:
@@ -173,28 +167,21 @@ def pinned(memory: "HostMemory", pin: str, gpu: Gpu) -> Iterator[bool]:
 
     Where the driver refuses one: InputError, or with best effort none is registered and copies are slower.
     """
-    registered = 0
-    try:
-        for slab in memory.slabs:
-            refused = gpu.register(slab)
-            if refused and pin == REQUIRE:
-                raise InputError(
-                    f"the driver refused to pin host memory (CUDA error {refused}) after {registered} of "
-                    f"{len(memory.slabs)} slabs, {show_bytes(memory.nbytes)} in all: raise the limit of locked memory, "
-                    "share buffers with --host-dedup, or continue without with --pin best-effort"
-                )
-            if refused:
-                break
-            registered += 1
-        if registered < len(memory.slabs):
-            registered = _unregister(memory, registered, gpu)
-        yield registered > 0
-    finally:
-        _unregister(memory, registered, gpu)
 
-
-def _unregister(memory: "HostMemory", registered: int, gpu: Gpu) -> int:
-    if not gpu.is_stuck:
-        for slab in memory.slabs[:registered]:
+    def give_back(slab: NDArray[np.uint8]) -> None:
+        if not gpu.is_stuck:
             gpu.unregister(slab)
-    return 0
+
+    with ExitStack() as registered:
+        for number, slab in enumerate(memory.slabs):
+            if refused := gpu.register(slab):
+                if pin == REQUIRE:
+                    raise InputError(
+                        f"the driver refused to pin host memory (CUDA error {refused}) after {number} of "
+                        f"{len(memory.slabs)} slabs, {show_bytes(memory.nbytes)} in all: raise the limit of locked "
+                        "memory, share buffers with --host-dedup, or continue without with --pin best-effort"
+                    )
+                registered.close()
+                break
+            registered.callback(give_back, slab)
+        yield not refused

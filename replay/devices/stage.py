@@ -141,7 +141,8 @@ def open_stage(
             if gpu and not memory:
                 is_pinned = opened.enter_context(pinned(store.memory, target.pin, gpu))
         if gpu is None:
-            opened.enter_context(_threads(target.threads))
+            opened.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(target.threads or max(1, torch.get_num_threads() - 1))  # one for driver and link
         try:
             opened.enter_context(torch.inference_mode())
             network = network_on(gpu.device if gpu else torch.device("cpu"), checkpoint)
@@ -163,17 +164,6 @@ def _host_store(
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(lambda expert: checkpoint.fill(expert, store[expert]), range(store.distinct)))
     return store
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Let so many threads compute; None: all but one, which is left to the driver and the link."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or max(1, before - 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _require_host_memory(target: DeviceChoice, profile: ModelProfile, network_bytes: int) -> None:

@@ -114,11 +114,6 @@ class HostStore:
         self.stride = stride_of(expert_bytes)
         buffers = memory.cut(self.stride)
         self.distinct = min(total, len(buffers)) if distinct is None else distinct
-        if not 1 <= self.distinct <= len(buffers):
-            raise InputError(
-                f"a host memory of {show_bytes(memory.nbytes)} does not hold {max(1, self.distinct)} experts of "
-                f"{show_bytes(expert_bytes)}"
-            )
         self.padded = buffers[: self.distinct]
         """Each buffer with what lies between it and the next one: uint8[stride]."""
         self._experts = [

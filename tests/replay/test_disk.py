@@ -35,7 +35,6 @@ from replay.devices import (
     page_up,
     rates,
     read_through,
-    stride_of,
     write,
 )
 from replay.devices.lanes import parts
@@ -226,7 +225,7 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(InputError, match="No space left on device"):
         made(tmp_path / "file")
     assert list(tmp_path.iterdir()) == []
@@ -249,7 +248,7 @@ def test_a_stage_reads_the_file_and_takes_no_host_memory_for_experts(files: Path
         assert stage.facts["lanes"] == 2
         assert stage.facts["torch_threads"] == 1
         assert isinstance(opened, CpuDevice)
-        assert opened.pool.shape == (3, stride_of(SIZE))
+        assert opened.pool.shape == (3, page_up(SIZE))
         assert opened.pool.ctypes.data % PAGE == 0
 
 
