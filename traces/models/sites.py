@@ -6,8 +6,8 @@ has an adapter of a few lines, found in ADAPTERS by the class of the module.
 """
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -21,7 +21,7 @@ Report = Callable[[Tensor, Tensor], None]
 """Hears of a choice: index, integer [T, k], -1 where nothing is routed, and weights, float [T, k]."""
 
 
-class Site(ABC):
+class Site:
     """One MoE layer: `module` holds the experts, `owner` is the block around them, `router` scores them.
 
     Attributes: `name` as in `model.named_modules()`, `experts` is E, `weighted` says whether weights are known, and
@@ -31,11 +31,11 @@ class Site(ABC):
     weighted = True
     alone = False
 
-    def __init__(self, name: str, module: nn.Module, owner: nn.Module):
+    def __init__(self, name: str, module: Any, owner: nn.Module):
         self.name = name
         self.module = module
         self.owner = owner
-        self.router: nn.Module | None = getattr(owner, "gate", None) or getattr(owner, "router", None)
+        self.router: Any = getattr(owner, "gate", None) or getattr(owner, "router", None)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -44,8 +44,7 @@ class Site(ABC):
 
     @property
     def experts(self) -> int:
-        module: Any = self.module
-        return int(module.num_experts)
+        return int(self.module.num_experts)
 
     def shape(self, hidden_size: int) -> ExpertShape:
         """Return the shape of one expert, from the shapes of its weights [E, ...] or of each expert's own."""
@@ -74,9 +73,17 @@ class Site(ABC):
         pure = not any("Attention" in type(module).__name__ for module in self.owner.modules())
         return self.owner if pure and self.router is not None else None
 
-    @abstractmethod
-    def attach(self, report: Report) -> Iterable[Any]:
-        """Hook the layer so that each of its calls is reported; yields the handles of the hooks."""
+    def attach(self, report: Report) -> Iterator[Any]:
+        """Hook the layer so that each of its calls is reported; yield the handles of the hooks."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            report(*self.chosen(handed(module, args, kwargs)))
+
+        yield self.module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def chosen(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Return what a call of the experts chooses, as it is reported, from the first three arguments."""
+        raise NotImplementedError
 
     def routed_by(self, output: Any) -> tuple[Tensor, Tensor] | None:
         """Index and weights, [T, k] each, as the router alone returned them; None if it does not."""
@@ -94,6 +101,8 @@ class Site(ABC):
 class Interface(Site):
     """transformers' experts interface: a module called as experts(hidden, index, weights)."""
 
+    _known = False  # that its calls are such
+
     @property
     def weights(self) -> list[Tensor]:
         """The parameters of all experts, [E, ...] or flat; a vector is no expert's, but scales what all return."""
@@ -106,21 +115,14 @@ class Interface(Site):
         count = getattr(self.module, "num_routed_experts", min(lengths) if lengths else None)
         return count if isinstance(count, int) else super().experts
 
-    def attach(self, report: Report) -> Iterator[Any]:
-        known = False
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal known
-            given = handed(module, args, kwargs)
-            if not known and not is_routing(given):
-                raise InputError(
-                    f"{self.name} ({type(self.module).__name__}) is not called as experts(hidden, index, weights), "
-                    "so its routing cannot be observed"
-                )
-            known = True
-            report(given[1], given[2])
-
-        yield self.module.register_forward_pre_hook(before, with_kwargs=True)
+    def chosen(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        if not self._known and not is_routing(given):
+            raise InputError(
+                f"{self.name} ({type(self.module).__name__}) is not called as experts(hidden, index, weights), "
+                "so its routing cannot be observed"
+            )
+        self._known = True
+        return given[1], given[2]
 
 
 def handed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -132,8 +134,9 @@ def handed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 class SkipExpert(Interface):
     """Zaya: a token that takes the expert that computes nothing is told as expert 0 with weight 0."""
 
-    def attach(self, report: Report) -> Iterator[Any]:
-        return super().attach(lambda index, weights: report(torch.where(weights != 0, index, -1), weights))
+    def chosen(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        index, weights = super().chosen(given)
+        return torch.where(weights != 0, index, -1), weights
 
 
 class OneHot(Site):
@@ -141,12 +144,9 @@ class OneHot(Site):
 
     alone = True
 
-    def attach(self, report: Report) -> Iterator[Any]:
-        def before(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
-            chosen, index = args[1].flatten(0, 1).max(-1)
-            report(torch.where(chosen > 0, index, -1)[:, None], args[2] * chosen[:, None])
-
-        yield self.module.register_forward_pre_hook(before)
+    def chosen(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        chosen, index = given[1].flatten(0, 1).max(-1)
+        return torch.where(chosen > 0, index, -1)[:, None], given[2] * chosen[:, None]
 
 
 class CombineWeights(Site):
@@ -154,37 +154,38 @@ class CombineWeights(Site):
 
     alone = True
 
+    def chosen(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        weights, index = given[2].topk(2, dim=-1)
+        return torch.where(weights > 0, index, -1), weights
+
+
+class ByRouter(Site):
+    """A layer whose choice only its router returns."""
+
     def attach(self, report: Report) -> Iterator[Any]:
-        def before(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
-            weights, index = args[2].topk(2, dim=-1)
-            report(torch.where(weights > 0, index, -1), weights)
+        yield self.router.register_forward_hook(lambda _, args, output: report(*self.routed_by(output)))
 
-        yield self.module.register_forward_pre_hook(before)
+    @abstractmethod
+    def routed_by(self, output: Any) -> tuple[Tensor, Tensor]: ...
 
 
-class RouterScores(Site):
+class RouterScores(ByRouter):
     """Llama 4: the router's scores [T, E] are zero but for the k chosen, and all experts are called with them."""
 
-    def attach(self, report: Report) -> Iterator[Any]:
-        router: Any = self.router
-
-        def after(_: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-            weights, index = output[0].topk(router.top_k, dim=-1)
-            report(torch.where(weights > 0, index, -1), weights)
-
-        yield router.register_forward_hook(after)
+    def routed_by(self, output: Any) -> tuple[Tensor, Tensor]:
+        weights, index = output[0].topk(self.router.top_k, dim=-1)
+        return torch.where(weights > 0, index, -1), weights
 
 
-class SortedGate(Site):
+class SortedGate(ByRouter):
     """JetMoE: the gate returns token slots in the order of their experts, for MLPs and for attention alike."""
 
-    def __init__(self, name: str, module: nn.Module, owner: nn.Module):
+    def __init__(self, name: str, module: Any, owner: nn.Module):
         super().__init__(name, module, module)
 
     @property
     def weights(self) -> list[Tensor]:
-        module: Any = self.module
-        return [module.input_linear.weight, module.output_linear.weight]
+        return [self.module.input_linear.weight, self.module.output_linear.weight]
 
     @property
     def experts(self) -> int:
@@ -195,20 +196,13 @@ class SortedGate(Site):
         """None: attention experts run in two halves with attention between, and both kinds have the same gate."""
         return None
 
-    def attach(self, report: Report) -> Iterator[Any]:
-        router: Any = self.router
-        yield router.register_forward_hook(lambda _, args, output: report(*self.routed_by(output)))
-
     def routed_by(self, output: Any) -> tuple[Tensor, Tensor]:
         """Invert the sort: slot s of token t was s = t * k + j."""
         slots, _, gates, sizes, _ = output
-        router: Any = self.router
         experts = torch.arange(len(sizes), device=slots.device)
         index = experts.repeat_interleave(torch.tensor(sizes, device=slots.device))
-        shape = (-1, router.top_k)
-        return torch.empty_like(slots).scatter_(0, slots, index).view(shape), torch.empty_like(gates).scatter_(
-            0, slots, gates
-        ).view(shape)
+        index, weights = (torch.empty_like(each).scatter_(0, slots, each) for each in (index, gates))
+        return index.view(-1, self.router.top_k), weights.view(-1, self.router.top_k)
 
 
 class ProductKeys(Site):
@@ -216,17 +210,15 @@ class ProductKeys(Site):
 
     alone = True
 
-    def __init__(self, name: str, module: nn.Module, owner: nn.Module):
+    def __init__(self, name: str, module: Any, owner: nn.Module):
         super().__init__(name, module, module)
         self.router = getattr(module, "router_gate", None)
 
     @property
     def weights(self) -> list[Tensor]:
-        module: Any = self.module
-        return [module.down_embed.weight, module.up_embed.weight]
+        return [self.module.down_embed.weight, self.module.up_embed.weight]
 
     def attach(self, report: Report) -> Iterator[Any]:
-        module: Any = self.module
         scores: list[Tensor] = []
 
         def keyed(_: nn.Module, args: Any, output: Tensor) -> None:
@@ -235,8 +227,8 @@ class ProductKeys(Site):
         def before(_: nn.Module, args: tuple[Tensor]) -> None:
             report(args[0], scores.pop().gather(-1, args[0]).softmax(-1))
 
-        yield module.router_gate.register_forward_hook(keyed)
-        yield module.down_embed.register_forward_pre_hook(before)
+        yield self.router.register_forward_hook(keyed)
+        yield self.module.down_embed.register_forward_pre_hook(before)
 
     def gate_logits(self, output: Any, tokens: int) -> list[Tensor]:
         """The sums of both keys, [T, E], split among tokens as the module does it."""
@@ -254,8 +246,7 @@ class Children(Site):
 
     @property
     def experts(self) -> int:
-        module: Any = self.module
-        return len(module)
+        return len(self.module)
 
     @property
     def block(self) -> nn.Module | None:
@@ -287,8 +278,7 @@ class Children(Site):
             report(index, (index >= 0).float())
 
         yield self.owner.register_forward_pre_hook(enter, with_kwargs=True)
-        children: Any = self.module
-        for expert, child in enumerate(children):
+        for expert, child in enumerate(self.module):
             yield child.register_forward_pre_hook(called(expert))
         yield self.owner.register_forward_hook(leave)
 
