@@ -1,6 +1,6 @@
 """The report of docs/backtest.md: `python -m benchmarks.backtest` runs the shipped rows and replaces it, in minutes.
 
-Beside the errors it holds the phone's run, token by token, as the device itself measured it.
+`token_by_token` compares the phone's run with what the device itself measured.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "backtest.md"
 BEGINS, ENDS = "<!-- moe-sim backtest -->", "<!-- end of moe-sim backtest -->"
 """The report stands between these."""
 
-HEADINGS = ("By source", "By what is known", "Not simulated")
+HEADINGS = ("By source", "By what is known")
 """Of the command's tables, those that the document has."""
 
 PHONE = "bigmoeonedge-qwen3-30b"
@@ -31,7 +31,6 @@ LANES = 4
 
 def report(test: Backtest) -> str:
     tables = [(heading, rows) for heading, rows in printed.tables(test) if heading in HEADINGS]
-    tables.insert(-1, ("The phone run, token by token", _tokens(token_by_token(test))))
     parts = [f"### {heading}\n\n{markdown_table(rows)}" for heading, rows in tables]
     return "\n\n".join([f"{printed.headline(test)}.", *parts]) + "\n"
 
@@ -67,16 +66,6 @@ def _compared(predicted: NDArray[Any], measured: NDArray[Any]) -> dict[str, floa
         "correlation": float(np.corrcoef(predicted, measured)[0, 1]),
         "median_abs_error": float(np.median(np.abs(predicted / measured - 1))),
     }
-
-
-def _tokens(compared: dict[str, Any]) -> list[Cells]:
-    lines = [["of 128 tokens", "predicted", "measured", "correlation", "median error of a token"]]
-    lines.append(["hit rate", *(f"{compared['hit_rate'][key]:.4f}" for key in ("predicted", "measured")), "-", "-"])
-    for key, name, digits in (("bytes_read", "bytes read", 0), ("io_s", "seconds of I/O", 2), ("wall_s", "seconds", 2)):
-        each = compared[key]
-        totals = [f"{each[part]:,.{digits}f}" for part in ("predicted", "measured")]
-        lines.append([name, *totals, f"{each['correlation']:.5f}", f"{each['median_abs_error']:.1%}"])
-    return lines
 
 
 def main() -> None:

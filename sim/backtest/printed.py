@@ -146,11 +146,10 @@ def _errors(scores: dict[str, Any]) -> str:
 
 
 def _grouped(results: Sequence[Result], key: Callable[[Result], str]) -> list[Cells]:
-    lines: list[Cells] = [["", "rows", "median", "worst", "without assumptions", "median", "worst", "blind median"]]
+    lines: list[Cells] = [["", "rows", "median", "worst", "median, nothing assumed", "blind median"]]
     for name, part in [*grouped(results, key).items(), ("all", list(results))]:
-        alone = [result for result in part if not result.assumes]
-        blind = show_share(blind_errors(part)["median_abs_error"])
-        lines.append([name, *_rows_and_errors(part), *_rows_and_errors(alone), blind])
+        scores = errors(result for result in part if not result.assumes), blind_errors(part)
+        lines.append([name, *_rows_and_errors(part), *(show_share(each["median_abs_error"]) for each in scores)])
     return lines
 
 

@@ -480,10 +480,11 @@ def test_the_document_shows_a_file_that_is_valid(tmp_path):
 def test_the_document_shows_what_came_of_the_blind_test():
     test = score.backtest(file.read(DATA / "unseen.toml"))
     text = DOCUMENT.read_text()
-    assert benchmark.markdown_table(printed.every_row(test)[0][1]) in text
     assert f"The median error is {score.summary(test)['median_abs_error']:.0%}" in text
-    inside = sum(bool(result.inside) for result in test.results)
-    assert f"interval in {inside} of {len(test.results)} rows" in text
+    outside = [f"`{result.row.figure}` ({result.error:+.0%})" for result in test.results if not result.inside]
+    assert f"interval in {len(test.results) - len(outside)} of {len(test.results)} rows" in text
+    assert len(outside) == 3
+    assert all(named in text for named in outside)
 
 
 @pytest.mark.slow
