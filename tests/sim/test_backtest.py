@@ -15,7 +15,7 @@ import tomli_w
 
 from benchmarks import backtest as benchmark
 from policies.core.systems import system_of, systems
-from sim.backtest import DATA, file, printed, score
+from sim.backtest import DATA, file, score
 from sim.catalogue.parts import CPUS, LINKS, thread_gflop_per_s
 from sim.prediction import FACTORS, Case, Machine, Model, Setting, routing
 from sim.prediction.described import Row
