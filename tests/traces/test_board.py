@@ -30,6 +30,4 @@ def test_only_what_may_be_passed_on_is_here() -> None:
 
 def test_the_page_shows_the_cards() -> None:
     page = (ROOT / "docs" / "board.md").read_text("utf-8")
-    assert table() in page, "made anew? then: python -m traces.board, into docs/board.md"
-    for card in board().cards:
-        assert "\n".join(card.commands) in page
+    assert table() in page, "to renew it: python -m traces.board, into docs/board.md"
