@@ -105,7 +105,8 @@ class ShardTensor:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        return next(name for name, dtype in str_to_torch_dtype.items() if dtype == self.dtype)
+        names: dict[torch.dtype, str] = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+        return names[self.dtype]
 
 
 def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTensor]]:

@@ -19,7 +19,8 @@ from sim.prediction.machine import FITTED
 from sim.quantities import show_share
 from traces.errors import InputError, located
 
-T, K = TypeVar("T"), TypeVar("K")
+T = TypeVar("T")
+K = TypeVar("K")
 
 SEARCH = 8.0
 """A rate is searched between its value over and times this."""

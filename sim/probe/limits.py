@@ -27,7 +27,8 @@ def memory_limit() -> int | None:
 
 def available_memory_bytes() -> int:
     """Return the bytes that may be allocated without swapping."""
-    return min([psutil.virtual_memory().available, *(limit - used for limit, used in _memory())])
+    free: int = psutil.virtual_memory().available
+    return min([free, *(limit - used for limit, used in _memory())])
 
 
 def cpu_quota() -> float | None:
