@@ -61,9 +61,8 @@ def texts(node: ast.AST) -> Iterator[str]:
 
 def test_the_glossary_lists_what_is_refused():
     listed = GLOSSARY.read_text(encoding="utf-8").split("## Retired words")[1]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in listed.splitlines() if line.startswith("| ")][2:] == [
-        *RETIRED
-    ]
+    retired = [line.removeprefix("- ").split(": ")[0] for line in listed.splitlines() if line.startswith("- ")]
+    assert retired == [*RETIRED]
 
 
 def test_the_glossary_has_the_abbreviations_of_the_analysis():
@@ -74,7 +73,7 @@ def test_the_glossary_has_the_abbreviations_of_the_analysis():
     )
     used = {word for call in tables for text in texts(call) for word in re.findall(r"\b[A-Z]{3,}\b", text)}
     assert used >= {"SRP"}
-    assert not [word for word in used if f"| {word} |" not in words]
+    assert not [word for word in used if f"- **{word}**:" not in words]
 
 
 def test_every_pattern_finds_its_words():
