@@ -68,10 +68,9 @@ def table() -> str:
     cards = sorted(board().cards, key=lambda card: not card.sha256)
     rows = [
         f"| {card.name} | {card.model}, {card.layers} x {card.experts}, top-{card.top_k} | {card.decoded} | "
-        f"{card.requests}, {card.tokens:,} | {'; '.join(card.defects) or 'none found'} | {card.source}, {card.licence} "
-        f"| {'yes' if card.sha256 else 'no'} |"
+        f"{card.requests}, {card.tokens:,} | {'; '.join(card.defects) or '-'} | {card.source}, {card.licence} |"
         for card in cards
     ]
-    heading = "trace", "model, experts", "what was decoded", "requests, tokens", "defects", "source, licence", "here"
+    heading = "trace", "model, experts", "what was decoded", "requests, tokens", "defects", "source, licence"
     lines = " | ".join(heading), " | ".join("---" for _ in heading)
     return "\n".join([*(f"| {line} |" for line in lines), *rows])
