@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
+from os import cpu_count
 from pathlib import Path
 from typing import Annotated
 
@@ -81,7 +82,7 @@ def board(
     versions = (each for table in runs.tables for each in table.loaded.versions(p for p, _ in table.grid.cells()))
     output.note(*compiling.notes(list(versions)))
     with console.progress(runs.requests, output.quiet) as advance:
-        found = runs.run(options.processes(workers), advance)
+        found = runs.run(workers or cpu_count() or 1, advance)
     if out:
         results.write(found, out, overwrite)
     if html:

@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import cpu_count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,7 +86,6 @@ def sweep(
 
     [b]moe-sim sweep my-trace --policies 'eamc:capacity=100|300,random' --seeds 1,2,3[/b]
     """
-    processes = options.processes(workers)
     options.check_figure(figure, output.overwrite)
     if stated.get("untimed") and hardware:
         raise InputError("--untimed counts without a clock: it cannot have --hardware")
@@ -108,7 +108,7 @@ def sweep(
     folder = output.out or _free(Path("results"), name, output)
     made, tables = _charging(made, _tables(made, folder), Store(folder) if output.resume else None, output)
     output.note(*_taken(made, values), *_surprises(tables, made.cache_sizes))
-    players = Cluster(scheduler) if scheduler else Local(processes)
+    players = Cluster(scheduler) if scheduler else Local(workers or cpu_count() or 1)
     with claimed(folder, MAKER, names(tables, folder)):
         for table in tables:
             if table.folder.exists():
