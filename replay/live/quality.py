@@ -3,9 +3,8 @@
 Both read the text token by token and give a probability to each next one. Intervals resample stretches of tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, product, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -59,64 +58,50 @@ def read(live: LiveModel, requests: Sequence[Sequence[int]]) -> Reading:
     return Reading(likely, fetches / tokens, counted["step_ns"] / tokens / 1e6, live.report().row)
 
 
-@dataclass(frozen=True)
-class Price:
-    """What a rule costs and saves."""
+def _totals(requests: Sequence[Sequence[int]], whole: Reading, bent: Reading) -> Float:
+    """[5, stretches]: surprise by the bent model, by the whole one, tokens on which both agree, divergence, tokens."""
+    totals = []
+    for ids, by_whole, by_bent in zip(requests, whole.likely, bent.likely, strict=True):
+        following = torch.tensor(ids[1:])[:, None]
+        surprise = [-each.gather(-1, following)[:, 0] for each in (by_bent, by_whole)]
+        same = (by_whole.argmax(-1) == by_bent.argmax(-1)).float()
+        divergence = torch.where(by_whole.isfinite(), by_whole.exp() * (by_whole - by_bent), 0).sum(-1)
+        each = torch.stack([*surprise, same, divergence, torch.ones(len(by_whole))]).double().numpy()
+        totals.append(np.add.reduceat(each, np.arange(0, len(by_whole), STRETCH), axis=1))
+    return np.concatenate(totals, axis=1)
 
-    routing: str
-    whole: Reading
-    bent: Reading
-    requests: Sequence[Sequence[int]]
 
-    @cached_property
-    def _totals(self) -> Float:
-        """[4, stretches]: surprise by the bent model and by the whole one, tokens on which both agree, divergence."""
-        return np.concatenate(list(self._stretches()), axis=1)
+def price(routing: str, requests: Sequence[Sequence[int]], whole: Reading, bent: Reading) -> dict[str, Any]:
+    """Return what a rule costs and saves by name, with intervals of 95%."""
+    by_bent, by_whole, agreement, kl, tokens = _totals(requests, whole, bent)
 
-    def _stretches(self) -> Iterator[Float]:
-        for ids, whole, bent in zip(self.requests, self.whole.likely, self.bent.likely, strict=True):
-            following = torch.tensor(ids[1:])[:, None]
-            surprise = [-each.gather(-1, following)[:, 0] for each in (bent, whole)]
-            divergence = torch.where(whole.isfinite(), whole.exp() * (whole - bent), 0).sum(-1)
-            each = torch.stack(
-                [*surprise, (whole.argmax(-1) == bent.argmax(-1)).float(), divergence, torch.ones(len(whole))]
-            )
-            starts = np.arange(0, len(whole), STRETCH)
-            yield np.add.reduceat(each.double().numpy(), starts, axis=1)
+    def span(sums: Float, beside: Float) -> Float:
+        """Return the mean of a token, less another one, and its interval."""
+        mean = (sums.sum() - beside.sum()) / tokens.sum()
+        return np.array([mean, *interval(Sample(np.stack([sums, tokens, beside, tokens]), 0))])
 
-    def _mean(self, row: int) -> float:
-        return float(self._totals[row].sum() / self._totals[-1].sum())
-
-    def _interval(self, row: int, beside: int | None = None) -> tuple[float, float]:
-        """Return that of a mean, or of its difference from another one."""
-        totals, tokens = self._totals, self._totals[-1]
-        other = 0 * tokens if beside is None else totals[beside]
-        return interval(Sample(np.stack([totals[row], tokens, other, tokens]), 0))
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Return all figures by name, with intervals of 95%."""
-        whole, bent, run = np.exp(self._mean(1)), np.exp(self._mean(0)), self.bent.row
-        more = np.array([bent / whole, *np.exp(self._interval(0, 1))]) - 1
-        means = {name: (self._mean(place), *self._interval(place)) for name, place in (("agreement", 2), ("kl", 3))}
-        spans: dict[str, Iterable[float]] = {"perplexity_more": more, **means}
-        return {
-            **{name: run[name] for name in ("policy", "cache_experts", "cache_fraction")},
-            "routing": self.routing,
-            "tokens": int(self._totals[-1].sum()),
-            "fetches_whole": self.whole.fetches,
-            "fetches": self.bent.fetches,
-            "ms_whole": self.whole.ms,
-            "ms": self.bent.ms,
-            **{name: run[name] for name in ("lost_weight", "changed_choices")},
-            "perplexity_whole": float(whole),
-            "perplexity": float(bent),
-            **{
-                f"{name}{end}": float(value)
-                for name, each in spans.items()
-                for end, value in zip(("", "_low", "_high"), each, strict=True)
-            },
-        }
+    perplexity = {"whole": by_whole, "bent": by_bent}
+    found = {name: float(np.exp(sums.sum() / tokens.sum())) for name, sums in perplexity.items()}
+    more = np.exp(span(by_bent, by_whole))
+    more[0] = found["bent"] / found["whole"]
+    spans = {"perplexity_more": more - 1, "agreement": span(agreement, 0 * tokens), "kl": span(kl, 0 * tokens)}
+    return {
+        **{name: bent.row[name] for name in ("policy", "cache_experts", "cache_fraction")},
+        "routing": routing,
+        "tokens": int(tokens.sum()),
+        "fetches_whole": whole.fetches,
+        "fetches": bent.fetches,
+        "ms_whole": whole.ms,
+        "ms": bent.ms,
+        **{name: bent.row[name] for name in ("lost_weight", "changed_choices")},
+        "perplexity_whole": found["whole"],
+        "perplexity": found["bent"],
+        **{
+            f"{name}{end}": float(value)
+            for name, each in spans.items()
+            for end, value in zip(("", "_low", "_high"), each, strict=True)
+        },
+    }
 
 
 def sentence(row: dict[str, Any]) -> str:
@@ -164,7 +149,7 @@ def prices(
     rules: Sequence[str],
     tokens: int,
 ) -> list[dict[str, Any]]:
-    """Return a row for each policy, cache size and rule, of the first tokens of a text; see `Price`.
+    """Return a row for each policy, cache size and rule, of the first tokens of a text; see `price`.
 
     opening: opens a model with these three, without a rule for None. Raise InputError for a text without a next token.
     """
@@ -175,7 +160,7 @@ def prices(
             with opening(policy, size, rule) as live:
                 requests = _requests(live, prompts, tokens)
                 readings[rule] = read(live, requests)
-        rows += [Price(rule, readings[None], readings[rule], requests).row for rule in rules]
+        rows += [price(rule, requests, readings[None], readings[rule]) for rule in rules]
     return rows
 
 
