@@ -1,11 +1,8 @@
 """Let a model answer, or take answers that are given, and attribute every token that it routes to its request.
 
-The first forward pass of a stack is its prefill; pass f after it feeds each row the f-th token that it generated.
-A request with n new tokens therefore has prompt + n - 1 routed tokens: the last one is never fed back, and what a
-finished row is fed while others continue is not its own. With drafts a request runs alone, and a pass also feeds tokens
-that are guessed; those that the model then chose are the request's, the others are dropped. Forced answers run as one
-prefill of prompt and answer, which routes each token as decoding it would. An encoder's tokens come first; its
-decoder's prompt is the start token.
+The first pass of a stack is its prefill; pass f after it feeds each row the f-th token that it generated. The last one
+of n is never fed back, and what a finished row is fed is not its own. With drafts, guessed tokens that the model then
+chose are the request's. Forced answers run as one prefill of prompt and answer. An encoder's tokens come first.
 """
 
 import hashlib
@@ -16,6 +13,7 @@ from importlib.metadata import version
 from inspect import signature
 from itertools import cycle
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -91,7 +89,6 @@ class LoadedModel:
         return int(next(token for token in named if token is not None))
 
     def prompt_tokens(self, said: Sequence[str], template: bool) -> list[int]:
-        """Return the tokens of texts of user and model in turn: by the chat template if `template`, else as lines."""
         if template:
             roles = cycle(("user", "assistant"))
             return self.chat_tokens([{"role": role, "content": text} for role, text in zip(roles, said, strict=False)])
@@ -110,7 +107,6 @@ class LoadedModel:
             return list(self.tokenizer(**options)["input_ids"])
 
     def response_tokens(self, text: str) -> list[int]:
-        """The tokens of an answer, with the end of sequence that the model would have written."""
         encoded = self.model.config.is_encoder_decoder
         ids = self._ids(text_target=text) if encoded else self._ids(text=text, add_special_tokens=False)
         return ids if ids and ids[-1] in self.stop_ids else [*ids, *self.stop_ids[:1]] or ids
@@ -133,7 +129,6 @@ class LoadedModel:
         return digest.hexdigest()[:16]
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
-        """The mean of the input embeddings of tokens, float16 [H]."""
         with torch.inference_mode():
             rows = self.model.get_input_embeddings()(torch.tensor([list(tokens)], device=self.device))
         embedding: NDArray[np.float16] = rows[0].float().mean(0).half().cpu().numpy()
@@ -142,7 +137,7 @@ class LoadedModel:
     @contextmanager
     def observed(self, wanted: Wanted, on_step: Callable[[int], None]) -> "Iterator[Runner]":
         """Hook and probe the model, and yield what lets it answer. See `tracer.observed`."""
-        with ExpertsHook(self.model, **vars(wanted)) as hook:
+        with ExpertsHook(self.model, wanted) as hook:
             with blaming(f"{self.name} cannot be run"):
                 hook.probe()
             yield Runner(self, hook, on_step)
@@ -251,8 +246,9 @@ class Runner:
             **self.loaded.starts,
         )
         model, start = self.loaded.model, 1 if self.hook.stacks == 2 else ids.shape[1]
+        own_config = patch.object(model, "generation_config", _config())  # its limits and penalties would be mixed in
         self._width, self._gave = start, []
-        with self._running(ids), _without_own_config(model), drafting(model) if self._draft else nullcontext():
+        with self._running(ids), own_config, drafting(model) if self._draft else nullcontext():
             everything = model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=config, stopping_criteria=[self._stepped]
             )
@@ -355,13 +351,3 @@ class Runner:
 def _config(**settings: Any) -> Any:
     untyped: Any = transformers.GenerationConfig
     return untyped(**settings)
-
-
-@contextmanager
-def _without_own_config(model: Any) -> Iterator[None]:
-    """Hide the checkpoint's generation config: generate() would mix its limits, penalties and stop strings in."""
-    own, model.generation_config = model.generation_config, _config()
-    try:
-        yield
-    finally:
-        model.generation_config = own

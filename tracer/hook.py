@@ -47,15 +47,7 @@ class ExpertsHook:
     A forward pass raises InputError at its end if a layer did not choose exactly once.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        weights: bool = False,
-        gate_probs: bool = False,
-        lookahead: tuple[int, ...] = (),
-        picks: int | None = None,
-        scores: int | None = None,
-    ):
+    def __init__(self, model: nn.Module, wanted: Wanted | None = None):
         self.model = model
         self.sites = find_sites(model)
         if not self.sites:
@@ -65,10 +57,9 @@ class ExpertsHook:
         self.stacks = 2 if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else 1
         self.notes: list[str] = []
         self.passes: list[Pass] = []
-        self.wanted = Wanted(weights, gate_probs, lookahead, picks, scores)
-        self._weights = weights
-        self._reads_gates = gate_probs or scores is not None
-        self._ahead = Lookahead(lookahead) if lookahead else None
+        self.wanted = wanted or Wanted()
+        self._reads_gates = self.wanted.gate_probs or self.wanted.scores is not None
+        self.ahead = Lookahead(self.wanted.lookahead) if self.wanted.lookahead else None  # what tries layers
         self._layers: list[list[Site]] | None = None  # of each stack, in the order of execution
         self._gates: dict[Site, Gate] = {}
         self._seen: list[_Choice] = []
@@ -88,11 +79,6 @@ class ExpertsHook:
     def picks(self) -> Picks | None:
         """What it records of lookahead."""
         return self.wanted.picked(self.top_k, self.experts)
-
-    @property
-    def ahead(self) -> Lookahead | None:
-        """What tries layers, if it looks ahead."""
-        return self._ahead
 
     @property
     def alone(self) -> bool:
@@ -116,8 +102,8 @@ class ExpertsHook:
         """Run a few tokens through the model to learn its layers and how to read them; raises InputError."""
         self.clear()
         self._layers, self._probed = None, []
-        if self._ahead:
-            self._ahead.rehearse()
+        if self.ahead:
+            self.ahead.rehearse()
         tokens = self._probe_tokens()
         decoder = {"decoder_input_ids": tokens} if self.stacks == 2 else {}
         with torch.inference_mode():
@@ -140,8 +126,8 @@ class ExpertsHook:
     def _forget(self) -> None:
         self._seen.clear()
         self._router_outputs.clear()
-        if self._ahead:
-            self._ahead.clear()
+        if self.ahead:
+            self.ahead.clear()
 
     def _handles(self) -> Iterator[Any]:
         for site in self.sites:
@@ -154,19 +140,19 @@ class ExpertsHook:
         """Hook one layer: its choice, and what was asked for besides."""
 
         def report(index: Tensor, weights: Tensor) -> None:
-            if self._ahead and self._ahead.trying:
-                self._ahead.answer(index, weights)
+            if self.ahead and self.ahead.trying:
+                self.ahead.answer(index, weights)
             self._seen.append(_Choice(site, index, weights))
 
         def scored(_: nn.Module, args: Any, output: Any) -> None:
-            if self._ahead and self._ahead.trying:
-                self._ahead.output = output
+            if self.ahead and self.ahead.trying:
+                self.ahead.output = output
             else:
                 self._router_outputs[site] = output
 
-        if self._ahead:
-            yield from self._ahead.attach(site)
-        if (self._reads_gates or self._ahead) and site.router is not None:
+        if self.ahead:
+            yield from self.ahead.attach(site)
+        if (self._reads_gates or self.ahead) and site.router is not None:
             yield site.router.register_forward_hook(scored)
         yield from site.attach(report)
 
@@ -205,18 +191,18 @@ class ExpertsHook:
                 )
             self.experts = site.experts
             self.top_k = max(self.top_k, choice.experts.shape[1])
-            if self._weights and not site.weighted:
+            if self.wanted.weights and not site.weighted:
                 raise InputError(f"weights of {site.name} cannot be recorded: its experts do not receive them")
             if self._reads_gates:
                 output = self._router_outputs.get(site)
                 self._gates[site] = find_gate(site, output, choice.experts, choice.weights)
-        if self._ahead and self.picks:
-            self._ahead.check((choice.site, choice.experts) for choice in seen)
-            self._ahead.picks = self.picks.count
+        if self.ahead and self.picks:
+            self.ahead.check((choice.site, choice.experts) for choice in seen)
+            self.ahead.picks = self.picks.count
             for choice in seen:
                 with suppress(InputError):  # then the router's weights are the scores
                     output = self._router_outputs.get(choice.site)
-                    self._ahead.gates[choice.site] = find_gate(choice.site, output, choice.experts, choice.weights)
+                    self.ahead.gates[choice.site] = find_gate(choice.site, output, choice.experts, choice.weights)
 
     def _ended(self, stack: int, _: nn.Module, args: Any, output: Any) -> None:
         """The forward pass of a stack has ended: keep what was seen."""
@@ -254,18 +240,18 @@ class ExpertsHook:
                     self._placed(stack, torch.from_numpy(each), empty)
                     for each, empty in zip(both, (-1, 0), strict=True)
                 )
-        if self._ahead and self.picks:
+        if self.ahead and self.picks:
             picked, device = self.picks, ids.device
             shape = tokens, len(layers), len(picked.distances), picked.count
             index, found = torch.full(shape, -1, device=device), torch.zeros(shape, device=device)
-            for (site, distance), (chosen, of_them) in self._ahead.chosen.items():
+            for (site, distance), (chosen, of_them) in self.ahead.chosen.items():
                 place = slice(None), layers.index(site), picked.distances.index(distance)
                 index[place], found[place] = chosen.to(device), of_them.to(device)
             ahead, scores = self._placed(stack, index.int(), -1), self._placed(stack, found.half(), 0)
         return Pass(
             stack,
             self._placed(stack, ids, -1),
-            self._placed(stack, weights.half(), 0) if self._weights else None,
+            self._placed(stack, weights.half(), 0) if self.wanted.weights else None,
             probs,
             ahead,
             scores,

@@ -85,7 +85,12 @@ class Found(NamedTuple):
 
 def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bool = True) -> Found:
     """Read config and tokenizer of `source`, a folder or a hub id. Raise InputError."""
-    _quiet_libraries()
+    messages: Any = transformers.utils.logging  # what matters of warnings is in our errors
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
+    hub_messages: Any = huggingface_hub.logging
+    hub_messages.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     folder = Path(source)
     if not folder.is_dir() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
         raise InputError(f"no model at {source}: there is no such folder")
@@ -117,16 +122,6 @@ def _class_for(source: str, config: Any) -> Any:
         raise InputError(f"{source} is a {config.model_type}, which transformers cannot let answer a text")
     saved_from = getattr(config, "architectures", None) or []
     return next((auto for auto, kind in fitting.items() if kind.__name__ in saved_from), next(iter(fitting)))
-
-
-def _quiet_libraries() -> None:
-    """Turn off the libraries' warnings and progress bars: what matters of them is in our errors."""
-    messages: Any = transformers.utils.logging  # untyped
-    messages.set_verbosity_error()
-    messages.disable_progress_bar()
-    hub_messages: Any = huggingface_hub.logging
-    hub_messages.set_verbosity_error()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
 def require_weights(source: str, loading: dict[str, Any]) -> None:

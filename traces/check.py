@@ -4,7 +4,10 @@ A pass over the ids, in threads, checks their range, finds repeats within a (tok
 """
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +19,9 @@ from traces.steps import DECODE, Int
 
 BLOCK = 1 << 20
 """Ids that are looked at together."""
+
+FLOATS = {"weights", "lookahead_scores", "scores", "gate_probs"}
+"""Columns that hold floating-point numbers."""
 
 
 def check_requests(requests: pd.DataFrame, prefill: Int, decode: Int, where: str) -> None:
@@ -55,99 +61,53 @@ def check_finite(name: str, values: NDArray[np.floating], where: str, first: int
         raise InputError(f"{where}: row {first + int(np.argmin(finite))} of {name} holds a value that is no number")
 
 
-def check_ids(
+def check_rows(
     meta: TraceMeta,
-    experts: NDArray[np.unsignedinteger],
-    offsets: NDArray[np.int64],
-    phase: NDArray[np.uint8],
-    eams: NDArray[np.uint32],
+    rows: Mapping[str, NDArray[Any]],
+    offsets: Int,
+    eams: NDArray[Any],
     where: str,
     first: int = 0,
+    row: int = 0,
 ) -> None:
-    """Check ids [tokens, L, k] and EAMs [2, requests, L * E] as listed. The first request is number `first`."""
-    found = _scan_in_threads(experts, offsets, phase, eams, meta)
-    if found is None:
-        return
-    request, row, layer = found
-    if row < 0:
-        raise InputError(f"{where}: the EAM listed for request {first + request} is unlike its routing")
-    ids = experts[row, layer]
-    token = row - int(offsets[request])
-    place = f"{where}: request {first + request}, token {token}, MoE layer {layer}: expert ids {ids.tolist()}"
-    beyond = bool(((ids >= meta.experts) & (ids != meta.sentinel)).any())
-    raise InputError(
-        f"{place} {f'go beyond the {meta.experts} experts of the model' if beyond else 'repeat an expert'}"
-    )
+    """Check the columns of requests, and their EAMs [2, requests, L * E] as listed. Raises InputError.
 
+    first: number of the first request. row: number of its first row.
+    """
+    experts, phase = rows["experts"], rows["phase"]
 
-def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], where: str, first: int = 0) -> None:
-    """Raise InputError for an id [tokens, L, distances, picks] that is no expert's, or twice; first: token's number."""
-    unrouted = np.where(lookahead == meta.sentinel, np.int32(-1), lookahead.astype(np.int32))
-    tokens, layers, distances, picks = lookahead.shape
-    unrouted = unrouted.reshape(tokens, layers * distances, picks)
-    if fault := first_fault(unrouted, meta.experts):
-        row, place, reason = fault
-        layer = place // distances
-        raise InputError(f"{where}: lookahead of token row {first + row}, MoE layer {layer}: {reason}")
+    def check(begin: int, end: int) -> None:
+        """Check the ids of some requests; of each its rows before its EAM."""
+        at = int(offsets[begin])
+        fault = first_fault(experts[at : offsets[end]], meta.experts, meta.sentinel)
+        for r in range(begin, end):
+            own = slice(int(offsets[r]), int(offsets[r + 1]))
+            if fault and at + fault[0] < own.stop:
+                token, layer, reason = at + fault[0] - own.start, *fault[1:]
+                raise InputError(f"{where}: request {first + r}, token {token}, MoE layer {layer}: {reason}")
+            if any((_counts(experts[own], phase[own] == p, meta.experts) != eams[p, r]).any() for p in range(2)):
+                raise InputError(f"{where}: the EAM listed for request {first + r} is unlike its routing")
 
-
-def check_candidates(
-    meta: TraceMeta,
-    candidates: NDArray[np.unsignedinteger],
-    experts: NDArray[np.unsignedinteger],
-    where: str,
-    first: int = 0,
-) -> None:
-    """Raise InputError for candidates [tokens, L, C] of which the first are not the choices [tokens, L, k]."""
-    check_lookahead(meta, candidates[:, :, None], where, first)
-    wrong = (candidates[:, :, : meta.top_k] != experts).any(axis=(1, 2))
-    if wrong.any():
-        raise InputError(f"{where}: candidates of token row {first + int(np.argmax(wrong))}: the first are no choices")
-
-
-Fault = tuple[int, int, int]
-"""A request, its row, and the layer; a row below 0: the EAM of the request is wrong."""
-
-
-def _scan_in_threads(
-    experts: NDArray[np.unsignedinteger],
-    offsets: NDArray[np.int64],
-    phase: NDArray[np.uint8],
-    eams: NDArray[np.uint32],
-    meta: TraceMeta,
-) -> Fault | None:
-    """Return the first fault by `_scan_ids`, over ranges of requests of about as many rows each."""
     threads = min(os.cpu_count() or 1, 1 + len(experts) // 65_536)
     cuts = np.searchsorted(offsets, np.linspace(0, len(experts), threads + 1)[1:-1]).tolist()
-
-    def scan(first: int, last: int) -> Fault | None:
-        return _scan_ids(experts, offsets, phase, eams, meta, range(first, last))
-
     with ThreadPoolExecutor(threads) as pool:
-        faults = pool.map(scan, [0, *cuts], [*cuts, len(offsets) - 1])
-        return next(filter(None, faults), None)
-
-
-def _scan_ids(
-    experts: NDArray[np.unsignedinteger],
-    offsets: NDArray[np.int64],
-    phase: NDArray[np.uint8],
-    eams: NDArray[np.uint32],
-    meta: TraceMeta,
-    requests: range,
-) -> Fault | None:
-    """Return the first fault of these requests; of a request, what is wrong with its rows before its EAM."""
-    begin, end = int(offsets[requests.start]), int(offsets[requests.stop])
-    found = _first_wrong(experts[begin:end], meta.experts, meta.sentinel)
-    row, layer = (begin + found[0], found[1]) if found else (end, 0)
-    for r in requests:
-        rows = slice(int(offsets[r]), int(offsets[r + 1]))
-        if row < rows.stop:
-            return r, row, layer
-        for p in range(2):
-            if (_counts(experts[rows], phase[rows] == p, meta.experts) != eams[p, r]).any():
-                return r, -1, 0
-    return None
+        list(pool.map(check, [0, *cuts], [*cuts, len(offsets) - 1]))
+    if "step" in rows:
+        check_steps(rows["step"], phase, offsets, where, first)
+    for name in ("lookahead", "candidates"):
+        if name in rows:
+            tokens, *places, count = rows[name].shape
+            picks = rows[name].reshape(tokens, prod(places), count)
+            if fault := first_fault(picks, meta.experts, meta.sentinel):
+                layer = fault[1] * meta.layers // prod(places)
+                raise InputError(f"{where}: {name} of token row {row + fault[0]}, MoE layer {layer}: {fault[2]}")
+    if "candidates" in rows:
+        wrong = (rows["candidates"][:, :, : meta.top_k] != experts).any(axis=(1, 2))
+        if wrong.any():
+            token = row + int(np.argmax(wrong))
+            raise InputError(f"{where}: candidates of token row {token}: the first are no choices")
+    for name in FLOATS & rows.keys():
+        check_finite(name, rows[name], where, row)
 
 
 def count_eams(
@@ -170,19 +130,8 @@ def _counts(experts: NDArray[np.integer], keep: NDArray[np.bool_], E: int) -> In
     return counts
 
 
-def first_fault(experts: NDArray[np.integer], E: int) -> tuple[int, int, str] | None:
-    """Return the first (row, layer, reason) that no model routes. experts: [tokens, L, k], -1: not routed."""
-    if (found := _first_wrong(experts, E, -1)) is None:
-        return None
-    row, layer = found
-    ids = experts[row, layer].tolist()
-    wrong = [e for e in ids if not -1 <= e < E]
-    reason = f"{wrong[0]} is no id of {E} experts (0 to {E - 1})" if wrong else "an expert is repeated"
-    return row, layer, f"expert ids {ids}: {reason}"
-
-
-def _first_wrong(experts: NDArray[np.integer], E: int, sentinel: int) -> tuple[int, int] | None:
-    """Return the first (row, layer) with an id that is neither the sentinel nor one of 0 to E - 1, or with a repeat."""
+def first_fault(experts: NDArray[np.integer], E: int, sentinel: int = -1) -> tuple[int, int, str] | None:
+    """Return the first (row, layer, reason) that no model routes. experts: [tokens, L, k], sentinel: not routed."""
     rows = max(1, BLOCK // max(1, experts[:1].size))
     for first in range(0, len(experts), rows):
         ids = np.sort(experts[first : first + rows], axis=2)
@@ -190,5 +139,8 @@ def _first_wrong(experts: NDArray[np.integer], E: int, sentinel: int) -> tuple[i
         wrong |= ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != sentinel)).any(axis=2)
         if wrong.any():
             row, layer = divmod(int(wrong.argmax()), wrong.shape[1])
-            return first + row, layer
+            chosen = experts[first + row, layer].tolist()
+            odd = [e for e in chosen if e != sentinel and not 0 <= e < E]
+            reason = f"{odd[0]} is no id of {E} experts (0 to {E - 1})" if odd else "an expert is repeated"
+            return first + row, layer, f"expert ids {chosen}: {reason}"
     return None

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.blocks import Arrays, Blocks
-from traces.check import check_candidates, check_ids, check_lookahead
+from traces.check import check_rows
 from traces.index import Index
 from traces.reader import RUN, changed, open_folder
 from traces.schema import AGGREGATE
@@ -113,11 +113,7 @@ class Shards(AnyTrace):
         block, row = self._eams[n], number - self._eams.starts[n]
         eams = np.stack([block["eam_prefill"][row], block["eam_decode"][row]])[:, None]
         ends = np.array([0, len(rows["experts"])])
-        check_ids(self.meta, rows["experts"], ends, rows["phase"], eams, self.path, first=number)
-        if "lookahead" in rows:
-            check_lookahead(self.meta, rows["lookahead"], self.path, first=int(self.offsets[i]))
-        if "candidates" in rows:
-            check_candidates(self.meta, rows["candidates"], rows["experts"], self.path, first=int(self.offsets[i]))
+        check_rows(self.meta, rows, ends, eams, self.path, number, int(self.offsets[i]))
 
 
 def by_request(rows: Arrays) -> Arrays:

@@ -17,15 +17,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traces.check import (
-    check_candidates,
-    check_finite,
-    check_ids,
-    check_lookahead,
-    check_steps,
-    count_eams,
-    first_fault,
-)
+from traces.check import check_finite, check_rows, count_eams, first_fault
 from traces.drafts import Drafts
 from traces.errors import InputError, refuse
 from traces.index import Index
@@ -202,14 +194,7 @@ class Trace(AnyTrace):
         arrays = {name: array.reshape(-1, *meta.shape(name)) for name, array in arrays.items()}
         offsets, aggregate = index.offsets, listed.eams if meta.mode == AGGREGATE else None
         if aggregate is None:
-            check_ids(meta, arrays["experts"], offsets, arrays["phase"], listed.eams, where, first)
-            check_steps(arrays["step"], arrays["phase"], offsets, where, first)
-            if "lookahead" in arrays:
-                check_lookahead(meta, arrays["lookahead"], where)
-            if "candidates" in arrays:
-                check_candidates(meta, arrays["candidates"], arrays["experts"], where)
-        for name in FLOATS & arrays.keys():
-            check_finite(name, arrays[name], where)
+            check_rows(meta, arrays, offsets, listed.eams, where, first)
         if listed.embedding is not None:
             check_finite("embedding", listed.embedding, where, first)
         return Trace(
@@ -394,9 +379,6 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
 
 PER_ROW = ("experts", "phase", "position", "step", "token_id", *OPTIONAL)
 """Fields of a Trace with an entry for each row."""
-
-FLOATS = {"weights", "lookahead_scores", "scores", "gate_probs"}
-"""Of these the ones that hold floating-point numbers."""
 
 
 def _integers(what: str, values: Any) -> Int:

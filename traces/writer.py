@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from traces import parquet
-from traces.check import check_finite
+from traces.check import FLOATS, check_finite
 from traces.errors import InputError, refuse
 from traces.index import Index
 from traces.location import Location
@@ -39,7 +39,7 @@ from traces.schema import (
     row_bytes,
 )
 from traces.steps import DECODE, PREFILL
-from traces.trace import FLOATS, Trace
+from traces.trace import Trace
 
 UNFINISHED = ".moe-expert-cache.part"
 """Folder in that of a trace, in which another one is written until it is whole and takes its place."""

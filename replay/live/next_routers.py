@@ -11,6 +11,7 @@ from policies.core.events import Picked
 from policies.core.policy import NO_FLOATS, NO_INTS
 from tracer.hook import ExpertsHook
 from tracer.lookahead import states_of
+from tracer.observed import Wanted
 from traces.errors import InputError
 from traces.schema import Picks
 
@@ -23,7 +24,7 @@ class NextRouters:
 
     def __init__(self, model: nn.Module, distance: int, opening: ExitStack) -> None:
         """Probe the model, whose experts may add nothing. Raise InputError for one whose routers cannot be run."""
-        with ExpertsHook(model, lookahead=tuple(range(1, distance + 1))) as hook:
+        with ExpertsHook(model, Wanted(lookahead=tuple(range(1, distance + 1)))) as hook:
             hook.probe()
         assert hook.ahead
         assert hook.picks

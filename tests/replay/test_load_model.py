@@ -25,7 +25,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import logits, prompt, saved, saved_in_few_bits, saved_in_int4, whole_model
 from tracer.answers import LoadedModel, Runner
 from tracer.hook import ExpertsHook
-from tracer.observed import Sampling
+from tracer.observed import Sampling, Wanted
 from traces import InputError, Trace
 
 BATCH = {
@@ -79,7 +79,7 @@ def test_the_next_routers_run_on_the_current_states_and_change_nothing(architect
         trace, counters = model.expert_cache.trace, model.expert_cache.counters
     assert counters["prefetch_used"] > 0
     assert trace.lookahead is not None
-    with ExpertsHook(whole, lookahead=(1, 2)) as hook:
+    with ExpertsHook(whole, Wanted(lookahead=(1, 2))) as hook:
         hook.probe()
         generated(whole, **batch)
         seen = [seen.lookahead for seen in hook.passes if seen.lookahead is not None]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tracer import ExpertsHook, Pass
 from tracer.nllb import mended
+from tracer.observed import Wanted
 from traces.models.sites import CombineWeights, Interface, OneHot, Site
 
 IDS = torch.tensor([[5, 19, 77, 31, 200, 19, 19, 120, 60, 88]])
@@ -26,16 +27,17 @@ def run(model: Any, ids: Tensor = IDS, **more: Any) -> Any:
         return model(input_ids=ids, **more)
 
 
-def asked(wanted: Sequence[str]) -> dict[str, Any]:
-    """Keywords of a hook that is to record all of these."""
-    return {name: (1, 2, 3) if name == "lookahead" else True for name in wanted}
+def asked(names: Sequence[str]) -> Wanted:
+    """What a hook is to record: all of these."""
+    values: dict[str, Any] = {name: (1, 2, 3) if name == "lookahead" else True for name in names}
+    return Wanted(**values)
 
 
 def observed(
     model: Any, ids: Tensor = IDS, wanted: tuple[str, ...] = (), **more: Any
 ) -> tuple[ExpertsHook, list[Pass]]:
     """The hook, left again, and what it saw in one forward pass."""
-    with ExpertsHook(model, **asked(wanted)) as hook:
+    with ExpertsHook(model, asked(wanted)) as hook:
         hook.probe()
         run(model, ids, **more)
         return hook, list(hook.passes)

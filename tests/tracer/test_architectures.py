@@ -56,7 +56,7 @@ def test_observing_everything_changes_nothing(architecture: str) -> None:
         before = run(model)[0]
         plain = merged(hook.passes)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with ExpertsHook(model, **asked(wanted)) as hook:
+    with ExpertsHook(model, asked(wanted)) as hook:
         hook.probe()
         assert torch.equal(run(model)[0], before)
         assert np.array_equal(merged(hook.passes), plain)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.architectures import COMMON, tiny_model
 from tests.support.routing_oracle import IDS, observed, run
 from tracer import ExpertsHook
+from tracer.observed import Wanted
 from traces import InputError
 
 BATCH = torch.cat([IDS, torch.cat([torch.zeros_like(IDS[:, :4]), IDS[:, :6] + 1], 1)])
@@ -20,7 +21,7 @@ MASK = (torch.arange(10) >= torch.tensor([[0], [4]])).long()
 
 
 def refused(model: nn.Module, **wanted: Any) -> str:
-    with pytest.raises(InputError) as error, ExpertsHook(model, **wanted) as hook:
+    with pytest.raises(InputError) as error, ExpertsHook(model, Wanted(**wanted)) as hook:
         hook.probe()
     return str(error.value)
 
@@ -58,7 +59,7 @@ class Odd(nn.Module):
 
 @contextmanager
 def probed(model: nn.Module, **wanted: Any) -> Iterator[ExpertsHook]:
-    with ExpertsHook(model, **wanted) as hook:
+    with ExpertsHook(model, Wanted(**wanted)) as hook:
         hook.probe()
         yield hook
 
@@ -159,7 +160,7 @@ class TestLayers:
         model = tiny_model("mixtral")
         monkeypatch.setattr("tracer.hook.partial", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            ExpertsHook(model, lookahead=(1,), gate_probs=True).__enter__()
+            ExpertsHook(model, Wanted(lookahead=(1,), gate_probs=True)).__enter__()
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
