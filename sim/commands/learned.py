@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -56,26 +56,22 @@ def show_eamc(
     """
     saved = SavedEamc.read(file)
     memory = Predictor(saved.shape, replace(saved.options, collection=str(file))).memory_bytes
+    parts: dict[str, dict[str, Any]] = {
+        name: {"eams": len(part.eams), "waiting": len(part.waiting), "nearest_other": _nearest_other(saved, part)}
+        for name, part in _named(saved)
+    }
     if as_json:
-        parts = {
-            name: {"eams": len(part.eams), "waiting": len(part.waiting), "nearest_other": _nearest_other(saved, part)}
-            for name, part in _named(saved)
-        }
         about = {"trace": saved.trace, "layers": saved.shape.layers, "experts": saved.shape.experts}
         console.say_json({**about, "options": asdict(saved.options), **parts, "memory_bytes": memory})
         return
-    lines = [
-        f"{file}: EAMs of {saved.trace}, {saved.shape.layers} layers x {saved.shape.experts} experts",
-        f"learned with {' '.join(f'{name}={value}' for name, value in asdict(saved.options).items() if value != '')}",
-    ]
-    for name, part in _named(saved):
-        waiting = f", {len(part.waiting)} waiting for K-means" if len(part.waiting) else ""
-        near = _nearest_other(saved, part)
-        similar = "" if near is None else f", nearest other {near:.3f} on average"
-        lines.append(f"{name}: {len(part.eams)} of {saved.options.capacity} EAMs{waiting}{similar}")
-    lines.append(f"memory in the running policy: {show_bytes(memory)} ({memory:,} bytes)")
-    for line in lines:
-        console.say(line)
+    options = " ".join(f"{name}={value}" for name, value in asdict(saved.options).items() if value != "")
+    console.say(f"{file}: EAMs of {saved.trace}, {saved.shape.layers} layers x {saved.shape.experts} experts")
+    console.say(f"learned with {options}")
+    for name, part in parts.items():
+        waiting = f", {part['waiting']} waiting for K-means" if part["waiting"] else ""
+        similar = "" if part["nearest_other"] is None else f", nearest other {part['nearest_other']:.3f} on average"
+        console.say(f"{name}: {part['eams']} of {saved.options.capacity} EAMs{waiting}{similar}")
+    console.say(f"memory in the running policy: {show_bytes(memory)} ({memory:,} bytes)")
 
 
 def build_profile(

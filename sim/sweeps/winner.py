@@ -52,13 +52,12 @@ def metric(rows: Iterable[Row]) -> str:
 
 def choose(rows: Sequence[Row], sizes: dict[str, int]) -> list[Winner]:
     """One winner for each cache size (as given: experts) that a causal policy was tried at."""
-    judged_by = metric(rows)
-    winners = []
-    for text, slots in sizes.items():
-        for best in best_of_sizes([row for row in rows if row["cache_experts"] == slots], judged_by):
-            predicted = {name: best[name] for name in PREDICTED if best[name] is not None}
-            winners.append(Winner(text, slots, best["policy"], predicted))
-    return winners
+    best = {row["cache_experts"]: row for row in best_of_sizes(rows, metric(rows))}
+    return [
+        Winner(text, slots, row["policy"], {name: row[name] for name in PREDICTED if row[name] is not None})
+        for text, slots in sizes.items()
+        if (row := best.get(slots))
+    ]
 
 
 def best_of_sizes(rows: Iterable[Row], judged_by: str) -> list[Row]:
