@@ -90,8 +90,8 @@ def check_rows(
 
     threads = min(os.cpu_count() or 1, 1 + len(experts) // 65_536)
     cuts = np.searchsorted(offsets, np.linspace(0, len(experts), threads + 1)[1:-1]).tolist()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(check, [0, *cuts], [*cuts, len(offsets) - 1]))
+    with ThreadPoolExecutor(threads) as pool:  # which starts no thread for a single part
+        list((pool.map if threads > 1 else map)(check, [0, *cuts], [*cuts, len(offsets) - 1]))
     if "step" in rows:
         check_steps(rows["step"], phase, offsets, where, first)
     for name in ("lookahead", "candidates"):
