@@ -30,6 +30,7 @@ from terminal.console import progress
 from traces.errors import InputError, refuse
 from traces.models.profile import is_gguf_file
 from traces.output import check_file, replacing
+from traces.typed import Option, Positive
 
 DESCRIBED = ("gpu", "gpu_memory", "host_memory", "unified")
 """Options that describe a machine, so that nothing is taken from this one."""
@@ -46,42 +47,36 @@ class MachineOptions:
     """The machine: the keywords of `sim.plan`."""
 
     gpu_memory: Annotated[
-        str | None,
-        typer.Option(help="GPU memory (12GB, the same as 12GiB; of two: '24GB, 12GB'), 0 for none. Default: none."),
+        str | None, Option("GPU memory (12GB, the same as 12GiB; of two: '24GB, 12GB'), 0 for none. Default: none.")
     ] = None
     host_memory: Annotated[
-        str | None, typer.Option(help="Host memory (32GB, the same as 32GiB; '64GB DDR5-5600'). Default: none.")
+        str | None, Option("Host memory (32GB, the same as 32GiB; '64GB DDR5-5600'). Default: none.")
     ] = None
-    link: Annotated[
-        str | None, typer.Option(help="Link to the GPU (pcie4x8) or its bandwidth (12GB/s). Default: the GPU's.")
-    ] = None
+    link: Annotated[str | None, Option("Link to the GPU (pcie4x8) or its bandwidth (12GB/s). Default: the GPU's.")] = (
+        None
+    )
     disk: Annotated[
-        str | None,
-        typer.Option(help="Disk bandwidth (3GB/s, or nvme), for what memory does not hold. Default: no disk."),
+        str | None, Option("Disk bandwidth (3GB/s, or nvme), for what memory does not hold. Default: no disk.")
     ] = None
     cpu_bandwidth: Annotated[
         str | None,
-        typer.Option(
-            help="Host memory bandwidth: of the data sheet (50GB/s), or as STREAM measures it ('40GB/s measured'). "
+        Option(
+            "Host memory bandwidth: of the data sheet (50GB/s), or as STREAM measures it ('40GB/s measured'). "
             "Default: a desktop's of the link's time."
         ),
     ] = None
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help="GPU ('RTX 3090'; '2 x RTX 3090'): its memory, bandwidth and link. Default: one of that size."
-        ),
+        Option("GPU ('RTX 3090'; '2 x RTX 3090'): its memory, bandwidth and link. Default: one of that size."),
     ] = None
     gpu_bandwidth: Annotated[
-        str | None, typer.Option(help="GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
+        str | None, Option("GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
     ] = None
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU. Default: 24, of a server 56.")] = None
+    threads: Annotated[Positive | None, Option("Threads of the CPU. Default: 24, of a server 56.")] = None
     cpu: Annotated[
-        str | None, typer.Option(help="CPU ('Ryzen 7 7800X3D'), for what each of --threads does. Default: a usual one.")
+        str | None, Option("CPU ('Ryzen 7 7800X3D'), for what each of --threads does. Default: a usual one.")
     ] = None
-    unified: Annotated[
-        bool, typer.Option("--unified", help="CPU and GPU share --host-memory. Default: of Apple's GPUs.")
-    ] = False
+    unified: Annotated[bool, Option("CPU and GPU share --host-memory. Default: of Apple's GPUs.")] = False
 
     def stated(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value not in (None, False)}
@@ -92,22 +87,15 @@ class HereOptions:
     """What is taken from this machine, and what is run on it."""
 
     detect: Annotated[
-        bool,
-        typer.Option("--detect", help="Detect what no option states. Default: if no option describes a GPU or memory."),
+        bool, Option("Detect what no option states. Default: if no option describes a GPU or memory.")
     ] = False
-    hardware: Annotated[
-        str | None, typer.Option(help="Machine whose profile moe-sim probe has written. Default: this one.")
-    ] = None
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Time cuts of the model's shape in llama.cpp first: about a minute.")
-    ] = False
-    verify: Annotated[
-        Path | None, typer.Option(help="GGUF file: run the plan's flags and two neighbours in llama.cpp.")
-    ] = None
-    rows: Annotated[Path | None, typer.Option(help="File for what --verify measured, as rows of the back-test.")] = None
-    even_if_busy: Annotated[
-        bool, typer.Option("--even-if-busy", help="Calibrate and verify also while others use the machine.")
-    ] = False
+    hardware: Annotated[str | None, Option("Machine whose profile moe-sim probe has written. Default: this one.")] = (
+        None
+    )
+    calibrate: Annotated[bool, Option("Time cuts of the model's shape in llama.cpp first: about a minute.")] = False
+    verify: Annotated[Path | None, Option("GGUF file: run the plan's flags and two neighbours in llama.cpp.")] = None
+    rows: Annotated[Path | None, Option("File for what --verify measured, as rows of the back-test.")] = None
+    even_if_busy: Annotated[bool, Option("Calibrate and verify also while others use the machine.")] = False
 
 
 def plan(
