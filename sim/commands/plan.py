@@ -16,7 +16,7 @@ from sim.planner import plan as planner
 from sim.planner.calibration import Calibration, calibrate
 from sim.planner.llama_bench import Bench
 from sim.planner.placements import DISK, Layout, today
-from sim.planner.plan import CachePlan, Plan, Speed
+from sim.planner.plan import AssumedFact, CachePlan, Plan, Speed
 from sim.planner.ranking import CURRENT, Ranked, ranked
 from sim.planner.resources import resources, show_gib
 from sim.planner.verification import Checked, rows, verify
@@ -230,12 +230,9 @@ def _ranking(facts: Facts, found: list[Ranked], context: int, typed: str) -> Ite
             shown.add_row(each.model, "", "", "-", "", "", "memory: too small")
             continue
         limit = SHORT.get(each.limit, each.limit)
-        between = f"{_digits(each.speed.low)} to {_digits(each.speed.high)}"
         size, speed = show_bytes(each.total_bytes), _digits(each.speed.tokens_per_s)
-        where = f"{limit}*" if each.from_disk else limit
-        shown.add_row(
-            each.model, each.precision, size, speed, between, _digits(each.cached) if each.cached else "-", where
-        )
+        cached, where = _digits(each.cached) if each.cached else "-", f"{limit}*" if each.from_disk else limit
+        shown.add_row(each.model, each.precision, size, speed, _between(each.speed), cached, where)
     yield shown
     yield from (f"{each.model}: sizes may be wrong: {note}." for each in found for note in each.not_understood)
     if any(each.from_disk for each in found):
@@ -260,7 +257,7 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
     yield from (f"Sizes may be wrong: {note}." for note in plan.not_understood)
     yield (
         f"{plan.model} at {plan.precision}: about {_digits(speed.tokens_per_s)} tokens/s ({CONFIDENCE:.0%}: "
-        f"{_digits(speed.low)} to {_digits(speed.high)}){behind}, limited by {limit}; {_place(plan)}."
+        f"{_between(speed)}){behind}, limited by {limit}; {_place(plan)}."
     )
     if plan.overruled:
         yield plan.overruled
@@ -278,7 +275,10 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
         yield "Faster with " + ", ".join(f"{each.resource} ({_digits(each.tokens_per_s)})" for each in helps) + "."
     if assumed := "; ".join(f"{each.what} ({each.option})" for each in plan.assumed if each.matters):
         yield f"Assumed: {assumed}."
-    yield f"{_known(plan, facts)} All of it: --details."
+    known = f"Not calibrated; narrower: --calibrate {'(a minute)' if facts else 'on the machine itself'}."
+    if plan.calibration:
+        known = f"Calibrated with {plan.calibration['tool']}."
+    yield f"{known} All of it: --details."
 
 
 def _faster(plan: Plan, file: str) -> Iterator[str]:
@@ -286,7 +286,7 @@ def _faster(plan: Plan, file: str) -> Iterator[str]:
     if cache and cache.speed.tokens_per_s > SLOWS * plan.speed.tokens_per_s:
         yield (
             f"Worth a try: llama.cpp's expert cache (b11480 or later), {_digits(cache.speed.tokens_per_s)} tokens/s "
-            f"({_digits(cache.speed.low)} to {_digits(cache.speed.high)}: no measurement supports it) by routing like "
+            f"({_between(cache.speed)}: no measurement supports it) by routing like "
             f"{cache.routing or 'none'}'s:\n\n  llama-server -m {file} {cache.llama_cpp}\n"
         )
     if fitting := plan.fitting_precision:
@@ -307,13 +307,6 @@ def _place(plan: Plan) -> str:
     if not plan.cache_experts or plan.cache_experts == plan.all_experts:
         return "all of it on the GPU" if plan.cache_experts else "all of it in host memory"
     return f"{plan.cache_experts / plan.all_experts:.0%} of the experts on the GPU, the rest computed by the CPU"
-
-
-def _known(plan: Plan, facts: Facts) -> str:
-    if plan.calibration:
-        return f"Calibrated with {plan.calibration['tool']}."
-    narrower = "--calibrate (a minute)" if facts else "--calibrate on the machine itself"
-    return f"Not calibrated; narrower: {narrower}."
 
 
 def _verified(checked: list[Checked]) -> Table:
@@ -378,8 +371,7 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
 def _assumed(plan: Plan) -> Table:
     shown = table("assumed", "stated by", "tokens/s over its range", "80% if it were stated", left=2)
     for each in plan.assumed:
-        within = f"{_digits(each.without.low)} to {_digits(each.without.high)}"
-        shown.add_row(each.what, each.option, f"{_digits(each.low)} to {_digits(each.high)}", within)
+        shown.add_row(each.what, each.option, _between(each), _between(each.without))
     return shown
 
 
@@ -394,8 +386,12 @@ def _margins(plan: Plan) -> str:
     return "; ".join([*margins, *([f"{show_gib(host)} of host memory, for the system"] if host else [])])
 
 
+def _between(speed: Speed | AssumedFact) -> str:
+    return f"{_digits(speed.low)} to {_digits(speed.high)}"
+
+
 def _speed(speed: Speed) -> str:
-    return f"{_digits(speed.tokens_per_s)} ({_digits(speed.low)} to {_digits(speed.high)})"
+    return f"{_digits(speed.tokens_per_s)} ({_between(speed)})"
 
 
 def _cache(cache: CachePlan, plan: Plan) -> str:
