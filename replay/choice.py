@@ -99,10 +99,7 @@ class Choice:
 
     @property
     def key(self) -> str:
-        """Return a digest of all that decides what is measured: sixteen hexadecimal digits.
-
-        On a real device the policy's work is done, whatever it is said to cost.
-        """
+        """Return a digest of all that decides what is measured. No real device charges a policy what is stated."""
         loaded = self.loaded
         if self.device != "virtual":
             loaded = replace(loaded, experiment=replace(loaded.experiment, predictor_us=0.0))
@@ -180,10 +177,7 @@ def first_steps(loaded: TimedRun, steps: int) -> TimedRun:
 
 
 def first_part(loaded: TimedRun, device: str) -> TimedRun:
-    """Return what a device runs by default: all on a logical clock, else about DEFAULT_STEPS steps.
-
-    A disk is so slow that it decodes DISK_TOKENS tokens.
-    """
+    """Return what a device runs by default: all on a logical clock, DISK_TOKENS on a disk, else DEFAULT_STEPS."""
     if device == "virtual":
         return loaded
     if device == "disk" and loaded.trace.phases != "prefill":

@@ -84,10 +84,7 @@ class DeviceChoice:
         return typed(cls, {**values, **paths}).resolved()
 
     def resolved(self) -> "DeviceChoice":
-        """Return the choice with CUDA, where there is one, else the CPU, for `auto`.
-
-        Raise InputError for a GPU that is not there.
-        """
+        """Return the choice with CUDA, or else the CPU, for `auto`. Raise InputError for a GPU that is not there."""
         if self.device == "cuda":
             require_cuda("cpu")
         if self.device != "auto":

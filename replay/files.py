@@ -92,10 +92,7 @@ def _line(row: StepRow) -> list[int]:
 
 
 def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> list[StepRow]:
-    """Return the rows of the first requests that a run cut off has run whole; not a last line that was cut off.
-
-    Raise InputError where the folder holds another run.
-    """
+    """Return the rows of the first requests that a run cut off has run whole. Raise InputError for another run."""
     run, path = folder / RUN_FILE, folder / STEPS
     if not path.exists():
         return []

@@ -115,10 +115,7 @@ def replay(
 
 
 def bookkeeping_us(driver: Driver, log: RunLog, resumed: int = 0) -> float | None:
-    """Return what the host took for a layer of the run that has just ended, policy overhead left out.
-
-    None on a logical clock, where this time is not counted.
-    """
+    """Return the host's us for a layer of the run that has just ended, without the policy; None on a logical clock."""
     steps = len(log.step_ns) - resumed
     if not (driver.session.device.inside_ns and steps):
         return None

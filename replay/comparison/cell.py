@@ -137,10 +137,7 @@ class CellOutcome:
         }
 
     def predicted_again(self, around: "Around", described: Callable[[MeasuredModel], Described]) -> "CellOutcome":
-        """Return the same cell, predicted by what was measured before, during and after it.
-
-        Lockstep keeps its decisions. described: a machine under the cell's policy.
-        """
+        """Return the cell as what was measured around it predicts it. described: a machine under the cell's policy."""
         models = (around.before, around.after, around.fastest, around.slowest)
         before, after, *ends = (self._simulated(*described(model)).row["tpot_mean_ms"] for model in models)
         return replace(

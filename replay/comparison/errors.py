@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from policies.core.policy import Float, Int
+from policies.core.policy import Int
 from sim.loop.log import RunLog
 from sim.results.metrics import Row
 
@@ -41,40 +41,24 @@ def relative(predicted: float, measured: float) -> float:
 def time_errors(measured: Int, predicted: Int) -> dict[str, float]:
     """Signed errors of TPOT mean, p50, p95 and p99 (percentiles interpolated linearly), and the per-token MAPE.
 
-    measured, predicted: int64[tokens], ns. ValueError unless they have the same length, at least 1.
+    measured, predicted: int64[tokens], ns. The MAPE is the mean of unsigned errors: they do not cancel out.
     """
-    if len(measured) != len(predicted) or not len(measured):
-        raise ValueError(f"{len(measured)} tokens measured and {len(predicted)} predicted cannot be compared")
     found = {"tpot_mean": relative(float(predicted.mean()), float(measured.mean()))}
     for name, percent in PERCENTILES.items():
         found[name] = relative(float(np.percentile(predicted, percent)), float(np.percentile(measured, percent)))
-    return {**found, "token_mape": token_mape(measured, predicted)}
-
-
-def token_mape(measured: Int, predicted: Int) -> float:
-    """Mean over tokens of |predicted / measured - 1|: that errors of single tokens do not cancel out."""
-    each = zip(predicted.tolist(), measured.tolist(), strict=True)
-    return math.fsum(abs(relative(*pair)) for pair in each) / len(measured)
-
-
-def ranks(values: Sequence[float]) -> Float:
-    """Of each value, from 1 for the least; equal ones share the mean of theirs. float64[n]."""
-    return np.asarray(pd.Series(values, dtype=float).rank(), np.float64)
+    tokens = zip(predicted.tolist(), measured.tolist(), strict=True)
+    return {**found, "token_mape": math.fsum(abs(relative(*pair)) for pair in tokens) / len(measured)}
 
 
 def spearman(measured: Sequence[float], predicted: Sequence[float]) -> float | None:
     """Rank correlation: Pearson's of the ranks, ties averaged (Spearman 1904); None where either side is all equal."""
-    a, b = ranks(measured), ranks(predicted)
-    a, b = a - a.mean(), b - b.mean()
-    scale = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / scale if scale else None
+    if min(len({*measured}), len({*predicted})) < 2:
+        return None
+    return float(pd.Series(measured).rank().corr(pd.Series(predicted).rank()))
 
 
 def ordered_pairs(measured: Sequence[float], predicted: Sequence[float], noise: float) -> tuple[int, int]:
-    """Of the pairs that differ as measured by more than `noise`, a share of the lesser, those predicted in that order.
-
-    Returns (ordered as measured, pairs that differ).
-    """
+    """Return how many pairs differ by more than `noise`, a share of the lesser, and are so predicted: (these, all)."""
     right = differ = 0
     for (m1, p1), (m2, p2) in combinations(zip(measured, predicted, strict=True), 2):
         if abs(m1 - m2) > noise * min(m1, m2):
@@ -84,19 +68,13 @@ def ordered_pairs(measured: Sequence[float], predicted: Sequence[float], noise: 
 
 
 def steps_differ(measured: RunLog, predicted: RunLog, counted: NDArray[np.bool_]) -> float:
-    """Share of the counted steps whose hits, late, misses, demand and prefetch transfers are not all the same.
-
-    counted: bool[S]. 0 where none is counted.
-    """
+    """Share of the counted steps, bool[S], that were not decided in the same way; 0 where none is counted."""
     columns = [getattr(measured, name)[counted] != getattr(predicted, name)[counted] for name in DECIDED]
     return float(np.any(columns, axis=0).mean()) if counted.any() else 0.0
 
 
 def evictions_differ(measured: Mapping[int, Int], predicted: Mapping[int, Int]) -> float:
-    """Return the share of the evictions of two runs that the other has not, request by request; 0 without any.
-
-    Those of a request are a multiset, for their order depends on time alone.
-    """
+    """Return the share of two runs' evictions, a multiset for each request, that the other has not; 0 without any."""
     apart = total = 0
     for request in measured.keys() | predicted.keys():
         a, b = (Counter(run[request].tolist() if request in run else ()) for run in (measured, predicted))

@@ -37,10 +37,7 @@ class Record:
 
     @classmethod
     def open(cls, path: Path, resume: bool, otherwise: str = "run without --resume") -> "Record":
-        """Return one with the finished cells of before, or empty; writes nothing.
-
-        Raise InputError for a damaged one.
-        """
+        """Return one with the finished cells of before, or empty. Raise InputError for a damaged one."""
         record = cls(path)
         if resume and path.exists():
             try:

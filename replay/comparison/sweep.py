@@ -65,10 +65,7 @@ class Comparison:
         return {key: cell for key, cell in self.cells().items() if key not in record}
 
     def run(self, record: Record, on_step: OnStep | None = None, say: Callable[[str], None] = lambda _: None) -> None:
-        """Run what is due; a cell that cannot be run is recorded as failed, and the next one follows.
-
-        say: gets a line before each cell.
-        """
+        """Run what is due, and record what cannot be run as failed. say: gets a line before each cell."""
         due = self.due(record)
         if not due:
             _sum_up(record)

@@ -80,10 +80,7 @@ class LinkThreads(Device):
             self._paused_ns += time.perf_counter_ns() - began
 
     def _took(self, streams: Sequence["Stream"], works: Sequence[Sequence[Callable[[], None]]], kind: Kind) -> int:
-        """Give each stream its part of each piece of work; return the ns until all has ended.
-
-        Raise what one raises, or InputError where they take too long.
-        """
+        """Give each stream its part of each piece of work; return the ns until all has ended. Raise what one raises."""
         began = time.perf_counter_ns()
         self._wait(self._begun(streams, works, kind), kind)
         return time.perf_counter_ns() - began
@@ -231,10 +228,7 @@ class CpuDevice(LinkThreads):
         return Pace(read_ns / experts, compute_ns[0])
 
     def _reads(self, count: int) -> tuple[list[list[Callable[[], None]]], float]:
-        """Return reads of so many experts, from all over the file, into the slots of pauses in turn.
-
-        Return also how many of the largest expert they come to.
-        """
+        """Return reads of so many experts into the slots of pauses, and how many of the largest they come to."""
         store, spare, works, read_bytes = self.store, self._spare, list[list[Callable[[], None]]](), 0
         for turn in range(self._paced, self._paced + count):
             expert, slot = spread(turn, store.distinct), spare[turn % len(spare)]

@@ -190,10 +190,7 @@ class CudaDevice(Device):
         raise stuck(self.watchdog_s, [pending[0].completion for pending in (copies, computes) if pending])
 
     def poll(self) -> Completion | None:
-        """Look at the oldest event of each stream.
-
-        Copies are looked at again when compute has ended: one that it waited for had ended before.
-        """
+        """Look at the oldest event of each stream; behind compute, which may have awaited a copy, at copies again."""
         if self._copy_ended():
             return self._ended(self._copies)
         if not self._compute_ended():

@@ -32,10 +32,7 @@ def parts(first: int, last: int, lanes: int) -> list[tuple[int, int]]:
 
 
 def rates(store: ExpertSource, tried: Sequence[int] = TRIED, slots: Bytes | None = None) -> dict[int, float]:
-    """Return GB/s by number of lanes, of reads of whole experts, one behind another; slots: to read into.
-
-    The numbers of lanes take turns, so that a disk that drifts favours none; medians count.
-    """
+    """Return GB/s by number of lanes, which take turns, of reads of whole experts in a row; slots: to read into."""
     if slots is None:
         count = max(1, SLOTS_BYTES // store.stride)
         slots = anonymous(count * store.stride).reshape(count, store.stride)

@@ -20,7 +20,7 @@ from replay.devices.cuda import CudaDevice, Launches
 from replay.devices.expert_file import ExpertFile
 from replay.devices.gpu import Gpu, pinned
 from replay.devices.lanes import knee, rates
-from replay.devices.store import ExpertSource, HostMemory, HostStore, require_host_memory, stride_of
+from replay.devices.store import ExpertSource, HostMemory, HostStore, require_memory, stride_of
 from replay.model.network import Network
 from replay.model.weights import Checkpoint
 from sim.loop.device import Device
@@ -73,10 +73,7 @@ class Stage:
         gpu_bytes = slots * self.store.stride
         needed = f"{slots} slots beside the dense weights"
         try:
-            if self.gpu is None:
-                require_host_memory(gpu_bytes, needed, SMALLER)
-            elif gpu_bytes > (free := self.gpu.free_bytes()):
-                raise _out_of_memory(needed, gpu_bytes, f", but {show_bytes(free)} of GPU memory are free")
+            require_memory(gpu_bytes, needed, SMALLER, gpu_free=self.gpu.free_bytes() if self.gpu else None)
             if self.gpu and self.launches:
                 device: Device = path(self.host, self.network, slots, self.gpu, self.launches, verify)
             else:
@@ -169,7 +166,7 @@ def _host_store(
 def _require_host_memory(target: DeviceChoice, profile: ModelProfile, network_bytes: int) -> None:
     """Raise InputError before anything is taken."""
     if target.store:
-        require_host_memory(network_bytes, "the dense part with its KV cache", FEWER)
+        require_memory(network_bytes, "the dense part with its KV cache", FEWER)
         return
     total = profile.moe_layers * profile.experts
     buffers = target.host_dedup or total
@@ -178,14 +175,14 @@ def _require_host_memory(target: DeviceChoice, profile: ModelProfile, network_by
     if target.device == "cpu":
         what += f", beside dense weights and KV cache of {show_bytes(network_bytes)},"
         nbytes += network_bytes
-    require_host_memory(nbytes, what, advice)
+    require_memory(nbytes, what, advice)
 
 
 SMALLER, FEWER = "choose a smaller --cache-size, or --dense none", "continue with --dense none"
 
 
-def _out_of_memory(what: str, needed_bytes: float, but: str = "", advice: str = SMALLER) -> InputError:
-    return InputError(f"out of memory: {what} need {show_bytes(needed_bytes)}{but}; {advice}")
+def _out_of_memory(what: str, needed_bytes: float, advice: str = SMALLER) -> InputError:
+    return InputError(f"out of memory: {what} need {show_bytes(needed_bytes)}; {advice}")
 
 
 def facts(gpu: Gpu | None, store: ExpertSource) -> Row:

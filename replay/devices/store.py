@@ -38,10 +38,7 @@ class ExpertSource(Protocol):
         """Return how many bytes of this expert are moved."""
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
-        """Write the expert's bytes from `first` to `last` to their place in its slot, uint8[stride].
-
-        Raise InputError where the store cannot give them.
-        """
+        """Write an expert's bytes `first` to `last` to their place in its slot, uint8[stride]. Raise InputError."""
 
 
 class ExpertStore(ExpertSource, Protocol):
@@ -68,10 +65,7 @@ class Stamps:
 
 
 class HostMemory:
-    """`buffers` of `stride` bytes each, none across two slabs; filled with bfloat16 numbers, finite as float32 too.
-
-    seed: of the numbers; None: it is left to be filled.
-    """
+    """`buffers` of `stride` bytes, none across two slabs, filled with bfloat16 numbers; seed None: they are not."""
 
     def __init__(self, buffers: int, stride: int, seed: int | None) -> None:
         per_slab = max(1, SLAB_BYTES // stride)
@@ -172,10 +166,16 @@ def anonymous(size: int) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
-def require_host_memory(needed_bytes: float, what: str, advice: str, reserve_bytes: int = RESERVE_BYTES) -> None:
-    """Raise InputError before the system runs out of memory, which would end the process without a word."""
-    free = available_memory_bytes()
-    if needed_bytes > free - reserve_bytes:
-        beside = f" beside {show_bytes(reserve_bytes)} for all else" if reserve_bytes else ""
+def require_memory(
+    needed_bytes: float, what: str, advice: str, reserve_bytes: int = RESERVE_BYTES, gpu_free: int | None = None
+) -> None:
+    """Raise InputError before the system runs out of memory, which would end the process without a word.
+
+    gpu_free: bytes that are free on the GPU, where they are taken there and nothing is reserved.
+    """
+    kind, reserved = ("host", reserve_bytes) if gpu_free is None else ("GPU", 0)
+    free = available_memory_bytes() if gpu_free is None else gpu_free
+    if needed_bytes > free - reserved:
+        beside = f" beside {show_bytes(reserved)} for all else" if reserved else ""
         needed = f"{what} needs {show_bytes(needed_bytes)}{beside}"
-        raise InputError(f"{needed}, but {show_bytes(free)} of host memory are free: {advice}")
+        raise InputError(f"{needed}, but {show_bytes(free)} of {kind} memory are free: {advice}")

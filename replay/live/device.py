@@ -19,7 +19,7 @@ from replay.device_choice import BEST_EFFORT
 from replay.devices.cpu import LinkThreads, Outcome, Stream, nothing
 from replay.devices.gpu import Gpu, pinned
 from replay.devices.lanes import TRIED
-from replay.devices.store import ExpertSource, HostMemory, HostStore, anonymous, require_host_memory, stride_of
+from replay.devices.store import ExpertSource, HostMemory, HostStore, anonymous, require_memory, stride_of
 from replay.devices.waiting import stuck
 from replay.live.layout import ExpertLayer, places_of
 from replay.live.memory import peak_bytes
@@ -166,12 +166,9 @@ def host_experts(
     gpu: Gpu,
     progress: Callable[[int], AbstractContextManager[Callable[[int], None]]],
 ) -> Iterator[HostExperts]:
-    """Read all experts of a source on a disk into host memory, pinned where the driver allows it.
-
-    progress: is shown meanwhile. Raise InputError where host memory does not suffice.
-    """
+    """Read all experts into host memory, pinned where the driver allows it. Raise InputError where it has no room."""
     total, stride = source.distinct, stride_of(source.expert_bytes)
-    require_host_memory(total * stride, f"{total} experts in host memory", "use --device disk")
+    require_memory(total * stride, f"{total} experts in host memory", "use --device disk")
     memory = HostMemory(total, stride, seed=None)
     host, own, places = HostStore(memory, total, source.expert_bytes), local(), places_of(source, layers)
 

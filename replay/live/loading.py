@@ -114,10 +114,7 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
 
 
 def _dequantised(checkpoint: Found) -> dict[str, Any]:
-    """Return settings of from_pretrained() that have a quantised checkpoint loaded as what it was made from.
-
-    Raise InputError for a format that transformers does not load so.
-    """
+    """Return settings with which from_pretrained() dequantises. Raise InputError for a format that it cannot."""
     stated = getattr(checkpoint.config, "quantization_config", None)
     if not stated:
         return {}

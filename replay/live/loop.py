@@ -94,10 +94,7 @@ class LiveLoop:
             return session.bending, session.states[layer * E : (layer + 1) * E].copy()
 
     def route(self, tokens: Int, picks: Picked) -> None:
-        """Take the choice of the next layer's router. tokens: int64[rows, E] that chose each expert.
-
-        picks: what the routers behind it pick for the same input.
-        """
+        """Take a router's choice. tokens: int64[rows, E] that chose each expert; picks: of the routers behind it."""
         with self._changed:
             self._require()
             session, layer = self._driver.session, self.layer
@@ -107,10 +104,7 @@ class LiveLoop:
             session.route(self._step, layer)
 
     def works(self) -> Sequence[Work]:
-        """Wait for experts that are to be computed next: each is in its slot, or landing.
-
-        Raise what a lane has raised, or InputError where nothing ends for too long.
-        """
+        """Wait for experts to compute next, in their slots or landing. Raise what a lane has raised, or InputError."""
         device = self._device
         with self._changed:
             if not self._changed.wait_for(lambda: self._failure or device.works, 2 * device.watchdog_s):

@@ -146,10 +146,7 @@ class LiveModel:
             self._opening.__exit__(kind, error, trace)
 
     def close(self) -> None:
-        """Write the profile, end what is under way and give slots and files back.
-
-        Raise InputError where what was read has changed since it was opened.
-        """
+        """Write the profile, end what is under way, close files. Raise InputError where what was read has changed."""
         self.__exit__(None, None, None)
 
     def __reduce__(self) -> Any:
@@ -165,10 +162,7 @@ class LiveModel:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Return sums over all steps since the last `clear`, as results count them (`sim.loop.log.COLUMNS`).
-
-        Also `steps`.
-        """
+        """Return `steps` since the last `clear`, and sums over them as results count them (`sim.loop.log.COLUMNS`)."""
         self._end_request()
         sums = np.array([row.numbers for row in self.rows], np.int64).reshape(-1, len(COLUMNS)).sum(0)
         counted = dict(zip(COLUMNS, sums.tolist(), strict=True))
@@ -197,10 +191,7 @@ class LiveModel:
 
     @property
     def trace(self) -> Trace:
-        """Return what was routed since the last `clear`, each row of a batch as a request (`Recorder`).
-
-        Raise InputError where nothing was.
-        """
+        """Return what was routed since the last `clear`, a request for each row. Raise InputError of nothing."""
         self._end_request()
         meta = self.as_stored(Runner(self.loaded, self.hook, lambda rows: None).meta())
         return self._recorder.trace(replace(meta, lookahead=self._next.picks if self._next else None))
@@ -233,10 +224,7 @@ class LiveModel:
         self._recorder.clear()
 
     def time_transfers(self) -> tuple[tuple[int, int], float]:
-        """Time transfers once more, alone, and beside compute: how many times as long they take.
-
-        What slots hold is lost, and cache and policy start again.
-        """
+        """Time transfers again, alone, and how many times as long beside compute. Cache and policy start again."""
         self._loop.stop()  # a prefetch may be under way
         alone = self._time_transfers(self.run)
         with self._computing():

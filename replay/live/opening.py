@@ -27,11 +27,10 @@ from replay.devices.cpu import nothing
 from replay.devices.expert_file import ExpertFile
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
-from replay.devices.store import RESERVE_BYTES, require_host_memory, stride_of
+from replay.devices.store import RESERVE_BYTES, require_memory, stride_of
 from replay.live.bender import Bender
 from replay.live.device import LiveDevice, LiveGpu, host_experts
-from replay.live.held import held_store
-from replay.live.layout import ExpertLayer, ShardStore, expert_layers, without_interface
+from replay.live.layout import ExpertLayer, ShardStore, expert_layers, held_store, without_interface
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
 from replay.live.memory import EXPERTS, cache_bytes, kv_name_in, memory_of
 from replay.live.model import HOOK, LiveModel, starting_from
@@ -235,7 +234,7 @@ def _cached(
     else:
         slots = parse_cache_size(cache_size, shape.total, stride, shape.layers)
     spec.divide(shape, slots)
-    _require(gpu, slots * stride, f"a cache of {slots} experts")
+    require_memory(slots * stride, f"a cache of {slots} experts", SMALLER, 0, gpu.free_bytes() if gpu else None)
     run = gpu_run((), shape, slots, spec, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
     _warm_up(run, hook.top_k)
     run = replace(run, routing=rule)
@@ -245,7 +244,7 @@ def _cached(
     if gpu:
         memory = replace(memory, program=0)
     beside = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"
-    _require(gpu, memory.slots + memory.workspace(0), beside)
+    require_memory(memory.slots + memory.workspace(0), beside, SMALLER, 0, gpu.free_bytes() if gpu else None)
     if gpu:
         host = opening.enter_context(host_experts(store, layers, gpu, progress))
         device: LiveDevice = LiveGpu(host, slots, gpu)
@@ -281,15 +280,6 @@ def _free_for_slots(gpu: Gpu | None, layers: Sequence[ExpertLayer]) -> int:
     """Return the bytes that slots may take: RESERVE_BYTES are left, and what any forward pass takes of experts."""
     free = available_memory_bytes() if gpu is None else gpu.free_bytes()
     return free - RESERVE_BYTES - EXPERTS * max(end_of(layer.rows) for layer in layers)
-
-
-def _require(gpu: Gpu | None, needed_bytes: int, what: str) -> None:
-    """Raise InputError where memory does not suffice: the GPU's, or the host's."""
-    if gpu is None:
-        require_host_memory(needed_bytes, what, SMALLER, reserve_bytes=0)
-    elif needed_bytes > (free := gpu.free_bytes()):
-        needed = f"{what} needs {show_bytes(needed_bytes)}"
-        raise InputError(f"{needed}, but {show_bytes(free)} of GPU memory are free: {SMALLER}")
 
 
 def require_causal(policy: PolicySpec, lookahead: int = 0) -> None:

@@ -138,14 +138,6 @@ class Answer(DirectStreamer):  # type: ignore[misc]  # transformers has no types
         self.outcome, self.error = "error", RefusedError(status, message)
         super()._enqueue(_StreamError(json.dumps(message)[1:-1]))  # which is sent between quotation marks
 
-    @property
-    def queue(self) -> Any:
-        return self._queue
-
-    @property
-    def is_left(self) -> bool:
-        return bool(self._cancelled.is_set())
-
 
 class Generation(GenerateManager):  # type: ignore[misc]
     """Generates answers one after another. context: tokens of a request, prompt and answer, at most."""
@@ -173,7 +165,7 @@ class Generation(GenerateManager):  # type: ignore[misc]
         answer = Answer(processor, response_parser, gen_config)
         self._answers.add(answer)
         self.submit(self._run, inputs, answer)
-        return answer.queue, answer
+        return answer._queue, answer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
@@ -201,7 +193,7 @@ class Generation(GenerateManager):  # type: ignore[misc]
             with suppress(_GenerationCancelled), drafting(live.model) if live.draft else nullcontext():
                 live.model.generate(**ids, generation_config=config, streamer=answer)
             live.end_request()
-            if answer.is_left:
+            if answer._cancelled.is_set():
                 answer.outcome = "left"
             if answer.outcome == "stop":
                 config.max_new_tokens = None  # or the handler would take an answer of that many tokens for a cut one

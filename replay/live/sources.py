@@ -127,10 +127,7 @@ class Source:
         model: nn.Module,
         config: object,
     ) -> dict[str, Tensor]:
-        """Return what a converter makes of tensors, by full names of parameters.
-
-        contents: by the converter's patterns, names and what returns their contents.
-        """
+        """Return what a converter makes, by full names of parameters. contents: names and contents, by its patterns."""
         for pattern, tensors in contents.items():
             for name, content in tensors:
                 converter.add_tensor(self.parameter, name, pattern, content)

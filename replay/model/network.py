@@ -93,10 +93,7 @@ class Network:
         return flat[: rows * H].view(rows, H), flat[rows * H : (rows + I) * H].view(H, I)
 
     def dense(self, layer: int, tokens: int, context: int) -> None:
-        """From the combine of the MoE layer before, or the embedding, to this layer's router; `hidden` is new then.
-
-        In an encoder's layers nothing happens but in a prefill.
-        """
+        """From the combine before, or the embedding, to this router. Encoder layers do nothing but in a prefill."""
         residual, hidden = self._residual[:tokens], self.hidden[:tokens]
         if self._stack:
             self._stack.before_router(layer, residual, hidden, self.bucket(tokens, context))
@@ -140,10 +137,7 @@ def expert_output(weights: Weights, tokens: torch.Tensor, matrices: int) -> torc
 
 
 class Operands:
-    """What experts in slots are multiplied from: the slots; of packed experts, matrices that lie ready, taken in turn.
-
-    In turn, so that one is taken again only when caches have lost it.
-    """
+    """What experts in slots are multiplied from; packed ones from ready matrices in turn, so that caches lose them."""
 
     def __init__(self, network: Network, pool: torch.Tensor) -> None:
         """pool: uint8[slots, stride]."""

@@ -38,10 +38,7 @@ _DENSE = {  # as `replay.model.dense` names it -> as families do
 
 
 def stored_dtype(profile: ModelProfile) -> torch.dtype | None:
-    """Return the type of an expert's matrices, if its bytes are these, and perhaps biases; None: they are packed.
-
-    Experts that differ in size by layer are.
-    """
+    """Return the type of an expert's matrices, perhaps with biases; None: they are packed, or of several sizes."""
     for dtype in () if profile.differing_bytes else (torch.float32, torch.bfloat16):
         if dtype.itemsize <= profile.expert_bytes / profile.expert_parameters < dtype.itemsize * 1.05:
             return dtype

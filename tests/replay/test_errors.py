@@ -59,7 +59,6 @@ def test_errors_of_equal_vectors_are_zero_also_where_a_token_takes_no_time() -> 
 def test_spearman_is_pearsons_correlation_of_ranks_that_were_counted(pair: tuple[list[float], list[float]]) -> None:
     a, b = pair
     slow = [[slow_rank(values, value) for value in values] for values in pair]
-    assert errors.ranks(a).tolist() == slow[0]
     found = errors.spearman(a, b)
     if len(set(a)) == 1 or len(set(b)) == 1:
         assert found is None
