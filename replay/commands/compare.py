@@ -108,8 +108,8 @@ def _run(comparison: Comparison, record: Record, output: options.OutputOptions) 
 def _report(comparison: Comparison, record: Record, max_error: float | None, output: options.OutputOptions) -> None:
     cells = [record[key] for key in comparison.cells()]
     finished, failed = ([cell for cell in cells if (ERROR in cell) is wrong] for wrong in (False, True))
-    drawn = _draw(finished, comparison.folder, output)
-    wrote = ", ".join([record.path.name, *([f"{TOKENS}/"] if finished else []), *drawn])
+    drawn = [f"{TOKENS}/", *_draw(finished, comparison.folder, output)] if finished else []
+    wrote = ", ".join([record.path.name, *drawn])
     last = [last_line(finished)] if finished else []
     output.show(
         lambda: json.loads(record.text()),
@@ -125,16 +125,15 @@ def _report(comparison: Comparison, record: Record, max_error: float | None, out
 
 
 def _draw(cells: list[Row], folder: Path, output: options.OutputOptions) -> list[str]:
+    """Return the name of the picture, if there is one."""
     try:
-        path, missing = plot.draw(cells, folder)
+        plot.draw(cells, folder)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         output.note(f"no {PICTURE}: matplotlib is not installed")
         return []
-    for cell in missing:
-        console.warn(f"{named(cell)}: {cell.get('per_token')} is gone or damaged: it is not in {PICTURE}")
-    return [path.name] if path else []
+    return [PICTURE]
 
 
 def _shown(record: Record, finished: list[Row], failed: list[Row]) -> Iterator[str | Table]:

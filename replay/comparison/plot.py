@@ -1,8 +1,6 @@
 """The picture of a comparison: per cell the residual of each token, and all cells' measured against predicted."""
 
 from collections.abc import Sequence
-from hashlib import sha256
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,14 +22,11 @@ PANEL_INCHES = (4.0, 2.2)
 SCATTER_INCHES = 4.6
 
 
-def draw(cells: Sequence[Row], folder: Path) -> tuple[Path | None, list[Row]]:
-    """Write residuals.png of recorded cells; return its path, and the cells whose tokens do not lie in `folder`."""
-    held = [(cell, tokens) for cell in cells if (tokens := _decoded(cell, folder)) is not None]
-    missing = [cell for cell in cells if not any(cell is one for one, _ in held)]
-    if not held:
-        return None, missing
-    write_figure(figure([cell for cell, _ in held], [tokens for _, tokens in held]), folder / NAME)
-    return folder / NAME, missing
+def draw(cells: Sequence[Row], folder: Path) -> None:
+    """Write residuals.png of recorded cells, whose tokens lie in `folder`."""
+    steps = [pd.read_csv(folder / cell["per_token"]) for cell in cells]
+    tokens = [each[(each["phase"] == DECODE) & each["counted"].astype(bool)] for each in steps]
+    write_figure(figure(cells, tokens), folder / NAME)
 
 
 def figure(cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> "Figure":
@@ -78,13 +73,3 @@ def _scatter(below: "SubFigure", cells: Sequence[Row], tokens: Sequence[pd.DataF
     axes.set_ylabel("measured (ms a token)")
     frame(axes, "", "predicted (ms a token)")
     below.legend(loc="outside right upper", frameon=False, fontsize=8)
-
-
-def _decoded(cell: Row, folder: Path) -> pd.DataFrame | None:
-    """Return the counted decode steps of a cell; None where its file is gone, or no longer what was written."""
-    path = folder / cell["per_token"]
-    if not path.exists() or sha256(content := path.read_bytes()).hexdigest() != cell["per_token_sha256"]:
-        return None
-    steps = pd.read_csv(BytesIO(content))
-    decoded = steps[(steps["phase"] == DECODE) & steps["counted"].astype(bool)]
-    return decoded if len(decoded) else None

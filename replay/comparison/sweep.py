@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,12 +82,10 @@ class Comparison:
                     continue
                 policy = re.sub(r"[^\w.+-]+", "-", choice.policy.text)[:60].strip("-")
                 tokens = f"{TOKENS}/{policy}-{choice.slots}-{mode}-{key[:8]}.csv"
-                content = outcome.per_token().to_csv(index=False).encode()
                 make_folder(self.folder / TOKENS)
                 with replacing(self.folder / tokens) as part:
-                    part.write_bytes(content)
-                digest = sha256(content).hexdigest()
-                record.put(key, {**head, "per_token": tokens, "per_token_sha256": digest, **outcome.figures()})
+                    outcome.per_token().to_csv(part, index=False)
+                record.put(key, {**head, "per_token": tokens, **outcome.figures()})
                 _sum_up(record)
             if stage and (before := record.facts["ceiling_gb_per_s"]):
                 record.set_facts(ceiling_gb_per_s=max(before, ceiling_gb_per_s(stage)))
