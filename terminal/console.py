@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -83,13 +83,13 @@ def progress(
 ) -> Iterator[Advance]:
     """Draw a bar on standard error, with `what` is counted and further columns behind it, and remove it at the end.
 
-    Outside a terminal, print a line a minute instead.
+    Outside a terminal, where a bar would leave an empty line, print a line a minute instead.
     """
-    if is_unwatched(quiet):
+    if quiet or not (err.is_interactive or err.is_jupyter):
         yield (lambda by, what=None: None) if quiet else _lines(total, what, done)
         return
     text = TextColumn("{task.description}", markup=False)
-    shown = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn(), *columns)
+    shown = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
     with Progress(*shown, console=err, transient=True) as bar:
         task = bar.add_task(what, total=total, completed=done)
         yield lambda by, what=None: bar.update(task, advance=by, description=what)
@@ -113,11 +113,6 @@ def _lines(total: int, what: str, done: int) -> Advance:
             note(f"{done + here:,} of {total:,} {what}, about {max(1, round(left / 60))} min left")
 
     return advance
-
-
-def is_unwatched(quiet: bool) -> bool:
-    """Whether no bar is drawn: a file or a pipe would have an empty line of it."""
-    return quiet or not (err.is_interactive or err.is_jupyter)
 
 
 def fail(name: str, text: str, status: int) -> NoReturn:

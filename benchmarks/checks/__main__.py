@@ -11,13 +11,13 @@ import torch
 import typer
 
 from benchmarks.checks import bounds, draw
+from benchmarks.checks.baselines import MappingGpu
 from benchmarks.checks.cells import DISK, GPU, POLICIES, Plan
 from benchmarks.checks.runner import Check
 from policies.core.grammar import split_list
 from replay.comparison.errors import in_words
 from replay.comparison.record import ERROR, Record
 from replay.device_choice import require_cuda
-from replay.devices.gpu import Gpu
 from replay.model.weights import stored_dtype
 from sim.results.metrics import Row
 from terminal import console, program
@@ -58,7 +58,7 @@ def gpu_check(
     names = _models(GPU, only, traces)
     if not torch.cuda.is_available():
         raise InputError("make gpu-check needs a GPU, and torch finds none; the CPU is compared by moe-replay compare")
-    gpu = Gpu()
+    gpu = MappingGpu()
     record = _record(out, gpu.name.replace("NVIDIA ", "").replace(" ", "-"), resume, overwrite)
     check = Check(GPU, record, _timed(), names, traces, budget_s=minutes * 60, peers=peers, gpu=gpu)
     check.run()

@@ -29,6 +29,7 @@ from replay.comparison.cell import FixedOrder, Side, run_on
 from replay.devices.cpu import CpuDevice
 from replay.devices.cuda import CudaDevice
 from replay.devices.expert_file import ExpertFile
+from replay.devices.gpu import Gpu
 from replay.devices.stage import Stage
 from replay.model.network import Network
 from replay.warmup import undisturbed
@@ -187,12 +188,34 @@ class SwapOut(CudaDevice):
             self._link.run(lambda: target.copy_(source, non_blocking=True))
 
 
+class MappingGpu(Gpu):
+    """The current GPU, whose kernels may read registered host memory over the link."""
+
+    def mapped(self, memory: NDArray[np.uint8]) -> torch.Tensor:
+        """Return it as a tensor of this GPU. Unified addressing: it has the same address on both sides."""
+        return torch.as_tensor(_OnDevice(memory), device=self.device)
+
+
+class _OnDevice:
+    """Memory that says that it is a GPU's, which torch then asks the driver to confirm."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": memory.shape,
+            "typestr": "|u1",
+            "data": (memory.ctypes.data, False),
+            "version": 2,
+        }
+
+
 class ZeroCopy(CudaDevice):
     """Experts are computed where they lie in registered host memory: a schedule's slots are the host's buffers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._mapped = [self.gpu.mapped(buffer) for buffer in self.store.padded]
+        gpu: Any = self.gpu
+        self._mapped = [gpu.mapped(buffer) for buffer in self.store.padded]
         self._weights = [self._network.weights(buffer) for buffer in self._mapped]
 
     def _grouped(self, works: list[Work]) -> list[list[Work]]:

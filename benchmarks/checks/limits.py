@@ -6,14 +6,19 @@ a run alone, and the page cache gets the bytes that a policy's slots would have.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from replay.devices.expert_file import DirectFile
+from replay.devices.store import anonymous
 from sim.quantities import show_bytes
 from traces.errors import InputError
 
 SLACK_BYTES = 32 << 20
 """Beside the budget, for what the process itself allocates meanwhile."""
+
+READ_BYTES = 16 << 20
+"""Of a read, where a whole file is read."""
 
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
@@ -64,3 +69,11 @@ def _group(version_2: bool) -> Path:
         if (controllers == "") if version_2 else ("memory" in controllers.split(",")):
             return (V2 if version_2 else V1) / path.lstrip("/")
     return V2 if version_2 else V1
+
+
+def read_through(path: Path) -> None:
+    """Read a file whole, as lanes will: what lies below a virtual disk may have kept some of it, or none."""
+    memory, at, got = anonymous(READ_BYTES), 0, 1
+    with closing(DirectFile(path)) as file:
+        while got and at < path.stat().st_size:
+            at += (got := file.read_at(memory.data, at))

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.checks.limits import page_cache_of
+from benchmarks.checks.limits import page_cache_of, read_through
 from benchmarks.checks.peers import (
     FAMILIES,
     accelerate_offload,
@@ -39,7 +39,7 @@ from policies.core.spec import parse
 from replay.choice import Choice
 from replay.comparison.record import Record
 from replay.device_choice import DeviceChoice
-from replay.devices.expert_file import read_through, write
+from replay.devices.expert_file import write
 from replay.devices.stage import driver, machine_name
 from replay.devices.store import Stamps
 from replay.keys import key_of

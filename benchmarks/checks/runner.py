@@ -25,7 +25,7 @@ import torch
 from benchmarks.checks.baselines import PAGE_CACHE, UNDER_A_POLICY, fill, run_baseline
 from benchmarks.checks.bounds import ratios, verdict
 from benchmarks.checks.cells import POLICIES, QUARTER, Cell, Plan, load
-from benchmarks.checks.limits import page_cache_of
+from benchmarks.checks.limits import page_cache_of, read_through
 from benchmarks.checks.peers import FAMILIES, accelerate_offload
 from policies.core.policy import Shape
 from policies.core.spec import parse
@@ -38,12 +38,12 @@ from replay.comparison.errors import accuracy, rankings
 from replay.comparison.record import Record
 from replay.comparison.sweep import Machine, ceiling_gb_per_s, copy_gb_per_s, head_of
 from replay.device_choice import REQUIRE, DeviceChoice
-from replay.devices.expert_file import read_through, write
+from replay.devices.expert_file import write
 from replay.devices.gpu import Gpu, Task, pinned
 from replay.devices.lanes import page_up
 from replay.devices.stage import Stage, driver, machine_name
 from replay.devices.store import RESERVE_BYTES, HostMemory, Stamps
-from replay.keys import key_of
+from replay.keys import code_digest, key_of
 from replay.model.network import expert_output
 from replay.warmup import decide, undisturbed
 from sim.engines import compiled_engine
@@ -99,7 +99,10 @@ class Check:
 
     def run(self) -> None:
         """Run all of it; a cell that cannot be run is recorded with its reason."""
-        self.record.require_code()
+        if (
+            len(self.record) and self.record.facts.get("code") != code_digest()
+        ):  # its cells would be judged beside new ones
+            raise InputError(f"{self.record.path} is of other code than this: run without --resume")
         if self.gpu:
             self.say("compiling (the result is kept for later runs)")
             compile_all()

@@ -59,11 +59,6 @@ class Record:
                 raise InputError(f"{self.path} is of {name} {before}, this is {now}: name another folder with --out")
         self.facts |= facts
 
-    def require_code(self) -> None:
-        """Raise InputError where finished cells were run by other code: they would be judged beside new ones."""
-        if self._cells and self.facts.get("code") != code_digest():
-            raise InputError(f"{self.path} is of other code than this: run without --resume")
-
     def begin(self, **facts: Any) -> None:
         """Set facts, and the commit, this project's code and the date (UTC) of now."""
         self.set_facts(

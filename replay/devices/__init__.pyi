@@ -2,7 +2,6 @@ from .cpu import CpuDevice as CpuDevice
 from .cuda import CudaDevice as CudaDevice
 from .cuda import Launches as Launches
 from .expert_file import ExpertFile as ExpertFile
-from .expert_file import read_through as read_through
 from .expert_file import write as write
 from .gpu import Gpu as Gpu
 from .gpu import Stream as Stream

@@ -10,7 +10,6 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -29,8 +28,6 @@ from traces.output import replacing
 
 FORMAT = "moe-expert-cache experts 1"
 CHECKSUM = "{:08x}"
-READ_BYTES = 16 << 20
-"""Of a read, where a whole file is read."""
 
 Fill = Callable[[int, Bytes], None]
 """Writes an expert's bytes into a buffer of its size, uint8[n]."""
@@ -217,11 +214,3 @@ def _header(path: Path, model: "StoredModel | ModelProfile") -> tuple[Facts, int
 def _in_words(layer_bytes: str) -> str:
     sizes = list(map(int, layer_bytes.split(",")))
     return f"{sizes[0]} bytes" if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)} bytes by layer"
-
-
-def read_through(path: Path) -> None:
-    """Read a file whole, as lanes will: what lies below a virtual disk may have kept some of it, or none."""
-    memory, at, got = anonymous(READ_BYTES), 0, 1
-    with closing(DirectFile(path)) as file:
-        while got and at < path.stat().st_size:
-            at += (got := file.read_at(memory.data, at))

@@ -121,10 +121,6 @@ class Gpu:
     def unregister(self, memory: NDArray[Any]) -> None:
         _runtime().cudaHostUnregister(memory.ctypes.data)
 
-    def mapped(self, memory: NDArray[np.uint8]) -> torch.Tensor:
-        """Return registered host memory as a tensor of this GPU, whose kernels read it over the link."""
-        return torch.as_tensor(_OnDevice(memory), device=self.device)
-
     def free_bytes(self) -> int:
         """Return the memory that may still be taken: what the driver says, and what torch holds unused."""
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -142,19 +138,6 @@ class Gpu:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-
-
-class _OnDevice:
-    """Memory that says that it is a GPU's, which torch then asks the driver to confirm."""
-
-    def __init__(self, memory: NDArray[np.uint8]) -> None:
-        self._memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": memory.shape,
-            "typestr": "|u1",
-            "data": (memory.ctypes.data, False),
-            "version": 2,
-        }
 
 
 def _runtime() -> Any:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.checks.limits import read_through
 from policies.core import Shape, parse
 from replay.commands import main
 from replay.device_choice import DeviceChoice
@@ -34,7 +35,6 @@ from replay.devices import (
     open_stage,
     page_up,
     rates,
-    read_through,
     write,
 )
 from replay.devices.lanes import parts
