@@ -3,8 +3,7 @@
 Nothing but transfers is copied to the device, and nothing is allocated in a run. Compute waits, on the device, for the
 event behind an expert's last piece; a slot is taken again only when its last use was seen to have ended. Dense parts,
 combine and head are a CUDA graph each, small experts at hand one fused kernel, others matmuls on views of their slots.
-On the compute stream an event stands behind dense parts and heads, which the host awaits; behind other work one is
-recorded when somebody asks whether it has ended, and what stands before an event has ended with it.
+Only dense parts and heads, which the host awaits, have an event at once; other work when somebody asks for its end.
 """
 
 import time

@@ -35,7 +35,8 @@ class ExpertSource(Protocol):
     distinct: int  # buffers; fewer than experts where these share them
 
     def bytes_of(self, expert: int) -> int:
-        """Return how many bytes of this expert are moved."""
+        """Return how many bytes of this expert are moved: by default as many as of any other."""
+        return self.expert_bytes
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Write an expert's bytes `first` to `last` to their place in its slot, uint8[stride]. Raise InputError."""

@@ -109,15 +109,12 @@ class LiveDevice(LinkThreads):
         return stuck(2 * self.watchdog_s, [self._copies[0] if self._copies else Completion(Kind.EXPERT)])
 
 
-class HostExperts:
+class HostExperts(ExpertSource):
     """An `ExpertSource` of slots in a GPU's memory. Rows lie in an expert as `Row.begin` says."""
 
     def __init__(self, host: HostStore, gpu: Gpu) -> None:
         self._host, self._link = host, gpu.copy_stream()
         self.expert_bytes, self.stride, self.distinct = host.expert_bytes, host.stride, host.distinct
-
-    def bytes_of(self, expert: int) -> int:
-        return self.expert_bytes
 
     def read(self, expert: int, first: int, last: int, slot: Any) -> None:
         """Copy these bytes to the same place in a slot, a tensor uint8[stride]; return when they have arrived."""

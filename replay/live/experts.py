@@ -2,8 +2,7 @@
 
 That code ("eager" in transformers) goes through experts one by one. It runs over a module whose parameters are looked
 up in slots where all experts of an event are there, else over a module of one expert, whose rows are added up in
-ascending ids, as eager does. What it does with one token is computed directly, where that is the same: Python costs
-more.
+ascending ids, as eager does. What it does with one token is computed directly, where that gives the same bits.
 """
 
 from collections.abc import Callable, Sequence

@@ -121,7 +121,7 @@ class InSlot:
         return InSlot(tuple(places), tuple(pieces), end)
 
 
-class ShardStore:
+class ShardStore(ExpertSource):
     """An `ExpertSource` over ranges of a checkpoint's files: expert e of layer l is l * E + e."""
 
     def __init__(self, experts: Sequence[InSlot], expert_bytes: int) -> None:
@@ -130,9 +130,6 @@ class ShardStore:
         self.stride = max(expert.end for expert in experts)
         self._shards = {piece.shard for expert in experts for piece in expert.pieces}
         self.past_cache = all(shard.past_cache for shard in self._shards)
-
-    def bytes_of(self, expert: int) -> int:
-        return self.expert_bytes
 
     def places(self, expert: int) -> tuple[int, ...]:
         """Return where in its slot each row of an expert lies."""

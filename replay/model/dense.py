@@ -94,24 +94,17 @@ class GroupedQueryAttention:
         residual.addmm_(by_token(attended), self.output.T)
 
 
-class CrossAttention:
+class CrossAttention(GroupedQueryAttention):
     """Of a decoder's tokens to the encoder's states, whose keys and values are computed in the prefill."""
 
-    def __init__(self, profile: ModelProfile, source: Source, name: str, positions: int) -> None:
-        self.heads, self.head_size = profile.heads, profile.head_size
-        self.kv_heads = profile.kv_heads or profile.heads
-        queries, each = self.heads * self.head_size, self.kv_heads * self.head_size
-        self.projection = source.linear(profile.hidden_size, {f"{name}.q_proj": queries})
-        self.expand = source.linear(profile.hidden_size, {f"{name}.k_proj": each, f"{name}.v_proj": each})
-        self.output = source.linear(queries, {f"{name}.o_proj": profile.hidden_size})
-        self.cache = source.cache(2, self.kv_heads, positions, self.head_size)
-
-    def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int, encoded: torch.Tensor | None) -> None:
+    def attend(self, residual: torch.Tensor, tokens: torch.Tensor, context: int, encoded: torch.Tensor | None) -> None:
         """Add the attention of tokens [n, H] to `context` states to residual; encoded: [context, H] in a prefill."""
+        assert self.cache is not None
         if encoded is not None:
-            new = functional.linear(encoded, self.expand).view(len(encoded), 2, self.kv_heads, self.head_size)
+            mixed = functional.linear(encoded, self.projection[self.queries :])
+            new = mixed.view(len(encoded), 2, self.kv_heads, self.head_size)
             self.cache[:, :, : len(encoded)] = new.permute(1, 2, 0, 3)
-        queries = by_head(functional.linear(tokens, self.projection), self.heads)
+        queries = by_head(functional.linear(tokens, self.projection[: self.queries]), self.heads)
         residual.addmm_(by_token(attention(queries, *self.cache[:, :, :context])), self.output.T)
 
 
@@ -250,7 +243,7 @@ class Layer:
         if self.attention:
             self.attention.add(residual, rms_norm(residual, self.norms[0]), context)
         if self.cross:
-            self.cross.add(residual, rms_norm(residual, self.cross_norm), context, encoded)
+            self.cross.attend(residual, rms_norm(residual, self.cross_norm), context, encoded)
         hidden.copy_(rms_norm(residual, self.norms[1]))
         if self.feed_forward:
             first, down = self.feed_forward
