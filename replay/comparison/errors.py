@@ -52,9 +52,10 @@ def time_errors(measured: Int, predicted: Int) -> dict[str, float]:
 
 def spearman(measured: Sequence[float], predicted: Sequence[float]) -> float | None:
     """Rank correlation: Pearson's of the ranks, ties averaged (Spearman 1904); None where either side is all equal."""
-    if min(len({*measured}), len({*predicted})) < 2:
-        return None
-    return float(pd.Series(measured).rank().corr(pd.Series(predicted).rank()))
+    a, b = (pd.Series(values, dtype=float).rank().to_numpy() for values in (measured, predicted))
+    a, b = a - a.mean(), b - b.mean()
+    scale = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / scale if scale else None
 
 
 def ordered_pairs(measured: Sequence[float], predicted: Sequence[float], noise: float) -> tuple[int, int]:
