@@ -226,20 +226,18 @@ class ExpertsHook:
                     f"{site.name} routes {len(index)} tokens to {index.shape[1]} experts each where {layers[0].name} "
                     f"routes {tokens} tokens and {self.top_k} was the most: they cannot be attributed"
                 )
-        ids, weights = self._sorted([(choice.experts, choice.weights) for choice in self._seen], tokens)
-        probs = ahead = scores = None
-        candidates = known = None
+        ids, weights = self._sorted(tokens)
+        more: dict[str, Any] = {"weights": self._placed(stack, weights.half(), 0)} if self.wanted.weights else {}
         if self._reads_gates:
             outputs = [self._router_outputs[site] for site in layers]
             gates = [self._gates[site] for site in layers]
             read = read_gates(gates, outputs, tokens) if layers else torch.empty(tokens, 0, self.experts)
-            probs = self._placed(stack, read.half(), 0) if self.wanted.gate_probs else None
+            if self.wanted.gate_probs:
+                more["gate_probs"] = self._placed(stack, read.half(), 0)
             if count := self.wanted.candidates(self.top_k, self.experts):
-                both = candidates_of(ids.cpu().numpy(), read.cpu().numpy(), count)
-                candidates, known = (
-                    self._placed(stack, torch.from_numpy(each), empty)
-                    for each, empty in zip(both, (-1, 0), strict=True)
-                )
+                both = map(torch.from_numpy, candidates_of(ids.cpu().numpy(), read.cpu().numpy(), count))
+                for name, values, empty in zip(("candidates", "scores"), both, (-1, 0), strict=True):
+                    more[name] = self._placed(stack, values, empty)
         if self.ahead and self.picks:
             picked, device = self.picks, ids.device
             shape = tokens, len(layers), len(picked.distances), picked.count
@@ -247,22 +245,14 @@ class ExpertsHook:
             for (site, distance), (chosen, of_them) in self.ahead.chosen.items():
                 place = slice(None), layers.index(site), picked.distances.index(distance)
                 index[place], found[place] = chosen.to(device), of_them.to(device)
-            ahead, scores = self._placed(stack, index.int(), -1), self._placed(stack, found.half(), 0)
-        return Pass(
-            stack,
-            self._placed(stack, ids, -1),
-            self._placed(stack, weights.half(), 0) if self.wanted.weights else None,
-            probs,
-            ahead,
-            scores,
-            candidates,
-            known,
-        )
+            more["lookahead"] = self._placed(stack, index.int(), -1)
+            more["lookahead_scores"] = self._placed(stack, found.half(), 0)
+        return Pass(stack, self._placed(stack, ids, -1), **more)
 
-    def _sorted(self, choices: list[tuple[Tensor, Tensor]], tokens: int) -> tuple[Tensor, Tensor]:
-        """Ids and weights [T, layers, k] of several layers, best expert first; nothing routed: -1 and 0."""
-        index = _stacked([index for index, _ in choices], tokens, self.top_k, -1)
-        weights = _stacked([weights for _, weights in choices], tokens, self.top_k, 0).float()
+    def _sorted(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return ids and weights [T, layers, k] of the choices seen, best expert first; nothing routed: -1 and 0."""
+        index = _stacked([choice.experts for choice in self._seen], tokens, self.top_k, -1)
+        weights = _stacked([choice.weights for choice in self._seen], tokens, self.top_k, 0).float()
         routed = (index >= 0) & (index < self.experts)
         weights, order = weights.masked_fill(~routed, -torch.inf).sort(dim=-1, descending=True, stable=True)
         ids = torch.where(routed, index, -1).gather(-1, order).to(torch.int32)

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_void_p, cast
-from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from itertools import cycle
@@ -280,14 +279,12 @@ class GgufRunner:
             self._fail("weighs experts with values that are not finite")
         order = np.argsort(np.where(ids < 0, np.inf, -weights), axis=2, kind="stable")
         ids, weights = (np.take_along_axis(each, order, 2) for each in (ids, weights))
-        made = Pass(0, ids, weights.astype(np.float16) if self._options.weights else None)
+        more: dict[str, Any] = {"weights": weights.astype(np.float16)} if self._options.weights else {}
         if count := self._options.candidates(self.loaded.profile.top_k, self.loaded.profile.experts):
-            candidates = candidates_of(ids, np.concatenate(scored), count)
-            made = replace(made, candidates=candidates[0], scores=candidates[1])
-        if not self._picks:
-            return made
-        picks, scores = (np.concatenate(parts) for parts in zip(*ahead, strict=True))
-        return replace(made, lookahead=picks, lookahead_scores=scores)
+            more["candidates"], more["scores"] = candidates_of(ids, np.concatenate(scored), count)
+        if self._picks:
+            more["lookahead"], more["lookahead_scores"] = (np.concatenate(part) for part in zip(*ahead, strict=True))
+        return Pass(0, ids, **more)
 
     def _probabilities(self) -> NDArray[np.float32]:
         """Return the routers' probabilities of all experts, [T, L, E], of what has run."""

@@ -1,11 +1,9 @@
 """What a layer's router would choose for the hidden states that entered a MoE layer before it.
 
-That is what speculative prefetchers see (Eliseev and Mazur 2023, arXiv 2312.17238). When a block is about to run,
-its own forward is tried on the states that entered the blocks before it, with all its other arguments, and left as
-soon as it calls its experts: the model's own code does the whole selection, of as many experts as are wanted where it
-lets itself be asked for more. Where it does not, what it chooses is followed by the others of the highest scores. Where
-block and attention are one module, only the router is tried. Scores are the router's probabilities as `tracer.gates`
-reads them, or its weights where they cannot be read.
+Speculative prefetchers see that (Eliseev and Mazur 2023, arXiv 2312.17238). Before a block runs, its forward is tried
+on the states that entered the blocks before it, and left as soon as it calls its experts; where block and attention are
+one module, only the router is tried. Picks beyond its top-k are what the model's own selection gives when asked for
+more, else those of the highest scores: probabilities as `tracer.gates` reads them, or weights.
 """
 
 from collections import deque

@@ -23,6 +23,7 @@ from tracer.prompts import PANEL as PROMPTS
 from tracer.prompts import Prompt
 from traces.check import first_fault
 from traces.errors import InputError, refuse, unknown
+from traces.schema import OPTIONAL
 from traces.trace import Trace, concatenate, in_turn, listed
 from traces.typed import Natural, Option, Positive
 from traces.writer import TraceWriter
@@ -34,6 +35,9 @@ NEW_TOKENS = 32
 """Tokens that are generated for a request if no limit is given."""
 
 KEEP = "What to record"
+
+IDS = {"lookahead", "candidates"}
+"""Of the columns that may be recorded those that hold ids of experts."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,7 @@ class Recording:
         columns["step"] = (first_step + np.maximum(after, 0)).astype(np.uint32)
         embedding = [self._loaded.embed(answer.prompt) for answer in answers] if options.embedding else None
         tokens = [token for answer in answers for token in (*answer.prompt, *answer.output[:-1])]
+        names = [name for name in OPTIONAL if getattr(answers[0].routed[0][0], name, None) is not None]
         drafted = [[*[0] * len(answer.prompt), *answer.drafted] for answer in answers if answer.drafted is not None]
         return Trace(
             name="recorded",
@@ -237,16 +242,12 @@ class Recording:
                 options.mode,
             ),
             experts=meta.stored(experts),
-            weights=_rows(answers, "weights") if options.weights else None,
             token_id=np.array(tokens, np.int32) if not options.no_tokens else None,
-            lookahead=meta.stored(_rows(answers, "lookahead")) if options.lookahead else None,
-            lookahead_scores=_rows(answers, "lookahead_scores") if options.lookahead else None,
-            candidates=meta.stored(_rows(answers, "candidates")) if options.scores else None,
-            scores=_rows(answers, "scores") if options.scores else None,
-            gate_probs=_rows(answers, "gate_probs") if options.gate_probs else None,
             embedding=np.stack(embedding) if embedding else None,
             drafted=np.concatenate(drafted).astype(np.int16) if drafted else None,
             **columns,
+            **{name: _rows(answers, name) for name in names if name not in IDS},
+            **{name: meta.stored(_rows(answers, name)) for name in names if name in IDS},
         )
 
 

@@ -5,7 +5,7 @@ A file gets its name when it is whole. Of a trace with both phases one may be as
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError, refuse
 from traces.hot_experts import FORMATS as PROFILES
+from traces.importers.source import Facts
 from traces.output import check_file, make_folder, replacing
 from traces.trace import Trace
 
@@ -155,23 +156,9 @@ def _facts(trace: Trace) -> dict[str, Any]:
             strict=True,
         )
     ]
-    names = (
-        "model",
-        "moe_layers",
-        "experts",
-        "top_k",
-        "layer_names",
-        "expert_bytes",
-        "layer_expert_bytes",
-        "dtype",
-        "revision",
-        *_SIZES,
-    )
-    facts = asdict(meta) | {"moe_layers": meta.layers}
-    return {name: facts[name] for name in names if facts[name] not in (None, ())} | {"requests": requests}
-
-
-_SIZES = ("hidden_size", "expert_intermediate_size")
+    stated = asdict(meta) | {"moe_layers": meta.layers}
+    names = [fact.name for fact in fields(Facts) if stated.get(fact.name) not in (None, ())]
+    return {name: stated[name] for name in names} | {"requests": requests}
 
 
 def _link(records: NDArray[Any], objects: int) -> None:

@@ -7,6 +7,7 @@ Expert `e` of layer `l` has the id `l * E + e`; ids ascend within an event.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -120,13 +121,17 @@ def steps_of_rows(
     rows: its columns in a trace (`traces.schema`). chunk: tokens of the prompt that make a step (rule 20); None: all.
     """
     experts, E, sentinel = rows["experts"], meta.experts, meta.sentinel
-    context, parts = rows["position"].astype(np.int64) + 1, []
-    for first in range(0, prompt, chunk or prompt or 1):
-        last = min(first + (chunk or prompt), prompt)
-        parts.append(prefill_step(request, experts[first:last], E, sentinel, first))
-    if prompt < len(experts) or not parts:
-        parts.append(decode_steps(request, experts[prompt:], E, sentinel, context[prompt:]))
-    steps = join(parts) if len(parts) > 1 else parts[0]
+    decoded, cuts = len(experts) - prompt, [*range(0, prompt, chunk or prompt or 1), prompt]
+    parts = [_all_together(experts[first:last], E, sentinel) for first, last in pairwise(cuts)]
+    if decoded or not parts:
+        parts.append(_token_by_token(experts[prompt:], E, sentinel))
+    steps = RequestSteps(
+        request,
+        np.repeat(np.array([PREFILL, DECODE], np.uint8), [len(cuts) - 1, decoded]),
+        np.concatenate([np.diff(cuts), np.ones(decoded, np.int64)]),
+        np.concatenate([cuts[1:], rows["position"][prompt:].astype(np.int64) + 1]).astype(np.int64),
+        *(_end_to_end(parts) if len(parts) > 1 else parts[0]),
+    )
     names = ("token_id", "weights", "lookahead", "candidates", "scores")
     token_id, weights, ahead, candidates, scores = map(rows.get, names)
     distances = meta.lookahead.distances if meta.lookahead else ()
@@ -157,30 +162,10 @@ def grouped(event: Int, ids: Int, values: Sequence[NDArray[Any]], events: int, t
     return np.searchsorted(keys[first], np.arange(events + 1) * total), keys[first] % total, *sums
 
 
-def decode_steps(
-    request: int,
-    experts: NDArray[np.integer],
-    E: int,
-    sentinel: int,
-    context: Int,
-) -> RequestSteps:
+def decode_steps(request: int, experts: NDArray[np.integer], E: int, sentinel: int, context: Int) -> RequestSteps:
     """Run each token as a step. experts: [tokens, L, k] ids in a layer or `sentinel`; context: [tokens]."""
-    tokens = len(experts)
-    phase, ones = np.full(tokens, DECODE, np.uint8), np.ones(tokens, np.int64)
-    choices = _token_by_token(experts, E, sentinel)
-    return RequestSteps(request, phase, ones, context.astype(np.int64), *choices)
-
-
-def prefill_step(
-    request: int,
-    experts: NDArray[np.integer],
-    E: int,
-    sentinel: int,
-    before: int = 0,
-) -> RequestSteps:
-    """Run all tokens, [tokens, L, k] ids or `sentinel`, as one step behind the `before` first ones of the prompt."""
-    phase, count = np.array([PREFILL], np.uint8), np.array([len(experts)], np.int64)
-    return RequestSteps(request, phase, count, before + count, *_all_together(experts, E, sentinel))
+    phase, ones = np.full(len(experts), DECODE, np.uint8), np.ones(len(experts), np.int64)
+    return RequestSteps(request, phase, ones, context.astype(np.int64), *_token_by_token(experts, E, sentinel))
 
 
 def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
@@ -205,20 +190,6 @@ def _all_together(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
     offsets = np.zeros(L + 1, np.int64)
     np.cumsum(np.bincount(used // E, minlength=L), out=offsets[1:])
     return offsets, used.astype(np.int64), counts[used].astype(np.int64)
-
-
-def join(parts: list[RequestSteps]) -> RequestSteps:
-    """Return the steps of one request, one part after the other (its prefill, then its decode)."""
-    offsets, experts, counts = _end_to_end([(part.offsets, part.experts, part.counts) for part in parts])
-    return RequestSteps(
-        request=parts[0].request,
-        phase=np.concatenate([part.phase for part in parts]),
-        tokens=np.concatenate([part.tokens for part in parts]),
-        context=np.concatenate([part.context for part in parts]),
-        offsets=offsets,
-        experts=experts,
-        counts=counts,
-    )
 
 
 def _end_to_end(parts: list[Flat]) -> Flat:

@@ -11,8 +11,7 @@ from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
 from sim.loop import STALLS, RunLog, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces import DECODE, RequestSteps, decode_steps
-from traces.steps import prefill_step
+from traces import DECODE, RequestSteps, Trace, decode_steps
 
 L, E, K = 3, 8, 2
 TIMING = FixedTiming(dense=1_000, expert=300, expert_per_token=20, combine=50, head=700)
@@ -119,7 +118,7 @@ def test_the_predictors_time_is_paid_once_an_event():
 
 def test_a_prefill_is_one_step_that_loads_each_of_its_experts_once():
     tokens = random_tokens(50)
-    step = prefill_step(0, tokens, E, 255)
+    step = Trace.from_arrays([tokens], E, len(tokens)).steps(0)
     log = simulate(gpu_run([step], Shape(L, E), 4, parse("lru"), TIMING, LINK))
     assert log.tokens.tolist() == [50]
     assert log.misses.tolist() == [len(np.unique(tokens + E * np.arange(L)[None, :, None]))]

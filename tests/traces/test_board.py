@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cards import table
 from traces import Trace
-from traces.board import Card, board, sum_of, table
+from traces.board import Card, board, sum_of
 from traces.defects import of_trace
 
 ROOT = Path(__file__).parents[2]
@@ -30,4 +31,4 @@ def test_only_what_may_be_passed_on_is_here() -> None:
 
 def test_the_page_shows_the_cards() -> None:
     page = (ROOT / "docs" / "board.md").read_text("utf-8")
-    assert table() in page, "to renew it: python -m traces.board, into docs/board.md"
+    assert table() in page, "to renew it: python -m benchmarks.cards, into docs/board.md"

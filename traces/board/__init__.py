@@ -2,7 +2,7 @@
 
 `traces.toml` has the cards, and a version that rises whenever a figure made with these traces may change. Traces whose
 licence allows it lie beside it; of the others the card has the commands that make them from their source.
-docs/board.md has the cards as a table, made by `python -m traces.board`.
+docs/board.md has the cards as a table, made by `python -m benchmarks.cards`.
 """
 
 import hashlib
@@ -61,16 +61,3 @@ def sum_of(folder: Path) -> str:
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}\n" for file in files
     )
     return hashlib.sha256("".join(sums).encode()).hexdigest()
-
-
-def table() -> str:
-    """Return the cards as a table of a page, those that ship first."""
-    cards = sorted(board().cards, key=lambda card: not card.sha256)
-    rows = [
-        f"| {card.name} | {card.model}, {card.layers} x {card.experts}, top-{card.top_k} | {card.decoded} | "
-        f"{card.requests}, {card.tokens:,} | {'; '.join(card.defects) or '-'} | {card.source}, {card.licence} |"
-        for card in cards
-    ]
-    heading = "trace", "model, experts", "what was decoded", "requests, tokens", "defects", "source, licence"
-    lines = " | ".join(heading), " | ".join("---" for _ in heading)
-    return "\n".join([*(f"| {line} |" for line in lines), *rows])

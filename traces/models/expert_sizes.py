@@ -1,8 +1,7 @@
 """The sizes of a model's experts by layer, read from the headers of its files: quantised files mix formats.
 
-Of rule 19. Formats: GGUF (`traces.models.gguf_files`), whose names say what is an expert's, and safetensors
-(`traces.models.safetensors_files`), where shapes and counts do. No weights are read. Layers for multi-token prediction
-(MTP), which decoding does not run, do not count, nor do those of a second model in the same files, such as one that
+Of rule 19. In GGUF files names say what is an expert's, in safetensors shapes and counts do. No weights are read.
+Layers for multi-token prediction (MTP) do not count, nor do those of a second model in the files, such as one that
 speaks.
 """
 
