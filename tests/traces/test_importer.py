@@ -146,6 +146,7 @@ def test_a_large_file_gives_the_same_trace_in_parts(case: str, tmp_path: Path, m
         monkeypatch.setattr(plain, "PART", 2**24)
         whole, assumed = import_dump(file, files[1])
         monkeypatch.setattr(plain, "PART", 60)
+        monkeypatch.setattr("traces.arrays.LARGE", 0)
         source = Source.of(file, files[1], Options(token_ids=tmp_path / "few.npy"), None)
         np.save(tmp_path / "few.npy", np.arange(90))
         parts = list(read_dump(source))

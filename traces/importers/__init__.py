@@ -64,8 +64,7 @@ def _read(source: Source) -> Routing | Counts | Again:
     chosen = next(filter(None, (*arrays, others, files)), ())
     if not chosen:
         raise InputError(f"{source.path} holds no files that could be dumps")
-    stored = plain.stored(chosen[0]) if len(chosen) == 1 and chosen[0].suffix in ARRAYS[:2] else None
-    loaded = [(path, _content(source, path) if stored is None else [stored]) for path in chosen]
+    loaded = [(path, _content(source, path)) for path in chosen]
     first = loaded[0][1][0] if isinstance(loaded[0][1], list) else None
     if recorder.reads(first):
         return recorder.read(source, [(path, content) for path, (content,) in loaded])

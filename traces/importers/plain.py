@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces import arrays
-from traces.arrays import Stored
 from traces.defects import PER_CHOICE, Routing
 from traces.errors import InputError
 from traces.importers.cells import FLOAT16, INT32, UINT32
@@ -41,25 +40,15 @@ PART = 2**24
 """Expert ids of a part of a dump, about: larger ones are read in parts of whole requests."""
 
 
-def stored(path: Path) -> Any:
-    """Return the content of a file of arrays with its routing left in the file; None where that is small."""
-    held = Stored.of(path, ("", *PER_CHOICE))
-    if not any(
-        array.ndim == 3 and name in ("", "experts") and math.prod(array.shape) > PART for name, array in held.items()
-    ):
-        return None
-    return held[""] if "" in held else {**arrays.read_npz(path, held), **held}
-
-
 def reads(content: Any) -> bool:
     """Return whether the content of a file is routing as arrays."""
-    return isinstance(content.get("experts") if isinstance(content, dict) else content, np.ndarray | Stored)
+    return isinstance(content.get("experts") if isinstance(content, dict) else content, np.ndarray)
 
 
 def read(source: Source, files: list[tuple[Path, list[Any]]]) -> Routing | Again:
     """Return arrays by name, one file behind the other, or files of one array each. Raises InputError."""
     held = [content for _, (content,) in files]
-    if isinstance(held[0], np.ndarray | Stored):
+    if isinstance(held[0], np.ndarray):
         return _of_arrays(source, dict(zip([path for path, _ in files], held, strict=True)))
     names = [name for name in (*PER_CHOICE, *_PER_TOKEN) if name in held[0]]
     whole = {name: held[0][name] if len(held) == 1 else np.concatenate([each[name] for each in held]) for name in names}
@@ -132,12 +121,9 @@ def _dump(
 
     def parts() -> Iterator[Routing]:
         cuts = offsets[ends].tolist()
-        stored = [arrays.parts(values[name], cuts) for name in PER_CHOICE if name in values]
         names = [name for name in PER_CHOICE if name in values]
-        for (a, b), (first, last), held in zip(pairwise(ends), pairwise(cuts), zip(*stored, strict=True), strict=True):
-            made: dict[str, Any] = {
-                name: _choices(path, name, array, first) for name, array in zip(names, held, strict=True)
-            }
+        for (a, b), (first, last) in zip(pairwise(ends), pairwise(cuts), strict=True):
+            made = {name: _choices(path, name, values[name][first:last], first) for name in names}
             made |= {name: None if column is None else column[first:last] for name, column in columns.items()}
             restarts = again[(again >= first) & (again < last)] - first if again is not None and again.size else None
             bounds = offsets[a : b + 1] - first

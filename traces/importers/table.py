@@ -1,12 +1,9 @@
 """The one long table that all rows become, and how it becomes routing by request, token and layer.
 
-A row is a token's choice in a layer, one expert of it, or a count. Experts of a row are one id, a list ("1;5;9",
-"[1, 5]"), numbered columns e0, e1, ..., or a weight for each expert. What belongs to one token follows from the columns
-request, step and token where they are there, and by the order in the file where they are not, or start again.
-
-A role is a name and a meaning: the values of a column are held against what its name says (`_fits` before it has the
-role, `_column` cell by cell, `_counts_up`, `_in_turn`, `_counts` and `_largest` as a whole), and a column that
-contradicts is left to another role, or is a question that names the option.
+A row is a token's choice in a layer, one expert of it, or a count. What belongs to one token follows from the columns
+request, step and token, and from the order in the file where they are not there, or start again. The values of a column
+are held against what its name says: one that contradicts is left to another role, or is a question that names the
+option.
 """
 
 import re
