@@ -19,7 +19,7 @@ from replay.calibration import toml
 from replay.calibration.in_loop import parts_ns
 from replay.calibration.measure import Measurement, combined, middle, one_pass, policy_ns
 from replay.calibration.parts import top_k
-from replay.calibration.rates import Rates, host_gib, rates
+from replay.calibration.rates import Rates, rates
 from replay.choice import DEFAULT_STEPS, Choice, first_steps
 from replay.device_choice import DeviceChoice
 from replay.devices.gpu import Gpu
@@ -78,8 +78,8 @@ class Calibration:
     def disagreement(self) -> tuple[float, str]:
         """Return by what share passes differ at most, and in what."""
         series = {
-            "link bandwidth": [each.link_gb_per_s for each in self.rates],
-            "memory bandwidth": [each.memory_gb_per_s for each in self.rates],
+            "link bandwidth": [each.link_bandwidth_gb_per_s for each in self.rates],
+            "memory bandwidth": [each.memory_bandwidth_gb_per_s for each in self.rates],
             "matmul rate": [each.compute_tflop_per_s for each in self.rates],
         }
         for name, passes in self.passes.items():
@@ -211,19 +211,18 @@ def add_model(
 
 def profile(result: Calibration) -> str:
     """Return the hardware profile as TOML."""
-    each = middle([asdict(one) for one in result.rates])
     models = [result.model(name) for name in result.models]
     facts: dict[str, Any] = {key: value for key, value in result.facts.items() if value is not None}
-    disk, lanes = dict(ASSUMED), facts.get("lanes")
-    link = {"link_bandwidth_gb_per_s": each["link_gb_per_s"], "link_latency_us": each["link_latency_us"]}
-    if lanes:  # experts come from a disk
-        read = models[0].link()
-        both = read.ns_per_byte_den / read.ns_per_byte_num, read.latency_ns / 1_000
-        link, disk = (dict(zip(names, both, strict=True)) for names in (link, disk))
+    scalars: dict[str, Any] = {"title": str(facts["device_name"]), **middle([asdict(one) for one in result.rates])}
+    scalars |= {**ASSUMED, "framework_us_per_layer": median([model.turnaround_ns for model in models]) / 1_000}
+    if lanes := facts.get("lanes"):  # experts come from a disk
+        link = models[0].link()
+        for of in ("link", "disk"):
+            scalars[f"{of}_bandwidth_gb_per_s"] = link.ns_per_byte_den / link.ns_per_byte_num
+            scalars[f"{of}_latency_us"] = link.latency_ns / 1_000
     apart, where = result.disagreement()
-    name = facts.pop("device_name")
     calibration = {  # for people
-        "gpu" if facts.get("driver") else "cpu": name,
+        "gpu" if facts.get("driver") else "cpu": facts.pop("device_name"),
         **facts,
         **({"computed_in": result.computed_in} if result.computed_in else {}),
         "commit": commit(),
@@ -240,20 +239,4 @@ def profile(result: Calibration) -> str:
         "# Written by `moe-replay calibrate`. Models under [[measured]] are simulated from what was measured here,\n"
         f"# other models from the rates: of large copies, the host's turnaround with these models, and {of_disk}.\n"
     )
-    return head + toml.dumps(
-        {
-            "title": str(name),
-            **link,
-            "memory_gib": each["memory_gib"],
-            "memory_bandwidth_gb_per_s": max(each["memory_gb_per_s"], each["link_gb_per_s"]),
-            "compute_tflop_per_s": each["compute_tflop_per_s"],
-            "launch_us": each["launch_us"],
-            "framework_us_per_layer": median([model.turnaround_ns for model in models]) / 1_000,
-            "host_compute_tflop_per_s": each["host_tflop_per_s"],
-            "host_memory_bandwidth_gb_per_s": each["host_gb_per_s"],
-            "host_memory_gib": host_gib(),
-            **disk,
-            "calibration": calibration,
-            "measured": [asdict(model) for model in models],
-        }
-    )
+    return head + toml.dumps({**scalars, "calibration": calibration, "measured": [asdict(model) for model in models]})

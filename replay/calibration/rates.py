@@ -4,13 +4,13 @@ On a GPU from plain calls of torch, on a CPU from memcpy and matmuls, so that th
 figure is the median of a few series of calls, waited for once.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
+import psutil
 import torch
 
 from replay.device_choice import BEST_EFFORT
@@ -27,20 +27,17 @@ SMALL, LARGE, LARGEST = 64 << 10, 64 << 20, 256 << 20
 
 @dataclass(frozen=True)
 class Rates:
-    """GB/s are bytes a ns."""
+    """By the keys of a hardware profile. GB/s are bytes a ns."""
 
-    link_gb_per_s: float  # of the largest copy
+    link_bandwidth_gb_per_s: float  # of the largest copy
     link_latency_us: float
     memory_gib: float  # in all
-    memory_gb_per_s: float  # read and written together
+    memory_bandwidth_gb_per_s: float  # read and written together
     compute_tflop_per_s: float
     launch_us: float
-    host_tflop_per_s: float
-    host_gb_per_s: float
-
-
-def host_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    host_compute_tflop_per_s: float
+    host_memory_bandwidth_gb_per_s: float
+    host_memory_gib: float
 
 
 def rates(gpu: Gpu | None) -> Rates:
@@ -95,17 +92,18 @@ def of_cpu() -> Rates:
     def copy(place: slice) -> None:
         np.copyto(target[place], source[place])
 
-    link_gb_per_s = _copied_gb_per_s(len(source), copy)
+    copies, gib = _copied_gb_per_s(len(source), copy), psutil.virtual_memory().total / 2**30
     tflop, gb_per_s = _host()
     return Rates(
-        link_gb_per_s=link_gb_per_s,
+        link_bandwidth_gb_per_s=copies,
         link_latency_us=seconds(lambda _: copy(slice(0, 64))) * 1e6,
-        memory_gib=host_gib(),
-        memory_gb_per_s=max(gb_per_s, link_gb_per_s),
+        memory_gib=gib,
+        memory_bandwidth_gb_per_s=max(gb_per_s, copies),
         compute_tflop_per_s=tflop,
         launch_us=seconds(lambda _: little.add_(1)) * 1e6,
-        host_tflop_per_s=tflop,
-        host_gb_per_s=gb_per_s,
+        host_compute_tflop_per_s=tflop,
+        host_memory_bandwidth_gb_per_s=gb_per_s,
+        host_memory_gib=gib,
     )
 
 
@@ -123,18 +121,20 @@ def of_gpu(gpu: Gpu, memory_gib: float, buffers: int, n: int) -> Rates:
         copy(slice(LARGE, LARGE + SMALL))
 
     with pinned(memory, BEST_EFFORT, gpu):
-        link_gb_per_s = _copied_gb_per_s(len(source), copy, wait)
+        copies = _copied_gb_per_s(len(source), copy, wait)
         large = seconds(lambda _: copy(slice(0, LARGE)), wait)
         latency = max(0.0, seconds(behind, wait) - large)
     other, little = torch.ones_like(target), torch.zeros(16, device=gpu.device)
     tflop, gb_per_s = _host()
+    within = 2 * len(target) / seconds(lambda _: other.copy_(target), wait) / 1e9
     return Rates(
-        link_gb_per_s=link_gb_per_s,
+        link_bandwidth_gb_per_s=copies,
         link_latency_us=latency * 1e6,
         memory_gib=memory_gib,
-        memory_gb_per_s=2 * len(target) / seconds(lambda _: other.copy_(target), wait) / 1e9,
+        memory_bandwidth_gb_per_s=max(within, copies),
         compute_tflop_per_s=2 * n**3 / seconds(_multiplied(n, gpu.device, torch.bfloat16), wait) / 1e12,
         launch_us=seconds(lambda _: little.add_(1), wait) * 1e6,
-        host_tflop_per_s=tflop,
-        host_gb_per_s=gb_per_s,
+        host_compute_tflop_per_s=tflop,
+        host_memory_bandwidth_gb_per_s=gb_per_s,
+        host_memory_gib=psutil.virtual_memory().total / 2**30,
     )

@@ -49,14 +49,17 @@ def test_what_is_written_as_toml_is_read_back_the_same(table) -> None:
 def test_the_rates_of_a_cpu_are_those_of_copies_that_were_made() -> None:
     found = rates.rates(None)
     assert all(0 < each < math.inf for each in asdict(found).values())
-    assert found.memory_gb_per_s >= found.link_gb_per_s
+    assert found.memory_bandwidth_gb_per_s >= found.link_bandwidth_gb_per_s
 
 
 @pytest.mark.parametrize("refuse", [None, 0])
 def test_the_rates_of_a_gpu_are_asked_through_its_interface_and_memory_is_given_back(refuse: int | None) -> None:
     gpu = FakeGpu(seed=1, refuse=refuse)
     found = rates.of_gpu(gpu, memory_gib=3.0, buffers=5, n=32)
-    assert all(0 < each < math.inf for each in (found.link_gb_per_s, found.memory_gb_per_s, found.launch_us))
+    assert all(
+        0 < each < math.inf
+        for each in (found.link_bandwidth_gb_per_s, found.memory_bandwidth_gb_per_s, found.launch_us)
+    )
     assert found.link_latency_us >= 0
     assert (found.memory_gib, gpu.registered) == (3.0, [])
 
@@ -77,7 +80,7 @@ MODEL = measured.MeasuredModel(
     combine=((1, 3), (2, 3)),
     head=((1, 20), (2, 21)),
 )
-RATES = rates.Rates(10.0, 1.0, 24.0, 30.0, 0.5, 2.0, 0.4, 25.0)
+RATES = rates.Rates(10.0, 1.0, 24.0, 30.0, 0.5, 2.0, 0.4, 25.0, 64.0)
 
 
 def found_of(*models: measured.MeasuredModel, rates=(RATES, RATES)) -> Calibration:
@@ -121,7 +124,7 @@ def test_passes_that_agree_do_and_what_differs_most_is_named() -> None:
     apart, what = found_of(MODEL, replace(MODEL, transfer_ns=1_100)).disagreement()
     assert apart == pytest.approx(100 / 1_050)
     assert what == "a transfer of tiny"
-    slower = replace(RATES, link_gb_per_s=8.0)
+    slower = replace(RATES, link_bandwidth_gb_per_s=8.0)
     apart, what = found_of(MODEL, replace(MODEL, transfer_ns=1_100), rates=(RATES, slower)).disagreement()
     assert apart == pytest.approx(2 / 9)
     assert what == "link bandwidth"
