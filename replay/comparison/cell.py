@@ -205,6 +205,15 @@ class FixedOrder(Decider):
     def residency(self, slots: int, sizes: Int | None = None) -> Residency:
         return self._residency
 
+    def begin_request(self, ordinal: int, batch_slot: int = 0) -> None: ...
+
+    def observe(self, event: Event) -> None: ...
+
+    def propose(self, event: Event) -> tuple[Int, Float] | None:
+        return None
+
+    def end_request(self, batch_slot: int = 0) -> None: ...
+
 
 class Lockstep(FixedOrder):
     """The decider of a run in lockstep: the script, in place of the run's policy."""
