@@ -78,10 +78,8 @@ Advance = Callable[..., None]
 
 
 @contextmanager
-def progress(
-    total: int, quiet: bool, what: str = "requests run", done: int = 0, *columns: ProgressColumn
-) -> Iterator[Advance]:
-    """Draw a bar on standard error, with `what` is counted and further columns behind it, and remove it at the end.
+def progress(total: int, quiet: bool, what: str = "requests run", done: int = 0) -> Iterator[Advance]:
+    """Draw a bar on standard error, with `what` is counted behind it, and remove it at the end.
 
     Outside a terminal, where a bar would leave an empty line, print a line a minute instead.
     """
