@@ -228,7 +228,11 @@ class Recording:
         columns["step"] = (first_step + np.maximum(after, 0)).astype(np.uint32)
         embedding = [self._loaded.embed(answer.prompt) for answer in answers] if options.embedding else None
         tokens = [token for answer in answers for token in (*answer.prompt, *answer.output[:-1])]
-        names = [name for name in OPTIONAL if getattr(answers[0].routed[0][0], name, None) is not None]
+        optional: dict[str, Any] = {}
+        for name in OPTIONAL:
+            if getattr(answers[0].routed[0][0], name, None) is not None:
+                rows = _rows(answers, name)
+                optional[name] = meta.stored(rows) if name in IDS else rows
         drafted = [[*[0] * len(answer.prompt), *answer.drafted] for answer in answers if answer.drafted is not None]
         return Trace(
             name="recorded",
@@ -246,8 +250,7 @@ class Recording:
             embedding=np.stack(embedding) if embedding else None,
             drafted=np.concatenate(drafted).astype(np.int16) if drafted else None,
             **columns,
-            **{name: _rows(answers, name) for name in names if name not in IDS},
-            **{name: meta.stored(_rows(answers, name)) for name in names if name in IDS},
+            **optional,
         )
 
 

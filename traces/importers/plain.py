@@ -123,7 +123,7 @@ def _dump(
         cuts = offsets[ends].tolist()
         names = [name for name in PER_CHOICE if name in values]
         for (a, b), (first, last) in zip(pairwise(ends), pairwise(cuts), strict=True):
-            made = {name: _choices(path, name, values[name][first:last], first) for name in names}
+            made: dict[str, Any] = {name: _choices(path, name, values[name][first:last], first) for name in names}
             made |= {name: None if column is None else column[first:last] for name, column in columns.items()}
             restarts = again[(again >= first) & (again < last)] - first if again is not None and again.size else None
             bounds = offsets[a : b + 1] - first
