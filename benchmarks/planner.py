@@ -26,8 +26,8 @@ PUBLISHED = Path(__file__).with_suffix(".toml")
 
 def published() -> str:
     """Return published speeds beside plans as a table, and the median error below it."""
-    lines = ["| figure | model, GPU, bandwidth of host memory | measured, tokens/s | expected | error |"]
-    lines.append("|---|---|---:|---:|---:|")
+    lines = ["| figure | model, GPU, bandwidth of host memory | measured, tokens/s | expected | interval | error |"]
+    lines.append("| --- | --- | ---: | ---: | --- | ---: |")
     errors, inside = [], 0
     for name, row in tomllib.loads(PUBLISHED.read_text("utf-8")).items():
         options, measured = row["options"], row["tokens_per_s"]
@@ -36,7 +36,8 @@ def published() -> str:
         machine = f"{model} on {options.get('gpu', 'no GPU')}, {options['cpu_bandwidth']}"
         errors.append(speed.tokens_per_s / measured - 1)
         inside += speed.low <= measured <= speed.high
-        lines.append(f"| {name} | {machine} | {measured:.2f} | {speed.tokens_per_s:.2f} | {errors[-1]:+.0%} |")
+        cells = [name, machine, f"{measured:.2f}", f"{speed.tokens_per_s:.2f}", f"{speed.low:.2f} to {speed.high:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {errors[-1]:+.0%} |")
     median = float(np.median(np.abs(errors)))
     return "\n".join([*lines, "", f"Median error {median:.0%}; {inside} of {len(errors)} lie in their interval."])
 
