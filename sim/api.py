@@ -69,7 +69,6 @@ class RunResult:
         return f"<Run of {_title(self.row)}: {_figures(self.row)}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the title, and a table of the main columns."""
         shown = {name: self.row[name] for name in FIGURES if self.row[name] is not None}
         return _html([_title(self.row)], pd.DataFrame([shown]))
 
@@ -138,7 +137,6 @@ class SweepResult:
         return "\n".join([*verdict.lossy(self.rows), whole])
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: what the sweep means, and a table of its main columns."""
         shown = ["policy", "cache_experts", "cache_fraction", *FIGURES, "gap_hits", "gap_latency"]
         return _html(self.verdict, self.frame[shown].dropna(axis=1, how="all"))
 
@@ -176,7 +174,6 @@ class Comparison(list[Difference]):
         return "\n".join(size.format(difference.cache_experts) + difference.sentence() for difference in self)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the table of differences."""
         return _html([], self.frame)
 
     @property
@@ -204,13 +201,9 @@ def with_options(function: Callable[P, T]) -> Callable[P, T]:
     more = list(inspect.signature(Experiment).parameters.values())[1:]
     types = get_type_hints(Experiment)  # without limits and help
     keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[each.name]) for each in more]
-    helps = {
-        name: re.sub(
-            r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), each.help or "Of what is drawn, such as arrivals."
-        )
-        for name, each in OPTIONS.items()
-    }
-    listed = [textwrap.fill(f"{each.name}: {helps[each.name]}", 110, subsequent_indent="    ") for each in more]
+    helps = (f"{each.name}: {OPTIONS[each.name].help or 'Of what is drawn, such as arrivals.'}" for each in more)
+    texts = (re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), text) for text in helps)
+    listed = [textwrap.fill(text, 110, subsequent_indent="    ") for text in texts]
     function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *listed])
     function.__dict__["__signature__"] = inspect.signature(function).replace(parameters=[*own, *keywords])
     return function
