@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -59,6 +60,16 @@ def _print(part: RenderableType, to: Console) -> None:
 def listing(name: str, *headings: str) -> Table:
     """Return an empty table without lines; what its first column names is never broken."""
     return Table(Column(name, no_wrap=True), *headings, box=None, header_style="bold")
+
+
+def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> Table:
+    """Return a plain table; its first columns are flush left (and fold), the others flush right."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0))
+    for i, heading in enumerate(headings):
+        shown.add_column(heading, justify="left" if i < left else "right", no_wrap=True)
+    if fold:
+        shown.columns[0].no_wrap, shown.columns[0].overflow, shown.columns[0].min_width = False, "fold", 10
+    return shown
 
 
 def note(text: str) -> None:

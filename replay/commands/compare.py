@@ -21,7 +21,6 @@ from replay.comparison.record import ERROR, Record
 from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
 from sim import defaults
 from sim.commands import options
-from sim.commands.printed import table as plain_table
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.loaded import TimedRun
 from sim.loop.requests import Requests
@@ -154,7 +153,7 @@ def _shown(record: Record, finished: list[Row], failed: list[Row]) -> Iterator[s
 def table(cells: list[Row], ceiling_gb_per_s: float | None) -> Table:
     """Return a line for each cell of one mode; errors are predicted / measured - 1."""
     headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
-    shown = plain_table("policy", *headings, *(["of the\nlink"] if ceiling_gb_per_s else []), gap=1, fold=True)
+    shown = console.table("policy", *headings, *(["of the\nlink"] if ceiling_gb_per_s else []), gap=1, fold=True)
     shown.title, shown.title_justify = cells[0]["mode"], "left"
     for cell in cells:
         off, rate = cell["errors"], cell["measured"]["copy_gb_per_s"]

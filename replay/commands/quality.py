@@ -12,9 +12,10 @@ from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
 from replay.live.model import LiveModel
 from replay.live.quality import figure, prices, sentence
-from sim.commands import options, printed
+from sim.commands import options
 from sim.results.files import write_figure
 from sim.sweeps.config import seeded
+from terminal import console
 from terminal.console import progress
 from tracer import demo
 from tracer.prompts import Columns, read_prompts
@@ -66,7 +67,7 @@ def quality(
     rows = prices(opening, asked, split_list(opened.policy), split_list(opened.cache_size), rules, tokens)
     if figure_file:
         write_figure(figure(rows), figure_file)
-    table = printed.table("rule", "policy", "cache", *SHOWN, left=2)
+    table = console.table("rule", "policy", "cache", *SHOWN, left=2)
     for row in rows:
         share = f"{row['cache_fraction']:.1%}"
         table.add_row(row["routing"], row["policy"], share, *(form.format(row[name]) for name, form in SHOWN.values()))

@@ -19,7 +19,6 @@ from replay.devices.expert_file import command_of
 from replay.run import Outcome, replay
 from sim import defaults
 from sim.commands import options
-from sim.commands.printed import written
 from sim.experiment import OPTIONS, Experiment, from_file
 from sim.loaded import TimedRun
 from sim.loop.log import StepRow
@@ -232,4 +231,4 @@ def _shown(outcome: Outcome, folder: Path) -> Iterator[str | Table]:
     yield shown.title(outcome)
     yield shown.table(outcome)
     yield from shown.notes(outcome)
-    yield written((files.RESULTS_FILE, files.REQUESTS_FILE, files.STEPS), folder)
+    yield options.written((files.RESULTS_FILE, files.REQUESTS_FILE, files.STEPS), folder)

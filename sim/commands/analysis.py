@@ -12,7 +12,6 @@ from sim import defaults
 from sim.analysis import recorded_hits
 from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentences, to_play
 from sim.commands import options
-from sim.commands.printed import table, written
 from sim.loaded import Loaded, load, sample_text
 from sim.results import plot
 from sim.results.compare import Difference, SweptRun, choose, differences, pairs_across, pairs_within, read, split_name
@@ -21,7 +20,7 @@ from sim.results.metrics import engine_words, size_text
 from sim.sweeps import notes, verdict
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
-from terminal.console import progress
+from terminal.console import progress, table
 from traces.errors import InputError
 from traces.output import claimed
 
@@ -71,7 +70,7 @@ def analyze(
             "locality": [asdict(metrics) for metrics in found.locality],
             "recorded_hits": engine and asdict(engine),
         },
-        lambda: (*answer, _misses(found, loaded), _reuse(found), _locality(found), written(files, folder)),
+        lambda: (*answer, _misses(found, loaded), _reuse(found), _locality(found), options.written(files, folder)),
     )
 
 

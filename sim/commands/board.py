@@ -15,7 +15,7 @@ from sim.board import result as results
 from sim.board.cases import HITS, MACHINES, POLICIES, cards_of, every
 from sim.board.result import Result
 from sim.board.running import Board
-from sim.commands import options, printed
+from sim.commands import options
 from sim.engines import compiling
 from sim.report import board as pages
 from sim.sweeps import notes
@@ -99,9 +99,9 @@ def board(
 
 def _tables(found: Result) -> Iterator[Table | str]:
     walls = found.measures[1:]
-    scores = printed.table("policy", "score", "worst", *walls, "slower", "us", "MiB", fold=True)
+    scores = console.table("policy", "score", "worst", *walls, "slower", "us", "MiB", fold=True)
     headings = (start.replace("-", "-\n", 1).replace(" ", "\n") for start in found.requests)
-    starts = printed.table("policy", *headings, fold=True)
+    starts = console.table("policy", *headings, fold=True)
     for text, entry in found.ranking:
         style = "bold green" if text == found.leader else None
         title = policy_title(text, entry.oracle)

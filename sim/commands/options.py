@@ -201,3 +201,7 @@ def taken(defaults: Mapping[str, bool]) -> list[str]:
 def experiment(stated: Mapping[str, Any], trace: str | None = None, **others: Any) -> Experiment:
     """Return the experiment of these options, of the shipped trace where none is named. Raise InputError."""
     return Experiment.of({"trace": trace or str(demo_trace()), **stated, **typed(**others)})
+
+
+def written(files: Iterable[Path | str], folder: Path) -> str:
+    return f"wrote {', '.join(Path(file).name for file in files)} to {folder}"

@@ -11,7 +11,6 @@ import typer
 from rich.table import Table
 
 from sim.commands import options
-from sim.commands.printed import table
 from sim.planner import plan as planner
 from sim.planner.calibration import Calibration, calibrate
 from sim.planner.llama_bench import Bench
@@ -26,7 +25,7 @@ from sim.probe.cores import processor
 from sim.probe.detection import Facts, detected, of_profile, with_stated
 from sim.probe.detection import options as of_facts
 from sim.quantities import show_bytes
-from terminal.console import progress
+from terminal.console import progress, table
 from traces.errors import InputError, refuse
 from traces.models.profile import is_gguf_file
 from traces.output import check_file, replacing

@@ -6,13 +6,12 @@ from typing import Annotated
 import typer
 
 from sim.commands import options
-from sim.commands.printed import table
 from sim.probe import busy
 from sim.probe.detection import detected
 from sim.probe.measuring import Probe, measured, profile
 from sim.profiles.hardware_profile import OWN, THIS_MACHINE
 from terminal import console
-from terminal.console import progress
+from terminal.console import progress, table
 from traces.output import replacing
 
 

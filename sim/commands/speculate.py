@@ -10,13 +10,12 @@ from policies.core.spec import parse
 from sim import defaults
 from sim.analysis import speculation
 from sim.commands import options
-from sim.commands.printed import table, written
 from sim.engines import compiling
 from sim.loaded import TimedRun
 from sim.quantities import show_mib, show_three
 from sim.sweeps import notes
 from sim.sweeps.grid import grid_of
-from terminal.console import progress
+from terminal.console import progress, table
 from traces.errors import InputError
 from traces.output import claimed
 
@@ -68,7 +67,7 @@ def speculate(
     seed = loaded.experiment.seed
     output.show(
         lambda: {"rows": speculation.rows(found, loaded), "sentences": list(speculation.sentences(found, seed))},
-        lambda: (*speculation.sentences(found, seed), _table(found, shares, seed), written(files, folder)),
+        lambda: (*speculation.sentences(found, seed), _table(found, shares, seed), options.written(files, folder)),
     )
 
 

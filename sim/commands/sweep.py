@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 
 from policies.core.grammar import split_list
 from sim import defaults
-from sim.commands import options, printed
+from sim.commands import options
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.engines import compiling
 from sim.loaded import Loaded, TimedRun, load
@@ -29,7 +29,7 @@ from sim.sweeps.grid import Outcome, Table, drawn, grid_of, missing, names, outc
 from sim.sweeps.grid import sweep as run_missing
 from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store, drop, held
 from sim.sweeps.workers import Cluster, Local, Workers
-from terminal.console import progress
+from terminal import console
 from terminal.options import typed
 from traces.errors import InputError
 from traces.location import name_of
@@ -247,7 +247,7 @@ def _run(
         versions = (version for loaded, specs in cells for version in loaded.versions(specs))
         output.note(*compiling.notes(versions))
     due = sum(task.requests for _, task in groups)
-    with keeping("moe-sim", store, folder), progress(due, output.quiet) as advance:
+    with keeping("moe-sim", store, folder), console.progress(due, output.quiet) as advance:
         run_missing(tables, store, workers, advance)
     outcomes = [outcome(table, store) for table in tables]
     swept = [runs(found, store) for found in outcomes]
@@ -293,7 +293,7 @@ def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
     both = any(row["phase"] == "both" for row in outcome.rows)  # prompts and decoded tokens
     hits = ["hits", *(["decode\nhits"] if both else []), "hits\ngap"]
     reads = ["host\nreads"] if any(row["on_host"] for row in outcome.rows) else []  # a token
-    shown = printed.table(
+    shown = console.table(
         "cache", "a\nlayer", *sized, "policy", *hits, *reads, *times, "idle" if times else "misses", ""
     )
     shown.columns[2 + len(sized)].justify = "left"

@@ -8,7 +8,6 @@ from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
 from sim.commands import options
-from sim.commands.printed import table
 from sim.engines import compiling
 from sim.experiment import SIZES
 from sim.loaded import TimedRun
@@ -17,7 +16,7 @@ from sim.results.metrics import size_text
 from sim.systems import table1 as paper
 from sim.systems.predict import HOST_MEMORY, Prediction, Setting, chosen
 from sim.systems.table1 import Figure, Row
-from terminal.console import progress
+from terminal.console import progress, table
 
 
 def systems(
