@@ -16,10 +16,10 @@ from sim.board.cases import HITS, MEASURES, QUARTER, SIZES
 from sim.experiment import from_file
 from sim.quantities import show_ms
 from sim.results.compare import CONFIDENCE, FEWEST
+from sim.results.files import write_toml
 from traces.board import board
 from traces.errors import InputError
 from traces.files import read_toml
-from traces.output import replacing
 from traces.typed import typed
 
 LRU, BELADY = "lru", "belady"
@@ -215,12 +215,8 @@ def gain_text(gain: Gain) -> str:
 
 def write(found: Result, path: Path, overwrite: bool = False) -> None:
     """Write a file that `read` reads, whole or not at all."""
-    import tomli_w  # which a machine with a GPU need not have
-
-    with replacing(path, overwrite=overwrite) as part:
-        sizes = ", ".join(SIZES)
-        heading = f"# Figures at {sizes} of the experts. `moe-sim board --check THIS` runs the same again.\n"
-        part.write_text(heading + tomli_w.dumps(asdict(found)), encoding="utf-8")
+    heading = f"# Figures at {', '.join(SIZES)} of the experts. `moe-sim board --check THIS` runs the same again.\n"
+    write_toml(heading, asdict(found), path, overwrite)
 
 
 def read(path: Path, trust: bool = False) -> Result:

@@ -58,6 +58,14 @@ def read(path: Path, schema: pa.Schema, more: bool = False) -> pa.Table:
         ) from error
 
 
+def write_toml(heading: str, values: Mapping[str, Any], path: Path, overwrite: bool = True) -> None:
+    """Write values below a heading of comments, whole or not at all."""
+    import tomli_w  # which a machine with a GPU need not have
+
+    with replacing(path, overwrite=overwrite) as file:
+        file.write_text(heading + tomli_w.dumps(values), encoding="utf-8")
+
+
 def write_figure(figure: "Figure", path: Path) -> None:
     """Write a figure whole or not at all, as its name says (.png, .pdf, .svg); texts with a $ are no formulas."""
     from matplotlib.text import Text

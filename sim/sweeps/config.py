@@ -19,11 +19,11 @@ from policies.core.grammar import alternatives, count_alternatives, split_list
 from policies.core.spec import SEED, PolicyLike, PolicySpec, parse
 from sim.defaults import CACHE_SIZES, HARDWARE, POLICIES
 from sim.experiment import OPTIONS, Experiment, Natural, Positive, Text, from_file, resolve
+from sim.results.files import write_toml
 from sim.results.provenance import commit
 from traces import demo_trace
 from traces.errors import InputError, unknown
 from traces.files import read_toml
-from traces.output import replacing
 from traces.typed import typed
 
 NAME = "sweep.toml"
@@ -90,11 +90,8 @@ class Sweep:
             f"# {Path.cwd()} at commit {commit()}. The policies, resolved:",
         ]
         text += [f"# {spec.text} = {json.dumps(spec.options(), default=str)}" for spec in self.specs]
-        import tomli_w  # which a machine with a GPU need not have
-
-        shown = tomli_w.dumps({name: value for name, value in values.items() if value is not None})
-        with replacing(path) as file:
-            file.write_text("\n".join(text) + "\n\n" + shown, encoding="utf-8")
+        shown = {name: value for name, value in values.items() if value is not None}
+        write_toml("\n".join(text) + "\n\n", shown, path)
 
 
 DEFAULTS = {

@@ -13,11 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from sim.experiment import Experiment, from_file
-from sim.results.files import A_SWEEP
+from sim.results.files import A_SWEEP, write_toml
 from sim.results.metrics import Row
 from traces.errors import InputError
 from traces.files import read_toml
-from traces.output import replacing
 from traces.typed import typed
 
 NAME = "winner.toml"
@@ -72,8 +71,6 @@ def best_of_sizes(rows: Iterable[Row], judged_by: str) -> list[Row]:
 
 
 def write(path: Path, experiment: Experiment, judged_by: str, winners: Iterable[Winner]) -> None:
-    import tomli_w  # which a machine with a GPU need not have
-
     held: dict[str, Any] = {"judged_by": judged_by, "setup": experiment.resolved()}
     if found := [dataclasses.asdict(winner) for winner in winners]:
         held["winner"] = found
@@ -81,8 +78,7 @@ def write(path: Path, experiment: Experiment, judged_by: str, winners: Iterable[
         "# Written by moe-sim sweep: per cache size the causal policy with the least\n"
         f"# {judged_by}, and what was predicted of it. moe-replay --from FOLDER replays it.\n"
     )
-    with replacing(path) as file:
-        file.write_text(text + tomli_w.dumps(held), encoding="utf-8")
+    write_toml(text, held, path)
 
 
 def read(
