@@ -136,9 +136,7 @@ class ExpertCache:
     def _event(
         self, layer: int, chosen: Int, tokens: Int, picks: Picked = NOTHING_PICKED, weights: Float = NO_FLOATS
     ) -> Event:
-        near = picks[1][slice(*picks[0][:2])] if len(picks[0]) else NO_INTS
-        ahead = near, np.ones_like(near)
-        return alone(self._phase, layer, self._step, chosen, tokens, self._serial, ahead, self._tokens, picks, weights)
+        return alone(self._phase, layer, self._step, chosen, tokens, self._serial, self._tokens, picks, weights)
 
     def _picked(self, layer: int, ahead: Sequence[tuple[ArrayLike, ArrayLike]]) -> Picked:
         """Return the picks of layers that there are as an event holds them."""

@@ -52,14 +52,6 @@ class Lookahead:
         values = (rank < meta.top_k).astype(np.int64), scores[row, layer, place, rank].astype(np.float64)
         return Lookahead(L, depth, *grouped(event, experts, values, steps * L * depth, L * E))
 
-    def nearest(self) -> Flat:
-        """Return what tokens would choose in each layer by the input of the layer before, laid out as choices are."""
-        event = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
-        near = (event % self.depth == 0) & (self.counts > 0)
-        events = (len(self.offsets) - 1) // self.depth
-        offsets = np.searchsorted(event[near] // self.depth + 1, np.arange(events + 1))
-        return offsets, self.experts[near], self.counts[near]
-
 
 @dataclass(frozen=True)
 class Choices:

@@ -41,12 +41,13 @@ score: the event that last used or fetched the expert."""
 NEAR, FURTHER, HEAD, GUESSED = range(4)
 """Kinds of guesses: at the layer that comes next, at one behind it, and at a layer of the next step."""
 
-GUESS, LIKELY, ABSENT, MADE = range(4)
+GUESS, LIKELY, ABSENT, PICK, MADE = range(5)
 """Rows of `Blend.guesses`: experts of a layer, within it; the log odds of use of each; 1 where it was not in the
-cache."""
+cache; what its router picked then (`Blend.picks`)."""
 
-SHIFT, SURE = range(2)
-"""Rows of `Blend.trust`: what a kind of guess adds to its log odds; the curvature of the log likelihood of that."""
+SHIFT, SURE, MISSING = range(3)
+"""Rows of `Blend.trust`: what a kind of guess adds to its log odds; the curvature of the log likelihood of that;
+scratch of an event."""
 
 UNSHIFTED = 4.0
 """The curvature that no shift at all counts as: that of 16 guesses at even odds."""
@@ -69,10 +70,18 @@ then; the passes that it is expected to wait until it is used or the span ends; 
 SCALE = np.float32(64.0)
 """Near logarithms of rates are taken of so many times the rate."""
 
-NONE = -1
+FIRST, NEW, AGAIN, HISTORIES = range(4)
+"""Whether a router's pick from one layer further away named the expert: there was none, no, or yes."""
 
-NEVER = -np.inf
-"""Log odds."""
+SCORES, LEAST_CHOSEN = 8, 4
+"""Places of the score of a pick, half an e-fold each, 0 of what is not picked; the least that tokens would choose."""
+
+PICKS = SCORES * HISTORIES
+
+TINIEST = 1e-9
+"""Added to scores, whose logarithms are taken."""
+
+NONE = -1
 
 ZERO, HALF, ONE, TINY = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(1e-3)
 
@@ -86,10 +95,10 @@ class Blend(NamedTuple):
     keep: Float  # [>= 1, L*E]
     predicted: Single  # [2, L, E]
     cached: Float  # [L, E] row CACHED of the keep scores when the latest event was looked up, in layers to come
-    guesses: Float  # [GUESSED, L, MADE, E] of each kind the latest at each layer
-    made: Int  # [GUESSED, L] how many
-    trust: Float  # [2, GUESSED]
-    gate: Float  # [L, E + 2] of each layer its gate's latest picks, how many of all came true, how many there were
+    guesses: Float  # [depth + 1, L, MADE, E] by distance, and of the next step, the latest at each layer
+    made: Int  # [depth + 1, L] how many
+    trust: Float  # [3, GUESSED, PICKS]
+    picks: Int  # [L, E + 1] of the layer's router: SCORES * history + place of the score; last, whether there are any
     numbers: Int  # [NUMBERS]
     layers: Int  # [3, L]
     steps: Int  # [batch_slots] each request's step that runs
@@ -103,6 +112,7 @@ class Blend(NamedTuple):
 
 def nothing_known(shape: Shape, distance: float, depth: int, later: float) -> Blend:
     """Return the start of a run, with options of `eamc-blend`."""
+    depth = min(depth, shape.layers)
     return Blend(
         known=evidence.nothing_known(shape),
         learning=learning.nothing_learned(shape),
@@ -110,10 +120,10 @@ def nothing_known(shape: Shape, distance: float, depth: int, later: float) -> Bl
         keep=np.zeros((4, shape.total)),
         predicted=np.zeros((2, shape.layers, shape.experts), np.float32),
         cached=np.zeros((shape.layers, shape.experts)),
-        guesses=np.zeros((GUESSED, shape.layers, MADE, shape.experts)),
-        made=np.zeros((GUESSED, shape.layers), np.int64),
-        trust=np.array([[0.0] * GUESSED, [UNSHIFTED] * GUESSED]),
-        gate=np.zeros((shape.layers, shape.experts + 2)),
+        guesses=np.zeros((depth + 1, shape.layers, MADE, shape.experts)),
+        made=np.zeros((depth + 1, shape.layers), np.int64),
+        trust=np.array([0.0, UNSHIFTED, 0.0])[:, None, None] * np.ones((GUESSED, PICKS)),
+        picks=np.zeros((shape.layers, shape.experts + 1), np.int64),
         numbers=np.zeros(NUMBERS, np.int64),
         layers=np.zeros((3, shape.layers), np.int64),
         steps=np.full(shape.batch_slots, NONE),
@@ -138,7 +148,6 @@ def learned(own: Blend) -> Learned:
         "keep": own.keep[0],
         "predicted": own.predicted,
         "trust": own.trust,
-        "gate": own.gate,
         "numbers": own.numbers[:DECODES],
         "layers": own.layers,
     }
@@ -214,7 +223,9 @@ def _work_or_not(own: Blend, serial: int) -> bool:
     for batch_slot in range(len(own.steps)):
         neighbours.begin_request(own.known.passes, batch_slot)
     for layer in range(L):
-        layers[ASIDE, layer] = own.made[NEAR, layer] = own.made[FURTHER, layer] = own.made[HEAD, layer] = 0
+        layers[ASIDE, layer] = 0
+        for made in range(len(own.made)):
+            own.made[made, layer] = 0
         for expert in range(layer * E, (layer + 1) * E):  # until the layer runs: as if used once in so many passes
             passes = 1.0 + (serial - keep[LRU, expert]) / L
             keep[SCORE, expert] = -np.log(passes) - possible(own, layer, 1)
@@ -328,15 +339,15 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
     """Learn what the layer has just used, and fill ids and priorities with what pays; how many."""
     if event.phase != DECODE or not own.worth.numbers[WORKS]:
         return 0
-    layer, L = event.layer, own.layers.shape[1]
+    layer, L, looks_ahead = event.layer, own.layers.shape[1], max(0, len(event.picked_offsets) - 1)
     _judge_guesses(own, event)
-    if layer > 0:
-        _judge_gate(own, event)
     if own.numbers[TOP_K] == 0:
         return 0
     if layer == L - 1:
         return _for_the_next_step(own, ids, priorities)
-    picked_odds, n = _ask_gate(own, event), 0
+    n = 0
+    for ahead in range(1, min(own.depth, L - 1 - layer, looks_ahead) + 1):
+        _take_picks(own, event, ahead)
     for r in range(len(event.batch_slots)):
         batch_slot, first = event.batch_slots[r], 0 if r else len(ids)
         for ahead in range(1, min(own.depth, L - 1 - layer) + 1):
@@ -344,40 +355,37 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
             if own.layers[ASIDE, upcoming]:
                 continue
             is_predicted = ahead > 1 and own.layers[PREDICTED, upcoming] == own.numbers[STEPS]
+            odds, place = own.predicted[PASS_ODDS, upcoming], ahead - 1 if looks_ahead else kind
             if not is_predicted or len(event.batch_slots) > 1:
-                odds = own.predicted[PASS_ODDS, upcoming]
                 foresee(own.known, batch_slot, upcoming, own.numbers[TOP_K])
                 learning.log_odds(own.learning, PASS, upcoming, own.known.rows[upcoming], even_odds(own), odds)
                 if r == 0 and ahead == 1 and (upcoming + own.numbers[DECODED]) % THIN == 0:
-                    place = own.known.passes.request[batch_slot, LATEST]
-                    learning.ask(own.learning, upcoming, own.known.passes.serial[place], own.known.rows[upcoming])
-                own.layers[PREDICTED, upcoming] = own.numbers[STEPS]
-                _guess(own, kind, upcoming, odds, own.least, picked_odds if ahead == 1 else NEVER)
-            n = _add(own, kind, upcoming, ahead, 0, own.least, ids, priorities, first, n)
+                    latest = own.known.passes.request[batch_slot, LATEST]
+                    learning.ask(own.learning, upcoming, own.known.passes.serial[latest], own.known.rows[upcoming])
+                own.layers[PREDICTED, upcoming], is_predicted = own.numbers[STEPS], False
+            if looks_ahead or not is_predicted:
+                _guess(own, place, upcoming, odds, own.least)
+            n = _add(own, kind, place, upcoming, ahead, 0, own.least, ids, priorities, first, n)
     return n
 
 
 @compiled
-def _judge_gate(own: Blend, event: Event) -> None:
-    """Count which of the gate's picks of this layer have come true."""
-    picks, E = own.gate[event.layer], own.scratch.shape[1]
-    for expert in event.experts:
-        picks[E] += picks[expert % E]
+def _take_picks(own: Blend, event: Event, ahead: int) -> None:
+    """Take note of what the router `ahead` layers ahead picks, and how far above the least that tokens would choose."""
+    first, last, picks = event.picked_offsets[ahead - 1], event.picked_offsets[ahead], own.picks[event.layer + ahead]
+    E, least = len(picks) - 1, np.inf
+    if first == last:
+        return
+    for i in range(first, last):
+        if event.picked_counts[i]:
+            least = min(least, event.picked_scores[i])
     for e in range(E):
-        picks[e] = 0.0  # counted
-
-
-@compiled
-def _ask_gate(own: Blend, event: Event) -> float:
-    """Take note of what the next layer's gate picks; the log odds with which its picks have come true."""
-    picks, E = own.gate[event.layer + 1], own.scratch.shape[1]
-    for e in range(E):
-        picks[e] = 0.0
-    for expert in event.ahead_experts:
-        picks[expert % E] = 1.0
-    right, asked = picks[E], picks[E + 1]
-    picks[E + 1] += len(event.ahead_experts)
-    return float(np.log((right + 1.0) / (asked - right + 1.0)))
+        picks[e] = SCORES * ((AGAIN if picks[e] % SCORES else NEW) if picks[E] else FIRST)
+    picks[E] = 1
+    for i in range(first, last):
+        above = 2.0 * (np.log(event.picked_scores[i] + TINIEST) - np.log(least + TINIEST))
+        place = LEAST_CHOSEN + np.floor(max(1.0 - LEAST_CHOSEN, min(above, SCORES - 1.0 - LEAST_CHOSEN)))
+        picks[event.picked_experts[i] % E] += int(place)
 
 
 @compiled
@@ -386,33 +394,30 @@ def _for_the_next_step(own: Blend, ids: Int, priorities: Float) -> int:
     n = 0
     for layer in range(min(own.depth, own.layers.shape[1])):
         if not own.layers[ASIDE, layer]:
-            _guess(own, HEAD, layer, own.predicted[NEXT_ODDS, layer], own.least_at_head, NEVER)
-            n = _add(own, HEAD, layer, layer + 1, 1, own.least_at_head, ids, priorities, len(ids), n)
+            _guess(own, own.depth, layer, own.predicted[NEXT_ODDS, layer], own.least_at_head)
+            n = _add(own, HEAD, own.depth, layer, layer + 1, 1, own.least_at_head, ids, priorities, len(ids), n)
     return n
 
 
 @compiled
-def _guess(own: Blend, kind: int, layer: int, odds: Single, least: float, picked_odds: float) -> None:
-    """Guess that the layer will use the experts whose log odds come near `least`.
-
-    Those that the gate picks have `picked_odds` at least.
-    """
-    guesses, picks, n = own.guesses[kind, layer], own.gate[layer], 0
+def _guess(own: Blend, place: int, layer: int, odds: Single, least: float) -> None:
+    """Guess that the layer will use the experts whose log odds come near `least`, and those that its router picks."""
+    guesses, picks, n = own.guesses[place, layer], own.picks[layer], 0
     cached, from_ = own.cached[layer], least - REACH
     for e in range(len(odds)):
         likely = odds[e]
-        if picked_odds > likely and picks[e] > 0.0:
-            likely = picked_odds
-        if likely >= from_:
+        if likely >= from_ or picks[e] % SCORES:
             guesses[GUESS, n], guesses[LIKELY, n], guesses[ABSENT, n] = e, likely, 1.0 - cached[e]
+            guesses[PICK, n] = picks[e]
             n += 1
-    own.made[kind, layer] = n
+    own.made[place, layer] = n
 
 
 @compiled
 def _add(
     own: Blend,
     kind: int,
+    place: int,
     layer: int,
     ahead: int,
     steps: int,
@@ -427,9 +432,9 @@ def _add(
     Returns how many are proposed then.
     """
     E, distant = own.scratch.shape[1], possible(own, layer, steps) + own.later * (ahead - 1)
-    guesses, shift = own.guesses[kind, layer], own.trust[SHIFT, kind]
-    for guess in range(own.made[kind, layer]):
-        likely = guesses[LIKELY, guess] + shift
+    guesses, shifts = own.guesses[place, layer], own.trust[SHIFT, kind]
+    for guess in range(own.made[place, layer]):
+        likely = guesses[LIKELY, guess] + shifts[int(guesses[PICK, guess])]
         if likely >= least:
             expert = layer * E + int(guesses[GUESS, guess])
             worth = float(np.log(near_chance(np.float32(likely)))) - distant
@@ -440,15 +445,21 @@ def _add(
 @compiled
 def _judge_guesses(own: Blend, event: Event) -> None:
     """Learn from what the layer has used how likely the guesses were that would have been fetched for it."""
-    E, layer = own.scratch.shape[1], event.layer
-    for kind in range(GUESSED):
-        guesses, trust, missing = own.guesses[kind, layer], own.trust[:, kind], 0.0
-        for guess in range(own.made[kind, layer]):
+    E, layer, picks = own.scratch.shape[1], event.layer, own.picks[event.layer]
+    for place in range(own.depth + 1):
+        guesses = own.guesses[place, layer]
+        trust = own.trust[:, HEAD if place == own.depth else FURTHER if place else NEAR]
+        for guess in range(own.made[place, layer]):
             if guesses[ABSENT, guess] > 0.0:
-                chance = float(near_chance(np.float32(guesses[LIKELY, guess] + trust[SHIFT])))
-                missing -= chance
+                pick = int(guesses[PICK, guess])
+                chance = float(near_chance(np.float32(guesses[LIKELY, guess] + trust[SHIFT, pick])))
+                trust[MISSING, pick] -= chance
                 for expert in event.experts:
-                    missing += expert == layer * E + int(guesses[GUESS, guess])
-                trust[SURE] += chance * (1.0 - chance)
-        trust[SHIFT] += missing / trust[SURE]
-        own.made[kind, layer] = 0
+                    trust[MISSING, pick] += expert == layer * E + int(guesses[GUESS, guess])
+                trust[SURE, pick] += chance * (1.0 - chance)
+        for pick in range(PICKS if picks[E] else 1):
+            trust[SHIFT, pick] += trust[MISSING, pick] / trust[SURE, pick]
+            trust[MISSING, pick] = 0.0
+        own.made[place, layer] = 0
+    for e in range(E + 1 if picks[E] else 0):
+        picks[e] = 0

@@ -7,11 +7,12 @@ chances are logistic functions of the evidence of `policies.blend.evidence`. A l
 as an encoder's, is set aside until it runs again: whatever else is worth more. Ties fall to the lower id.
 
 Prefetch, in decode, of the `depth` layers that come next, unless they are set aside, by their experts' chance of use:
-after each layer but the last in this pass, and after the last, while the head computes, in the next pass. One that the
-next layer's gate picks ahead of time, if the trace has lookahead, has at least the chance with which its picks of that
-layer have come true. What is not in the cache was thought unlikely, and what seems likely of it is more often wrong:
-for each kind of guess (the next layer, one behind it, the next step) a shift of the log odds is fitted, while the run
-lasts, to what came of the guesses at absent experts, as weights are in `policies.blend.learning`. Where the link
+after each layer but the last in this pass, and after the last, while the head computes, in the next pass. What is not
+in the cache was thought unlikely, and what seems likely of it is more often wrong: for each kind of guess (the next
+layer, one behind it, the next step) a shift of the log odds is fitted, while the run lasts, to what came of the guesses
+at absent experts, as weights are in `policies.blend.learning`. Where the next layers' routers are known to pick experts
+for a layer's input, what they say of an expert has a shift of its own, by whether it is picked, how far its score is
+above the least that would be chosen, and whether it was picked from one layer further away. Where the link
 carries r experts while a layer computes, a right guess saves so much of a transfer, and a wrong one delays the next
 miss and costs a slot, `wrong` transfers in all: it pays from a chance of wrong / (wrong + r). The head counts as `head`
 layers.
@@ -83,7 +84,7 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
 def begin_request(own: Blend, batch_slot: int) -> None:
     """The request before it in this batch slot is over, and the new one has counts of its own."""
     evidence.begin_request(own.known, batch_slot)
-    own.made[:] = 0  # guesses at the next step of the one before
+    own.made[:] = own.picks[:] = 0  # guesses at the next step of the one before
     own.steps[batch_slot] = NONE
     if not own.keep[CACHED].any():
         worth.empty(own.worth)

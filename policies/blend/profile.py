@@ -16,7 +16,7 @@ from policies.core.policy import Shape
 from traces.arrays import read_described
 from traces.errors import InputError
 
-FORMAT = "moe-expert-cache eamc-blend profile 3"
+FORMAT = "moe-expert-cache eamc-blend profile 4"
 ADVICE = "make one with moe-sim profile build TRACE --out FILE"
 
 

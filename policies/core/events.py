@@ -14,9 +14,6 @@ from policies.core.compiled import compiled, inlined
 from policies.core.policy import NO_FLOATS, NO_INTS, START, Event, Float, Int, Shape
 from traces.steps import Flat, Lookahead, RequestSteps, grouped
 
-NOTHING_AHEAD = NO_INTS, NO_INTS
-NOTHING_CHOSEN: Flat = NO_INTS, NO_INTS, NO_INTS
-
 Picked = tuple[Int, Int, Int, Float]
 """Offsets by distance, expert ids, tokens and scores."""
 
@@ -30,7 +27,6 @@ def alone(
     experts: Int,
     counts: Int,
     serial: int = 0,
-    ahead: tuple[Int, Int] = (NO_INTS, NO_INTS),
     token_ids: Int = NO_INTS,
     picks: "Picked" = NOTHING_PICKED,
     weights: Float = NO_FLOATS,
@@ -39,7 +35,7 @@ def alone(
     one = np.array([0, step, 0, len(experts)])
     both = experts, counts
     own = one[:1], one[1:2], one[2:], *both
-    return Event._make((serial, phase, layer, *both, *own, *ahead, token_ids, *picks, weights))
+    return Event._make((serial, phase, layer, *both, *own, token_ids, *picks, weights))
 
 
 class Routing(NamedTuple):
@@ -52,9 +48,6 @@ class Routing(NamedTuple):
     offsets: Int  # [S * L + 1]
     experts: Int  # [A]
     counts: Int  # [A]
-    ahead_offsets: Int  # [S * L + 1]
-    ahead_experts: Int
-    ahead_counts: Int
     picked_offsets: Int  # [S * L * D + 1]
     picked_experts: Int
     picked_counts: Int
@@ -85,7 +78,6 @@ class Events:
         self.count = len(routing.phase) * layers
         self._before = before
         self._phases: list[int] = routing.phase.tolist()
-        self._ahead = routing.ahead_offsets.tolist()
         self._own = len(routing.batch_slots) > 1
         self._first_token: list[int] = routing.token_offsets.tolist()
         self._step, self._steps, self._token_ids = -1, NO_INTS, NO_INTS
@@ -110,10 +102,6 @@ class Events:
         """Return the event of `layer` in step number `step` of these."""
         routing, number = self.routing, step * self.layers + layer
         first, last = routing.offsets[number : number + 2].tolist()
-        ahead = NOTHING_AHEAD
-        if self._ahead and layer < self.layers - 1:
-            next_ = slice(self._ahead[number + 1], self._ahead[number + 2])
-            ahead = routing.ahead_experts[next_].copy(), routing.ahead_counts[next_].copy()
         picks, depth = NOTHING_PICKED, len(routing.picked) - 1
         if depth > 0:
             bounds = routing.picked_offsets[number * depth : (number + 1) * depth + 1]
@@ -130,14 +118,14 @@ class Events:
             mine = slice(bounds[0], bounds[-1])
             offsets = bounds - bounds[0]
             own = routing.own_experts[mine].copy(), routing.own_counts[mine].copy()
-        chosen = experts, counts, offsets, *own, *ahead
+        chosen = experts, counts, offsets, *own
         return self._made(step, layer, number, *chosen, picks=picks, weights=routing.weights[first:last].copy())
 
     def start(self, step: int) -> Event:
         """Return what is known when step number `step` of these starts."""
         offsets = np.zeros(len(self.routing.batch_slots) + 1, np.int64)
         none = NO_INTS, NO_INTS
-        return self._made(step, START, step * self.layers - 1, *none, offsets, *none, *NOTHING_AHEAD)
+        return self._made(step, START, step * self.layers - 1, *none, offsets, *none)
 
     def _up_to(self, n: int) -> Int:
         if n not in self._offsets:
@@ -169,7 +157,6 @@ def routing_of(request: RequestSteps, bending: Bending | None = None) -> Routing
     """Return the arrays of a request that runs alone, to be bent if `bending` says how."""
     ahead = request.lookahead
     own = _contiguous(request.offsets, request.experts, request.counts)
-    near = _contiguous(*ahead.nearest()) if ahead else NOTHING_CHOSEN
     picks = (ahead.offsets, ahead.experts, ahead.counts, ahead.scores) if ahead else NOTHING_PICKED
     weights = NO_FLOATS if request.weights is None else request.weights
     at_hand = np.zeros(ahead.depth + 1 if ahead else 0, np.int64)
@@ -180,7 +167,7 @@ def routing_of(request: RequestSteps, bending: Bending | None = None) -> Routing
         np.cumsum(request.tokens, out=tokens[1:])
     phase = request.phase.astype(np.int64)
     rest = tokens, ids, *own, one[0], one[1], one[2], two, at_hand
-    routing = Routing._make((phase, *own, *near, *picks, weights, *rest, NOT_BENT))
+    routing = Routing._make((phase, *own, *picks, weights, *rest, NOT_BENT))
     return bending.routing(routing, [(0, request)], len(phase)) if bending else routing
 
 
@@ -200,13 +187,13 @@ def routing_of_batch(
     batch_slots, first = (np.array([part[place] for part in parts], np.int64) for place in (0, 1))
     phase = np.max([each.phase[at : at + steps] for _, at, each in parts], axis=0).astype(np.int64)
     together, own = _merged([(request, step) for _, step, request in parts], steps, shape)
-    near, picks, depth = _picked(parts, steps, shape)
+    picks, depth = _picked(parts, steps, shape)
     weights = _weights(parts, steps, shape)
     assert len(own[0]) == steps * L * R + 1
     tokens = _token_ids(parts, steps)
     at_hand = np.zeros(R, np.int64), np.zeros(R + 1, np.int64), np.zeros(depth + 1 if depth else 0, np.int64)
     rest = *tokens, *own, batch_slots, first, *at_hand
-    routing = Routing._make((phase, *together, *near, *picks, weights, *rest, NOT_BENT))
+    routing = Routing._make((phase, *together, *picks, weights, *rest, NOT_BENT))
     return bending.routing(routing, [part[1:] for part in parts], steps) if bending else routing
 
 
@@ -222,11 +209,11 @@ def _weights(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: 
     return np.asarray(grouped(event, ids, [weights], steps * L, shape.total)[2])
 
 
-def _picked(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> tuple[Flat, Picked, int]:
+def _picked(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> tuple[Picked, int]:
     """Return what the routers of all requests pick for the next layers, as `routing_of` does, and how far."""
     held = [(request.lookahead, at) for _, at, request in parts if request.lookahead]
     if not held:
-        return NOTHING_CHOSEN, NOTHING_PICKED, 0
+        return NOTHING_PICKED, 0
     depth = held[0][0].depth
     events = steps * (per := shape.layers * depth)
     taken = [(ahead, *_events(ahead.offsets, at * per, events)) for ahead, at in held]
@@ -236,7 +223,7 @@ def _picked(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: S
         for name in ("experts", "counts", "scores")
     )
     together = Lookahead(shape.layers, depth, *grouped(event, experts, (counts, scores), events, shape.total))
-    return together.nearest(), (together.offsets, together.experts, together.counts, together.scores), depth
+    return (together.offsets, together.experts, together.counts, together.scores), depth
 
 
 def _events(offsets: Int, first: int, events: int) -> tuple[Int, slice]:
@@ -311,9 +298,6 @@ def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Ev
         routing.steps[r] = routing.first[r] + step
         routing.own[r + 1] = routing.own_offsets[number * R + r + 1] - mine
     others = routing.own_offsets[number * R + R]
-    begin = end = 0
-    if len(routing.ahead_offsets) and layer < L - 1:
-        begin, end = routing.ahead_offsets[number + 1], routing.ahead_offsets[number + 2]
     depth, nearest, farthest = len(routing.picked) - 1, 0, 0
     if depth > 0:
         nearest, farthest = routing.picked_offsets[number * depth], routing.picked_offsets[(number + 1) * depth]
@@ -330,8 +314,6 @@ def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Ev
         routing.own,
         routing.own_experts[mine:others],
         routing.own_counts[mine:others],
-        routing.ahead_experts[begin:end],
-        routing.ahead_counts[begin:end],
         routing.token_ids[routing.token_offsets[step] : routing.token_offsets[step + 1]],
         routing.picked,
         routing.picked_experts[nearest:farthest],
@@ -352,6 +334,6 @@ def start_at(routing: Routing, step: int, serial: int) -> Event:
     one = routing.batch_slots, routing.steps, routing.own
     no_floats = routing.weights[:0]
     return Event(
-        *(serial, routing.phase[step], START, none, none, *one, none, none, none, none, ids),
+        *(serial, routing.phase[step], START, none, none, *one, none, none, ids),
         *(none, none, none, no_floats, no_floats),
     )

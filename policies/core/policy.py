@@ -78,8 +78,6 @@ class Event(NamedTuple):
     offsets: int64[R + 1], where each request's part of own_experts and own_counts begins and ends.
     own_experts: int64[m], ids by request, ascending within each.
     own_counts: int64[m], tokens of that request that chose each.
-    ahead_experts: int64[a], ids that tokens would choose in the next layer by this layer's input; empty if unknown.
-    ahead_counts: int64[a], tokens of each of these.
     picked_offsets: int64[D + 1], bounds of each distance, 1 to D layers ahead, in the next three; empty if unknown.
     picked_experts: int64[p], ids that the routers of the next layers pick for this layer's input, at each distance
         ascending: of each token the best ones, and further ones.
@@ -100,8 +98,6 @@ class Event(NamedTuple):
     offsets: Int
     own_experts: Int
     own_counts: Int
-    ahead_experts: Int
-    ahead_counts: Int
     token_ids: Int
     picked_offsets: Int = NO_INTS
     picked_experts: Int = NO_INTS

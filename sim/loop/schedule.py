@@ -103,7 +103,6 @@ class LiveStep:
     def event(self, layer: int) -> Event:
         offsets, own_experts, own_counts = (each.copy() for each in self._by_request)
         offsets_by_distance, ids, of_each, scores = NOTHING_PICKED if layer == START else self._picks
-        nearest = slice(*offsets_by_distance[:2]) if len(offsets_by_distance) > 1 else slice(0)
         return Event(
             serial=self._events,
             phase=self._phase,
@@ -115,8 +114,6 @@ class LiveStep:
             offsets=offsets,
             own_experts=own_experts,
             own_counts=own_counts,
-            ahead_experts=ids[nearest],
-            ahead_counts=of_each[nearest],
             token_ids=self._token_ids.copy(),
             picked_offsets=offsets_by_distance,
             picked_experts=ids,

@@ -180,7 +180,7 @@ def merged(one: Event, other: Event) -> Event:
     steps, offsets = np.concatenate([one.steps, other.steps]), np.array([0, len(one.experts), len(own[0])])
     tokens_of_all = experts, tokens[experts], np.arange(2), steps, offsets, *own
     ids = np.concatenate([one.token_ids, other.token_ids])
-    return Event(one.serial, one.phase, one.layer, *tokens_of_all, one.ahead_experts, one.ahead_counts, ids)
+    return Event(one.serial, one.phase, one.layer, *tokens_of_all, ids)
 
 
 @pytest.mark.parametrize("name", sorted({cls.name for cls in built_in() if is_compiled(cls)} - {"static"}))

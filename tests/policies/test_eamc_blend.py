@@ -265,31 +265,39 @@ def test_on_its_own_it_proposes_the_same() -> None:
     assert proposed
 
 
-def test_a_gate_that_is_always_right_is_believed_and_one_that_is_always_wrong_is_not() -> None:
+def test_routers_that_are_right_are_believed_and_neither_wrong_ones_nor_what_the_nearer_one_does_not_pick() -> None:
     steps = random_steps(3, 40)
+    others = [[[e for e in range(E) if e not in layer][:K] for layer in step] for step in steps]
+    both = [[sorted(a + b) for a, b in zip(*step, strict=True)] for step in zip(steps, others, strict=True)]
 
-    def proposed_of(picks: list[list[list[int]]]) -> float:
-        """The share of picks that were proposed, in the last ten steps."""
-        flat = [[sorted(e + (layer + 1) * E for e in ids) for layer, ids in enumerate(step)] + [[]] for step in picks]
+    def proposed(picks: list[list[list[list[int]]]], counted: list[list[list[int]]], distance: int) -> float:
+        """Return the share of `counted` that was proposed for the layer so far ahead, in the last ten steps."""
         policy = BlendRetention(Shape(L, E), BlendOptions())
         fetcher = BlendPrefetcher.beside(policy)
         fetcher.window(0.5)
         policy.begin_request(0, 0)
-        told = hit = 0
+        count = right = 0
         for event in events(steps):
-            picked = np.array(flat[int(event.steps[0])][event.layer], np.int64)
-            event = event._replace(ahead_experts=picked, ahead_counts=np.ones_like(picked))
+            ids, s = [np.zeros(0, np.int64)], int(event.steps[0])
+            for ahead, of_steps in enumerate(picks, start=1):
+                upcoming = event.layer + ahead
+                ids.append(
+                    np.array([e + upcoming * E for e in of_steps[s][upcoming]] if upcoming < L else [], np.int64)
+                )
+            offsets, experts = np.cumsum([len(each) for each in ids]), np.concatenate(ids)
+            named = {"picked_counts": np.ones_like(experts), "picked_scores": np.ones(len(experts))}
+            event = event._replace(picked_offsets=offsets, picked_experts=experts, **named)
             policy.observe(event)
             mine = set(fetcher.propose(event)[0].tolist())
-            if event.steps[0] >= 30 and event.layer < L - 1:
-                told += len(picked)
-                hit += len(mine & set(picked.tolist()))
-        return hit / told
+            if s >= 30 and (upcoming := event.layer + distance) < L:
+                count += len(counted[s][upcoming])
+                right += len(mine & {e + upcoming * E for e in counted[s][upcoming]})
+        return right / count
 
-    right = [step[1:] for step in steps]
-    wrong = [[[e for e in range(E) if e not in layer][:K] for layer in step[1:]] for step in steps]
-    assert proposed_of(right) == 1
-    assert proposed_of(wrong) < 0.2
+    for distance in 1, 2:
+        assert proposed([steps] * distance, steps, distance) == 1
+        assert proposed([others] * distance, others, distance) < 0.2
+    assert proposed([steps, both], others, 1) < 0.2
 
 
 def test_a_layer_that_decode_does_not_run_is_set_aside_until_it_runs_again() -> None:
