@@ -20,6 +20,7 @@ from policies.core.compiled import compiled
 from policies.core.policy import Int, Shape, Single
 
 PASSES = 1024
+LANES = 64  # of every so many passes the most alike says which are worth a look
 NEAREST = 12
 WINDOW = 8
 NOW = np.float32(0.6)
@@ -63,6 +64,7 @@ class Neighbours(NamedTuple):
         np.int32
     ]  # [batch_slots, 3, PASSES] experts in common: WINDOW layers, all; in all of the passes before
     likeness: Single  # [PASSES] scratch
+    peaks: NDArray[np.int32]  # [LANES] scratch
     nearest: Int  # [batch_slots, NEAREST] places, the most alike first, or NONE
     weights: Single  # [batch_slots, NEAREST]
 
@@ -87,6 +89,7 @@ def no_passes(shape: Shape) -> Neighbours:
         sizes=np.zeros((batch_slots, WINDOW), np.int64),
         alike=np.zeros((batch_slots, 3, PASSES), np.int32),
         likeness=np.zeros(PASSES, np.float32),
+        peaks=np.zeros(LANES, np.int32),
         nearest=np.full((batch_slots, NEAREST), NONE),
         weights=np.zeros((batch_slots, NEAREST), np.float32),
     )
@@ -158,7 +161,7 @@ def route(known: Neighbours, batch_slot: int, layer: int, experts: Int) -> None:
     for j in range(PASSES):
         likeness[j] = now * np.float32(near[j]) + before * np.float32(previous[j])
     likeness[place] = np.float32(-1.0)
-    _choose(likeness, known.nearest[batch_slot], known.weights[batch_slot])
+    _choose(likeness, known.peaks, known.nearest[batch_slot], known.weights[batch_slot])
     used = known.used[layer, place]
     for expert in experts:
         if used[0] < len(used) - 1:
@@ -168,19 +171,43 @@ def route(known: Neighbours, batch_slot: int, layer: int, experts: Int) -> None:
 
 
 @compiled
-def _choose(likeness: Single, nearest: Int, weights: Single) -> None:
-    """Fill `nearest` with the places of the greatest likeness, and `weights`."""
+def _choose(likeness: Single, peaks: NDArray[np.int32], nearest: Int, weights: Single) -> None:
+    """Fill `nearest` with the places of the greatest likeness, the first of equals, and `weights`.
+
+    As many lanes have peaks of `bound` or more, so that no place below it counts. Floats above zero are ordered as their
+    bits are, which are compared several at once.
+    """
+    bits = likeness.view(np.int32)
+    for lane in range(LANES):
+        peaks[lane] = 0
+    for first in range(0, PASSES, LANES):
+        for lane in range(LANES):
+            peaks[lane] = max(peaks[lane], bits[first + lane])
     for n in range(NEAREST):
-        nearest[n], weights[n] = NONE, ZERO
-    least = ZERO
-    for j in range(PASSES):
-        if likeness[j] > least:
+        nearest[n], weights[n] = 0, ZERO
+    for lane in range(LANES):
+        if peaks[lane] > nearest[NEAREST - 1]:
             n = NEAREST - 1
-            while n > 0 and weights[n - 1] < likeness[j]:
-                nearest[n], weights[n] = nearest[n - 1], weights[n - 1]
+            while n > 0 and nearest[n - 1] < peaks[lane]:
+                nearest[n] = nearest[n - 1]
                 n -= 1
-            nearest[n], weights[n] = j, likeness[j]
-            least = weights[NEAREST - 1]
+            nearest[n] = peaks[lane]
+    bound = max(1, nearest[NEAREST - 1])
+    for n in range(NEAREST):
+        nearest[n] = NONE
+    for lane in range(LANES):
+        if peaks[lane] < bound:
+            continue
+        for j in range(lane, PASSES, LANES):
+            if bits[j] < bound:
+                continue
+            n, value = NEAREST, likeness[j]
+            while n > 0 and (weights[n - 1] < value or (weights[n - 1] == value and nearest[n - 1] > j)):
+                n -= 1
+            for other in range(NEAREST - 1, n, -1):
+                nearest[other], weights[other] = nearest[other - 1], weights[other - 1]
+            if n < NEAREST:
+                nearest[n], weights[n] = j, value
     for n in range(NEAREST):
         weights[n] = np.exp(SHARPNESS * weights[n])
 
