@@ -127,7 +127,7 @@ _OF_REQUEST = ("tokens", "waited", "prefills", "prefill_ns", "decodes", "decoded
 _REQUEST_COLUMNS = ("step", "request", "tokens", "latency_ns", "waited_ns", "rejected", "prefills")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cell:
     """What was run: columns of its row, by their names there."""
 
@@ -137,23 +137,23 @@ class Cell:
     trace: str
     phase: str
     model: str
-    hardware: str | None  # None: untimed
-    predictor_us: float | None  # charged an event; None: untimed
-    fits: bool | None  # into GPU memory, beside dense weights, KV cache and draft model; None: untimed
+    hardware: str | None = None  # None: untimed
+    predictor_us: float | None = None  # charged an event; None: untimed
+    fits: bool | None = None  # into GPU memory, beside dense weights, KV cache and draft model; None: untimed
     cache_experts: int
     cache_bytes: int | None
     all_experts: int
     layers: int
-    host_memory: str | None
-    draft: int | None
-    acceptance: str | None
-    prefill_chunk: int | None
-    routing: str | None
-    max_batch: int | None
-    arrivals: str | None
-    arrival_rate: float | None
-    cold: bool
-    warmup_requests: int  # run first, not counted
+    host_memory: str | None = None
+    draft: int | None = None
+    acceptance: str | None = None
+    prefill_chunk: int | None = None
+    routing: str | None = None
+    max_batch: int | None = None
+    arrivals: str | None = None
+    arrival_rate: float | None = None
+    cold: bool = False
+    warmup_requests: int = 0  # run first, not counted
     seed: int | None  # of the policy's draws
 
 
