@@ -11,8 +11,8 @@ from threading import local
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
-from transformers.modeling_utils import str_to_torch_dtype
 
 from replay.devices.expert_file import DirectFile
 from replay.devices.lanes import PAGE, page_up
@@ -105,7 +105,8 @@ class ShardTensor:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        names: dict[torch.dtype, str] = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+        dtypes = transformers.modeling_utils.str_to_torch_dtype
+        names: dict[torch.dtype, str] = {dtype: name for name, dtype in dtypes.items()}
         return names[self.dtype]
 
 
@@ -113,13 +114,14 @@ def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTens
     """Open all files of a checkpoint; return them and what they hold. Raise InputError for one that cannot be used."""
     shards: list[Shard] = []
     tensors: dict[str, ShardTensor] = {}
+    dtypes = transformers.modeling_utils.str_to_torch_dtype  # imported here, since that takes seconds
     try:
         for path in files:
             shards.append(Shard(path))
             for stored in tensors_of(path):
-                if stored.dtype not in str_to_torch_dtype:
+                if stored.dtype not in dtypes:
                     raise InputError(f"{path}: {stored.name} is of type {stored.dtype}, which is not read")
-                place = shards[-1], stored.begin, stored.shape, str_to_torch_dtype[stored.dtype]
+                place = shards[-1], stored.begin, stored.shape, dtypes[stored.dtype]
                 tensors[stored.name] = ShardTensor(stored.name, *place)
     except BaseException:
         for shard in shards:
