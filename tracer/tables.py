@@ -6,7 +6,6 @@ a dataset is its label, the task of rows that have no column for it, and (MMLU) 
 """
 
 import csv
-import gzip
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 from traces import facts
 from traces.errors import InputError, refuse
+from traces.files import unpacked
 
 Row = dict[str, Any]
 
@@ -52,8 +52,7 @@ def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table
     )
     if name.endswith(".parquet"):
         return Table(pq.read_table(path.absolute(), partitioning=None).to_pylist())
-    content = path.read_bytes()
-    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    text = unpacked(path).decode("utf-8-sig")
     if name.endswith(".jsonl"):
         lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
         return Table([facts.parse_json(line, f"{path}: line {number}") for number, line in lines])

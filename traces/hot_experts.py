@@ -91,7 +91,10 @@ def carry_over(trace: Trace, slots: Sequence[int]) -> dict[str, list[float]]:
     """
     counts = _counts(trace)
     found = {"chance": [n / trace.num_experts for n in slots], "itself": _served([counts], [counts], slots)}
-    parts = counts if len(counts) > 1 else _halves(trace)
+    parts = counts
+    if len(parts) == 1 and (tokens := len(trace.experts)) > 1:
+        ends = np.array([0, tokens // 2, tokens])
+        parts = count_eams(trace.experts, ends, np.ones(tokens, np.bool_), trace.num_experts)
     if len(parts) > 1:
         even, odd = parts[::2], parts[1::2]
         found["other half"] = _served([even, odd], [odd, even], slots)
@@ -107,13 +110,6 @@ def carry_over(trace: Trace, slots: Sequence[int]) -> dict[str, list[float]]:
 def _counts(trace: Trace) -> Counts:
     """Return tokens of both phases by expert: int64[R, L, E]."""
     return trace.eams(PREFILL) + trace.eams(DECODE)
-
-
-def _halves(trace: Trace) -> Counts:
-    """Return the same of the two halves of the tokens, [2, L, E]; of EAMs alone what they hold, [1, L, E]."""
-    tokens = len(trace.experts)
-    ends = np.array([0, tokens // 2, tokens] if tokens > 1 else [0, tokens])
-    return count_eams(trace.experts, ends, np.ones(tokens, np.bool_), trace.num_experts)
 
 
 def _served(profiles: Sequence[Counts], used: Sequence[Counts], slots: Sequence[int]) -> list[float]:

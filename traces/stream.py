@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from traces.index import Index
-from traces.reader import Folder, open_folder, require_known
+from traces.reader import open_folder, require_known
 from traces.trace import Trace
 
 ROWS = 65_536  # of a piece, about; a batch of requests that ran together is never cut
@@ -22,7 +22,7 @@ def pieces(path: Path | str, columns: Iterable[str] = ()) -> Iterator[Trace]:
     wanted = require_known(columns)
     folder = open_folder(path)
     ends = Index.of(folder, folder.listing()).last + 1  # rows after which each request is whole
-    listed = _Requests(folder)
+    listed, requests = folder.listed.batches(folder.listed.schema.names, REQUESTS), folder.listed.schema.empty_table()
     names = folder.row_columns(wanted)
     batches = folder.routing.batches(names, ROWS)
     held = next(batches, None) or folder.routing.table(names)
@@ -36,24 +36,12 @@ def pieces(path: Path | str, columns: Iterable[str] = ()) -> Iterator[Trace]:
                 raise folder.routing.changed
             held, seen = pa.concat_tables([held, batch]), seen + len(batch)
             continue
-        request = held.column("request").to_numpy()
-        yield Trace.assemble(folder, listed.take(whole - first), held.filter(pa.array(request < whole)), wanted, first)
+        while len(requests) < whole - first:
+            if (batch := next(listed, None)) is None:
+                raise folder.listed.changed
+            requests = pa.concat_tables([requests, batch]) if len(requests) else batch
+        request, taken = held.column("request").to_numpy(), requests.slice(0, whole - first)
+        yield Trace.assemble(folder, taken, held.filter(pa.array(request < whole)), wanted, first)
+        requests = requests.slice(whole - first)
         held = held.filter(pa.array(request >= whole))
         first = whole
-
-
-class _Requests:
-    """The requests' table, taken from the front."""
-
-    def __init__(self, folder: Folder):
-        self._listed = folder.listed
-        self._batches = self._listed.batches(self._listed.schema.names, REQUESTS)
-        self._held = self._listed.schema.empty_table()
-
-    def take(self, n: int) -> pa.Table:
-        while len(self._held) < n:
-            if (batch := next(self._batches, None)) is None:
-                raise self._listed.changed
-            self._held = pa.concat_tables([self._held, batch]) if len(self._held) else batch
-        taken, self._held = self._held.slice(0, n), self._held.slice(n)
-        return taken

@@ -61,7 +61,11 @@ def slice_(
             source = source.only(labels.isin(wanted).to_numpy())
     if requests is not None:
         chosen = np.zeros(len(source.keep), bool)
-        chosen[np.flatnonzero(source.keep)[_range(requests)]] = True
+        try:
+            first, last = (int(number) if number.strip() else None for number in requests.split(":"))
+        except ValueError:
+            raise InputError(f"--requests {requests!r}: give FROM:TO, such as 10:20, :10 or -5:") from None
+        chosen[np.flatnonzero(source.keep)[first:last]] = True
         source = source.only(chosen)
     _write([source], out, overwrite, quiet)
 
@@ -81,15 +85,6 @@ def sample(
     """
     drawn = Source.open(trace).sampled(requests, seed, "task" if per_task else None)
     _write([drawn], out, overwrite, quiet)
-
-
-def _range(text: str) -> slice:
-    """FROM:TO, each of which may be left out."""
-    try:
-        first, last = (int(number) if number.strip() else None for number in text.split(":"))
-    except ValueError:
-        raise InputError(f"--requests {text!r}: give FROM:TO, such as 10:20, :10 or -5:") from None
-    return slice(first, last)
 
 
 def _write(sources: Sequence[Source], out: Path, overwrite: bool, quiet: bool, prefix: bool = False) -> None:

@@ -89,7 +89,9 @@ def bytes_by_layer(tensors: Sequence[StoredTensor], path: str, experts: int | No
     """Return the same of a model's tensors; path: what errors name."""
     beyond = {match[1] or match[2] for tensor in tensors if (match := MTP.match(tensor.name))}
     kept = [each for each in tensors if not any(f"{each.name}.".startswith(f"{name}.") for name in beyond)]
-    layers = _of_names(kept) or _of_shapes(kept, experts) or _of_folder(kept)
+    named = [(match[1], match[2], each) for each in kept if (match := GGUF_NAME.match(each.name))]
+    rows = [(each.name.partition(".experts.")[0], None, each) for each in kept if ".experts." in each.name]  # of DBRX
+    layers = _layers(named) or _of_shapes(kept, experts) or _layers(rows)
     names = _of_one_model(layers)
     if not names:
         raise InputError(f"{path} holds no tensors of experts: is it an MoE model?")
@@ -97,12 +99,11 @@ def bytes_by_layer(tensors: Sequence[StoredTensor], path: str, experts: int | No
         return np.array([_expert_bytes(name, layers[name], experts) for name in sorted(names, key=_order)], np.int64)
 
 
-def _of_names(tensors: Sequence[StoredTensor]) -> dict[str, _Layer]:
-    """Return the layers with experts of a GGUF file; empty for other files."""
+def _layers(named: Iterable[tuple[str, str | None, StoredTensor]]) -> dict[str, _Layer]:
+    """Return the layers of tensors, each with the names of its layer and of its expert, None: of all."""
     layers: dict[str, _Layer] = defaultdict(_Layer)
-    for tensor in tensors:
-        if match := GGUF_NAME.match(tensor.name):
-            layers[match[1]].add(tensor, match[2])
+    for name, expert, tensor in named:
+        layers[name].add(tensor, expert)
     return layers
 
 
@@ -128,15 +129,6 @@ def _of_shapes(tensors: Sequence[StoredTensor], experts: int | None) -> dict[str
     parts = {re.sub(r"\d+", "N", name) for name, of in large.items() if count in of}
     found = {name: of for name, of in large.items() if of and re.sub(r"\d+", "N", name) in parts}
     return {name: of.get(count) or max(of.values(), key=lambda layer: layer.bytes) for name, of in found.items()}
-
-
-def _of_folder(tensors: Sequence[StoredTensor]) -> dict[str, _Layer]:
-    """Return the layers whose experts are rows of matrices, which their name alone says (DBRX)."""
-    layers: dict[str, _Layer] = defaultdict(_Layer)
-    for tensor in tensors:
-        if ".experts." in tensor.name:
-            layers[tensor.name.partition(".experts.")[0]].add(tensor, None)
-    return layers
 
 
 def _module(name: str) -> str:

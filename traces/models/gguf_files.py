@@ -61,7 +61,9 @@ def parts(path: str) -> list[str]:
 
 
 def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[StoredTensor]]:
-    sizes = _known_types()
+    from gguf import GGML_QUANT_SIZES  # an extra
+
+    sizes = {int(kind): (kind.name, *of) for kind, of in GGML_QUANT_SIZES.items()}  # weights, and their bytes
     magic, version, count, pairs = struct.unpack("<4sIQQ", file.read(24))
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(f"it begins with {magic!r}, version {version}")
@@ -91,13 +93,6 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[StoredTenso
             label = f"type {kind}"
         tensors.append(StoredTensor(name, label, tuple(shape), data_start + offset, stored))
     return keys, tensors
-
-
-def _known_types() -> dict[int, tuple[str, int, int]]:
-    """Return the name of each type, and how many weights of it have how many bytes."""
-    from gguf import GGML_QUANT_SIZES  # an extra
-
-    return {int(kind): (kind.name, weights, block) for kind, (weights, block) in GGML_QUANT_SIZES.items()}
 
 
 def _number(file: BinaryIO, kind: str) -> Any:
