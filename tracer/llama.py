@@ -245,7 +245,8 @@ class GgufRunner:
             return
         self.close()
         loading, kept = self.loaded.loading, dict[str, int]()
-        threads = loading.threads or _cores()
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = loading.threads or usable  # more would wait for each other
         if loading.dtype != "auto":
             kept = dict.fromkeys(("type_k", "type_v"), KV_TYPES[loading.dtype])
             kept |= {"flash_attn_type": 0} if loading.dtype == "float32" else {}
@@ -362,11 +363,6 @@ class GgufRunner:
 
     def _fail(self, reason: str) -> NoReturn:
         raise InputError("; ".join([f"{self.loaded.name} {reason} in llama.cpp", *self._library.errors[:1]]))
-
-
-def _cores() -> int:
-    """Return how many cores this process may use: threads beyond them wait for each other."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fingerprint(path: Path) -> str:

@@ -58,9 +58,9 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
         unfinished.unlink(missing_ok=True)
 
 
-def read(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """Read a file, or some of its columns, and compare the checksums of its pages."""
-    return pq.read_table(str(path.absolute()), columns=columns, partitioning=None, page_checksum_verification=True)
+def read(path: Path) -> pa.Table:
+    """Read a file, and compare the checksums of its pages."""
+    return pq.read_table(str(path.absolute()), partitioning=None, page_checksum_verification=True)
 
 
 def write(path: Path, table: pa.Table) -> None:
@@ -121,22 +121,21 @@ class Parts:
         if self.rows >= self.limit:
             self._number, self.rows, self._held = self._number + 1, 0, []
 
-    def reopen(self, schema: pa.Schema, keep: int | None = None) -> None:
-        """Continue after the files that are there, cast to `schema`; of routing, the rows of `keep` requests."""
+    def reopen(self, schema: pa.Schema, keep: int | None = None) -> pa.Table:
+        """Continue after the files that are there, cast to `schema`; of routing, the rows of `keep` requests.
+
+        Return the rows of the last file.
+        """
         for number, file in reversed(list(enumerate(sorted(self.folder.glob("part-*.parquet"))))):
+            whole = read(file).cast(schema)
+            table = whole if keep is None else whole.filter(pc.less(whole.column("request"), keep))
+            if not len(table) and number:
+                file.unlink()
+                continue
+            if len(table) < len(whole):
+                write(file, table)
             self._number = number
-            held = pq.read_metadata(str(file.absolute())).num_rows
-            if keep is None and held >= self.limit:
-                self.rows = held
-            else:
-                table = read(file).cast(schema)
-                if keep is not None:
-                    table = table.filter(pc.less(table.column("request"), keep))
-                if not len(table) and number:
-                    file.unlink()
-                    continue
-                if len(table) < held:
-                    write(file, table)
-                self.add(table)
+            self.add(table)
             self.flushed()
-            return
+            return table
+        return schema.empty_table()

@@ -18,7 +18,6 @@ from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from traces import parquet
@@ -219,22 +218,12 @@ class TraceWriter:
                 os.replace(whole, self._requests.path)
             self._rows.limit = _rows_of_a_file(self.meta, held.optional)
             self._requests.reopen(held.listed.schema)
-            self._rows.reopen(routing_schema(self.meta, held.optional), keep=self.written)
-        self.next_step = _last_step(sorted((self.folder / ROUTING).glob("part-*.parquet")), self.written) + 1
+            last = self._rows.reopen(routing_schema(self.meta, held.optional), keep=self.written)
+        self.next_step = int(last.column("step").to_numpy().astype(np.int64).max(initial=-1)) + 1
 
 
 def _rows_of_a_file(meta: TraceMeta, optional: Iterable[str]) -> int:
     return min(FILE_ROWS, max(1, ROUTING_BYTES // row_bytes(routing_schema(meta, optional))))
-
-
-def _last_step(parts: list[Path], requests: int) -> int:
-    """Return the last step of the first `requests` requests; -1 without any."""
-    for part in reversed(parts):
-        table = parquet.read(part, ["request", "step"])
-        steps = table.filter(pc.less(table.column("request"), requests)).column("step").to_numpy()
-        if len(steps):
-            return int(steps.max())
-    return -1
 
 
 def write_trace(trace: Trace, folder: Path, overwrite: bool = False) -> None:

@@ -5,12 +5,11 @@ Publishers put an owner before a model's name, and behind it the precision and w
 """
 
 import re
-import tomllib
-from functools import cache
 from os.path import exists
 from pathlib import Path
 
 from traces.errors import unknown
+from traces.files import read_toml
 
 OF_FILES = r"gguf|part\d+of\d+|\d{5}-of-\d{5}|i1|ud|imat(rix)?|mlx|bnb|dwq|qat|dynamic|unsloth"
 """What names of files add to a model's beside the precision, in small letters."""
@@ -22,33 +21,34 @@ WHOLE = ("q", "iq", "tq", "bf16", "fp16", "f16", "fp8", "fp32", "f32")
 """Beginnings of precisions that a whole file has; others (MXFP4, INT4, INT8, HQQ) are the experts' alone."""
 
 
-@cache
-def _bits() -> dict[str, float]:
-    return tomllib.loads((Path(__file__).parent / "precisions.toml").read_text("utf-8"))
+BITS: dict[str, float] = read_toml(Path(__file__).with_name("precisions.toml"))
+
+SUFFIX = re.compile(rf"([-_.]({OF_FILES}|{'|'.join(map(re.escape, BITS))}))+$")
+"""What the name of a file ends in behind that of its model."""
 
 
 def canonical(name: str) -> str:
     """Return the table's name of a precision such as `bf16` or `UD-Q4_K_M`; InputError with near names."""
     key = name.strip().lower().replace("-", "_").replace(" ", "_").removeprefix("ud_")
-    if key not in _bits():
-        raise unknown("precision", name, _bits())
+    if key not in BITS:
+        raise unknown("precision", name, BITS)
     return key
 
 
 def is_precision(text: str) -> bool:
     """Return whether a text is the name of a precision, and not of a file."""
-    return text.lower() in _bits() and not exists(text)
+    return text.lower() in BITS and not exists(text)
 
 
 def bytes_per_parameter(name: str) -> float:
     """Return the bytes of one parameter at a precision. Raise InputError as `canonical` does."""
-    return _bits()[canonical(name)] / 8
+    return BITS[canonical(name)] / 8
 
 
 def name_of(bytes_per_parameter: float) -> str:
     """Return the first precision with so many bytes a parameter, or how many bits that are."""
     bits = 8 * bytes_per_parameter
-    return next((name for name, each in _bits().items() if each == bits), f"{bits:.3g} bits a weight")
+    return next((name for name, each in BITS.items() if each == bits), f"{bits:.3g} bits a weight")
 
 
 def base(name: str) -> str:
@@ -56,19 +56,14 @@ def base(name: str) -> str:
     return name.strip().rstrip("/").rsplit("/", 1)[-1].lower().replace(":", "-")
 
 
-@cache
-def _suffix() -> re.Pattern[str]:
-    return re.compile(rf"([-_.]({OF_FILES}|{'|'.join(map(re.escape, _bits()))}))+$")
-
-
 def parted(name: str) -> tuple[str, str]:
     """Return the name of the model in that of a file, in small letters, and the precision, empty where none is said."""
     whole = base(name)
-    suffix = _suffix().search(whole)
+    suffix = SUFFIX.search(whole)
     if suffix is None:
         return whole, ""
     said = [part.strip("_") for part in re.split(r"[-.]", suffix[0])]
-    return whole[: suffix.start()], next((part for part in reversed(said) if part in _bits()), "")
+    return whole[: suffix.start()], next((part for part in reversed(said) if part in BITS), "")
 
 
 def family(name: str) -> str:

@@ -195,9 +195,8 @@ class ModelProfile:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one routed expert, as it crosses the link; of the largest, where layers differ."""
-        if self.layer_expert_bytes:
-            return max(self.layer_expert_bytes)
-        return round(self.expert_parameters * self.expert_bytes_per_parameter)
+        alike = round(self.expert_parameters * self.expert_bytes_per_parameter)
+        return max(self.layer_expert_bytes, default=alike)
 
     @property
     def expert_width(self) -> float:
