@@ -134,7 +134,7 @@ class Folder:
 
     @property
     def list_columns(self) -> list[str]:
-        return [column.name for column in self.listed.schema if _is_list(column)]
+        return [column.name for column in self.listed.schema if pa.types.is_fixed_size_list(column.type)]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -190,22 +190,6 @@ def require_known(columns: Iterable[str]) -> tuple[str, ...]:
     return wanted
 
 
-@dataclass(frozen=True)
-class Listed:
-    """The requests of a folder as they are held in memory."""
-
-    frame: pd.DataFrame
-    eams: NDArray[np.uint32]  # [2, requests, L * E] prefill and decode
-    embedding: NDArray[np.float16] | None  # [requests, size]
-
-    @staticmethod
-    def of(table: pa.Table) -> "Listed":
-        lists = [column.name for column in table.schema if _is_list(column)]
-        arrays = {name: numpy(table.column(name)) for name in lists}
-        eams = np.stack([arrays["eam_prefill"], arrays["eam_decode"]])
-        return Listed(frame(table.drop_columns(lists)), eams, arrays.get("embedding"))
-
-
 def frame(table: pa.Table) -> pd.DataFrame:
     """Return requests, without their lists, as `traces.trace.Trace.requests` describes them."""
     whole_numbers = {pa.uint32(): pd.Int64Dtype(), pa.int64(): pd.Int64Dtype()}  # floats would round beside a null
@@ -227,8 +211,13 @@ def numpy(column: pa.ChunkedArray) -> NDArray[Any]:
     return np.asarray(flat.reshape(-1, width))
 
 
-def _is_list(column: pa.Field) -> bool:
-    return bool(pa.types.is_fixed_size_list(column.type))
+def by_request(rows: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return rows by column, those of each request together and in their order."""
+    request = rows["request"]
+    if (request[1:] >= request[:-1]).all():
+        return rows
+    order = np.argsort(request, kind="stable")
+    return {name: array[order] for name, array in rows.items()}
 
 
 def _files(location: Location) -> tuple[list[str], list[str]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from traces.blocks import Arrays, Blocks
 from traces.check import check_rows
 from traces.index import Index
-from traces.reader import RUN, changed, open_folder
+from traces.reader import RUN, by_request, changed, open_folder
 from traces.schema import AGGREGATE
 from traces.steps import PREFILL, Int
 from traces.trace import AnyTrace
@@ -114,12 +114,3 @@ class Shards(AnyTrace):
         eams = np.stack([block["eam_prefill"][row], block["eam_decode"][row]])[:, None]
         ends = np.array([0, len(rows["experts"])])
         check_rows(self.meta, rows, ends, eams, self.path, number, int(self.offsets[i]))
-
-
-def by_request(rows: Arrays) -> Arrays:
-    """Return the rows of a block, those of each request together and in their order."""
-    request = rows["request"]
-    if (request[1:] >= request[:-1]).all():
-        return rows
-    order = np.argsort(request, kind="stable")
-    return {name: array[order] for name, array in rows.items()}

@@ -21,7 +21,7 @@ from traces.check import check_finite, check_rows, count_eams, first_fault
 from traces.drafts import Drafts
 from traces.errors import InputError, refuse
 from traces.index import Index
-from traces.reader import RUN, Folder, Listed, numpy, open_folder, require_known
+from traces.reader import RUN, Folder, by_request, frame, numpy, open_folder, require_known
 from traces.schema import AGGREGATE, OPTIONAL, TraceMeta
 from traces.steps import DECODE, PREFILL, Int, RequestSteps, steps_of_rows
 
@@ -180,29 +180,28 @@ class Trace(AnyTrace):
     def assemble(folder: Folder, requests: pa.Table, rows: pa.Table, columns: Iterable[str], first: int = 0) -> "Trace":
         """Return requests and all their rows, as tables of `folder`, checked. The first request is number `first`."""
         meta, where = folder.meta, folder.path
-        listed, held = Listed.of(requests), len(requests)
+        lists = {name: numpy(requests.column(name)) for name in folder.list_columns}
+        listing, embedding = frame(requests.drop_columns(folder.list_columns)), lists.get("embedding")
+        eams = np.stack([lists["eam_prefill"], lists["eam_decode"]])
         arrays: dict[str, Any] = {name: numpy(rows.column(name)) for name in folder.row_columns(columns)}
-        request = arrays.pop("request").astype(np.int64) - first
-        index = Index(held)
+        request, index = arrays["request"].astype(np.int64) - first, Index(len(listing))
         index.add(request, arrays["position"], arrays["phase"])
-        index.check(meta, listed.frame, where)
-        if not (known := request < held).all():
-            arrays, request = {name: array[known] for name, array in arrays.items()}, request[known]
-        if (request[1:] < request[:-1]).any():
-            order = np.argsort(request, kind="stable")
-            arrays = {name: array[order] for name, array in arrays.items()}
-        arrays = {name: array.reshape(-1, *meta.shape(name)) for name, array in arrays.items()}
-        offsets, aggregate = index.offsets, listed.eams if meta.mode == AGGREGATE else None
+        index.check(meta, listing, where)
+        if not (known := request < len(listing)).all():
+            arrays = {name: array[known] for name, array in arrays.items()}
+        arrays = {name: array.reshape(-1, *meta.shape(name)) for name, array in by_request(arrays).items()}
+        del arrays["request"]
+        offsets, aggregate = index.offsets, eams if meta.mode == AGGREGATE else None
         if aggregate is None:
-            check_rows(meta, arrays, offsets, listed.eams, where, first)
-        if listed.embedding is not None:
-            check_finite("embedding", listed.embedding, where, first)
+            check_rows(meta, arrays, offsets, eams, where, first)
+        if embedding is not None:
+            check_finite("embedding", embedding, where, first)
         return Trace(
             name=folder.location.name,
             meta=meta,
-            requests=listed.frame,
+            requests=listing,
             offsets=offsets,
-            embedding=listed.embedding if "embedding" in columns else None,
+            embedding=embedding if "embedding" in columns else None,
             aggregate=aggregate,
             **arrays,
         )
