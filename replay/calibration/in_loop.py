@@ -100,7 +100,7 @@ def with_host(model: MeasuredModel, run: Run, top_k: int, context: int, hit: Tok
     beyond_ns = min(max(0, hit.step_ns - alone_ns), hit.most_host_ns)
     in_loop_ns, of_ns = hit.step_ns - beyond_ns, alone_ns
     if in_loop_ns != alone_ns:
-        model = replace(model, **_decode_tables(model, lambda _, ns: ns * in_loop_ns // of_ns))
+        model = model.with_ns(lambda _, tokens, ns: ns * in_loop_ns // of_ns if tokens == 1 else ns)
     alone_ns = parts_ns(model, layers, layers, context) + moved_ns(model, layers)
     missing_ns = max(min(missing.step_ns - alone_ns, missing.most_host_ns), -missing.most_host_ns)
     if top_k == 1 and launches == layers:  # no second launch to compare with: hits alone give the time of a layer
@@ -129,14 +129,6 @@ def moved_ns(model: MeasuredModel, layers: int) -> int:
     """Return what the transfers of an expert of each of the first layers take."""
     link = model.link()
     return sum(link.used_ns(link.bytes_of(layer)) for layer in range(layers))
-
-
-def _decode_tables(model: MeasuredModel, changed: Callable[[str, int], int]) -> dict[str, Any]:
-    """Return the tables with other ns of a decoded token's parts. changed: gets the table's name and ns."""
-    return {
-        key: tuple((*row[:-1], changed(key, row[-1])) if row[0] == 1 else row for row in getattr(model, key))
-        for key in TABLES
-    }
 
 
 def same_again(run: Run, together: int, busy_layers: int, context: int, steps: int) -> RequestSteps:
@@ -247,8 +239,8 @@ def half_missing(run: Run, top_k: int, busy_layers: int, context: int, steps: in
 def effective(model: MeasuredModel, simulated: Callable[[MeasuredModel], RunLog]) -> MeasuredModel:
     """Return the model's tables with what contention adds to decoded tokens of a run, which `simulated` simulates."""
 
-    def longer(shares: dict[str, float]) -> Callable[[str, int], int]:
-        return lambda key, ns: round(ns * (1 + (model.compute_slowed - 1) * shares[key]))
+    def longer(shares: dict[str, float]) -> Callable[[str, int, int], int]:
+        return lambda key, tokens, ns: round(ns * (1 + (model.compute_slowed - 1) * shares[key])) if tokens == 1 else ns
 
     result = model
     for _ in range(ITERATIONS if (model.compute_slowed, model.transfer_slowed) != (1.0, 1.0) else 0):
@@ -261,5 +253,5 @@ def effective(model: MeasuredModel, simulated: Callable[[MeasuredModel], RunLog]
         shares["expert"] = min(1.0, busy.together / experts) if experts else 0.0
         of_link = busy.together / busy.link if busy.link else 0.0
         transfer = round(model.transfer_ns * (1 + (model.transfer_slowed - 1) * of_link))
-        result = replace(model, **_decode_tables(model, longer(shares)), transfer_ns=transfer)
+        result = model.with_ns(longer(shares), transfer_ns=transfer)
     return result

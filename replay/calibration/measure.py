@@ -30,7 +30,7 @@ from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS
 from sim.loop.run import Run
 from sim.loop.session import decider_of
-from sim.profiles.measured import TABLES, MeasuredModel, MeasuredTiming
+from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import Link
 from traces.steps import DECODE
 
@@ -202,12 +202,10 @@ class Factors:
 
     def scale(self, model: MeasuredModel) -> MeasuredModel:
         """Return the model of a machine that is so much slower."""
-        tables: dict[str, Any] = {
-            name: tuple((*row[:-1], round(row[-1] * self.computes)) for row in getattr(model, name)) for name in TABLES
-        }
         transfer, latency = round(model.transfer_ns * self.reads), round(model.latency_ns * self.reads)
-        launch = max(model.launch_ns, -tables["expert"][0][-1])
-        return replace(model, transfer_ns=transfer, latency_ns=min(latency, transfer), launch_ns=launch, **tables)
+        fields = {"transfer_ns": transfer, "latency_ns": min(latency, transfer)}
+        launch_ns = max(model.launch_ns, -round(model.expert[0][-1] * self.computes))
+        return model.with_ns(lambda _, tokens, ns: round(ns * self.computes), **fields, launch_ns=launch_ns)
 
 
 def _error(values: Sequence[float]) -> float:

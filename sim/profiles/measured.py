@@ -6,7 +6,7 @@ before the first it is the first's. Everything is rounded up to whole ns.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -58,6 +58,13 @@ class MeasuredModel:
             (self.latency_ns > self.transfer_ns, "latency_ns is above transfer_ns"),
             (self.launch_ns < -self.expert[0][1], "launch_ns: an expert of one token would take less than no time"),
         )
+
+    def with_ns(self, changed: Callable[[str, int, int], int], **fields: Any) -> "MeasuredModel":
+        """Return the model with other durations. changed: gets the table's name, a row's tokens and its ns."""
+        tables: dict[str, Any] = {
+            key: tuple((*row[:-1], changed(key, row[0], row[-1])) for row in getattr(self, key)) for key in TABLES
+        }
+        return replace(self, **tables, **fields)
 
     def timing(self, predictor_ns: int = 0, host: Timing | None = None) -> "MeasuredTiming":
         """Return its durations under a policy with this overhead for each event; host: of experts computed there."""
