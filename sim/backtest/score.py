@@ -16,7 +16,6 @@ from sim.prediction import errors as errors_of
 from sim.prediction.case import Case, Outcome
 from sim.prediction.described import Machine, Row
 from sim.prediction.machine import FITTED
-from sim.quantities import show_share
 from traces.errors import InputError, located
 
 T = TypeVar("T")
@@ -133,12 +132,11 @@ def backtest(
                 case = Case(row)
                 case = case.aimed(case.hardware)
                 simulated[row.figure] = case, case.simulated(case.hardware)
+            for text in case.warnings(simulated[row.figure][1]):
+                warn(f"{row.where}: {text}")
         except InputError as error:
             failures[row.figure] = error
             warn(str(error))
-        else:
-            for text in _warnings(*simulated[row.figure]):
-                warn(f"{row.where}: {text}")
         ended()
     if failures and not simulated:
         raise next(iter(failures.values()))
@@ -156,18 +154,8 @@ def backtest(
         elif row.timed:
             kind, spread = errors_of.class_of(case), errors_of.spread_of(case)
         predicted = figure(row, final), figure(row, blind), final.hit_rate
-        results.append(Result(row, *predicted, case.stand_in, kind, spread, _warnings(case, blind)))
+        results.append(Result(row, *predicted, case.stand_in, kind, spread, case.warnings(blind)))
     return Backtest(results, list(fits.values()))
-
-
-def _warnings(case: Case, outcome: Outcome) -> tuple[str, ...]:
-    wanted, reached = case.row.setting.hit_rate, case.off(outcome) + case.row.setting.hit_rate
-    if not case.is_far(outcome):
-        return ()
-    return (
-        f"{case.policy.text} hits {show_share(reached)}, far from the hit_rate of {show_share(wanted)} that was "
-        f"measured",
-    )
 
 
 def _machine_key(row: Row) -> tuple[str, Machine | None]:

@@ -27,7 +27,7 @@ from sim.profiles.derived import Blocking, FirstLayersElsewhere
 from sim.profiles.hardware_profile import Hardware
 from sim.profiles.roofline import disk_link, host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
-from sim.quantities import parse_cache_size, stated_bytes
+from sim.quantities import parse_cache_size, show_share, stated_bytes
 from traces.errors import InputError
 from traces.models.profile import ModelProfile
 from traces.steps import DECODE, RequestSteps
@@ -221,9 +221,13 @@ class Case:
         """Return by how much a run's hit rate, of host memory where that is over a disk, is above the measured one."""
         return (outcome.host_hit_rate if self.host_capacity else outcome.hit_rate) - self.row.setting.hit_rate
 
-    def is_far(self, outcome: Outcome) -> bool:
-        """Whether the run is far from the measured hit rate, as where nothing fills the cache."""
-        return self.row.setting.hit_rate >= 0 and abs(self.off(outcome)) > FAR * self._tolerance
+    def warnings(self, outcome: Outcome) -> tuple[str, ...]:
+        """Return that a run is far from the measured hit rate, as where nothing fills the cache; else nothing."""
+        wanted, off = self.row.setting.hit_rate, self.off(outcome)
+        if wanted < 0 or abs(off) <= FAR * self._tolerance:
+            return ()
+        reached, measured = show_share(wanted + off), show_share(wanted)
+        return (f"{self.policy.text} hits {reached}, far from the hit_rate of {measured} that was measured",)
 
     @property
     def _tolerance(self) -> float:

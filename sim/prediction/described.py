@@ -97,11 +97,6 @@ class Machine:
         return sum(int(gpu.memory_gib * 2**30) for gpu in self.gpus)
 
     @property
-    def gpus_read(self) -> float:
-        """GB/s of the GPUs' data sheets, one after another in proportion to their memories."""
-        return self.gpu_memory / 2**30 / sum(gpu.memory_gib / gpu.gb_per_s for gpu in self.gpus) if self.gpus else 0.0
-
-    @property
     def link_copies(self) -> float:
         """GB/s of copies over the link, as stated, else of the link of that name."""
         return self.link_gb_per_s or (LINKS[self.link].gb_per_s if self.link else 0.0)
@@ -170,16 +165,10 @@ class Setting:
     @property
     def place(self) -> str:
         """Return which key states where experts are. Raise InputError unless one does."""
-        values = {
-            "all_on": bool(self.all_on),
-            "host_layers": self.host_layers >= 0,
-            "host_share": self.host_share >= 0,
-            "cpu_layers": self.cpu_layers >= 0,
-            "policy": bool(self.policy),
-        }
-        stated = [key for key, is_stated in values.items() if is_stated]
+        places = "all_on", "host_layers", "host_share", "cpu_layers", "policy"
+        stated = [key for key in places if getattr(self, key) not in ("", -1)]
         if len(stated) != 1:
-            raise InputError(f"setting: give one of {', '.join(values)}, not {' and '.join(stated) or 'none'}")
+            raise InputError(f"setting: give one of {', '.join(places)}, not {' and '.join(stated) or 'none'}")
         return stated[0]
 
 
