@@ -247,7 +247,6 @@ def plan(
 def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Calibration | None = None) -> Plan:
     """Return the plan of a model on a machine. Of a calibration the expected speed is; all else is scaled by it."""
     placement, own = placements.today(layout), layout.hardware
-    seconds, _ = placement.simulated(own)
     shares, cache, past_cache = saved(placement, own), _cache(layout), partial(placements.today, mmap=False)
     gpu_margin, host_margin = margins(layout.machine)
     kind, (speed, assumed) = errors.class_of(placement.slowest), expected(placement)
