@@ -239,4 +239,5 @@ def profile(result: Calibration) -> str:
         "# Written by `moe-replay calibrate`. Models under [[measured]] are simulated from what was measured here,\n"
         f"# other models from the rates: of large copies, the host's turnaround with these models, and {of_disk}.\n"
     )
-    return head + toml.dumps({**scalars, "calibration": calibration, "measured": [asdict(model) for model in models]})
+    tables = {"calibration": calibration, "measured": [asdict(model) for model in models]}
+    return f"{head}{toml.dumps({**scalars, **tables})}\n"

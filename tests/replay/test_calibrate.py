@@ -29,7 +29,7 @@ from traces.models.profile import ModelProfile
 # The file
 
 KEYS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=8)
-SCALARS = KEYS | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False)
+SCALARS = KEYS | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = SCALARS | st.lists(SCALARS | st.lists(SCALARS, max_size=3), max_size=4)
 TABLES = st.recursive(
     st.dictionaries(KEYS, VALUES, max_size=4),
