@@ -20,7 +20,7 @@ from policies.core.compiled import compiled
 from policies.core.policy import Int, Shape, Single
 
 PASSES = 1024
-LANES = 64  # of every so many passes the most alike says which are worth a look
+BLOCKS = 16  # of passes that are looked at together
 NEAREST = 12
 WINDOW = 8
 NOW = np.float32(0.6)
@@ -64,7 +64,7 @@ class Neighbours(NamedTuple):
         np.int32
     ]  # [batch_slots, 3, PASSES] experts in common: WINDOW layers, all; in all of the passes before
     likeness: Single  # [PASSES] scratch
-    peaks: NDArray[np.int32]  # [LANES] scratch
+    totals: Single  # [spans] scratch
     nearest: Int  # [batch_slots, NEAREST] places, the most alike first, or NONE
     weights: Single  # [batch_slots, NEAREST]
 
@@ -89,7 +89,7 @@ def no_passes(shape: Shape) -> Neighbours:
         sizes=np.zeros((batch_slots, WINDOW), np.int64),
         alike=np.zeros((batch_slots, 3, PASSES), np.int32),
         likeness=np.zeros(PASSES, np.float32),
-        peaks=np.zeros(LANES, np.int32),
+        totals=np.zeros(len(SPANS) - 1, np.float32),
         nearest=np.full((batch_slots, NEAREST), NONE),
         weights=np.zeros((batch_slots, NEAREST), np.float32),
     )
@@ -161,7 +161,7 @@ def route(known: Neighbours, batch_slot: int, layer: int, experts: Int) -> None:
     for j in range(PASSES):
         likeness[j] = now * np.float32(near[j]) + before * np.float32(previous[j])
     likeness[place] = np.float32(-1.0)
-    _choose(likeness, known.peaks, known.nearest[batch_slot], known.weights[batch_slot])
+    _choose(likeness, known.nearest[batch_slot], known.weights[batch_slot])
     used = known.used[layer, place]
     for expert in experts:
         if used[0] < len(used) - 1:
@@ -171,43 +171,28 @@ def route(known: Neighbours, batch_slot: int, layer: int, experts: Int) -> None:
 
 
 @compiled
-def _choose(likeness: Single, peaks: NDArray[np.int32], nearest: Int, weights: Single) -> None:
+def _choose(likeness: Single, nearest: Int, weights: Single) -> None:
     """Fill `nearest` with the places of the greatest likeness, the first of equals, and `weights`.
 
-    As many lanes have peaks of `bound` or more, so that no place below it counts. Floats above zero are ordered as their
-    bits are, which are compared several at once.
+    None of them is less alike than all that `nearest` holds from the layer before, which so bounds what is looked at.
+    Floats above zero are ordered as their bits are, which are compared several at once.
     """
-    bits = likeness.view(np.int32)
-    for lane in range(LANES):
-        peaks[lane] = 0
-    for first in range(0, PASSES, LANES):
-        for lane in range(LANES):
-            peaks[lane] = max(peaks[lane], bits[first + lane])
+    bits, bound = likeness.view(np.int32), np.int32(np.iinfo(np.int32).max)
     for n in range(NEAREST):
-        nearest[n], weights[n] = 0, ZERO
-    for lane in range(LANES):
-        if peaks[lane] > nearest[NEAREST - 1]:
-            n = NEAREST - 1
-            while n > 0 and nearest[n - 1] < peaks[lane]:
-                nearest[n] = nearest[n - 1]
-                n -= 1
-            nearest[n] = peaks[lane]
-    bound = max(1, nearest[NEAREST - 1])
-    for n in range(NEAREST):
-        nearest[n] = NONE
-    for lane in range(LANES):
-        if peaks[lane] < bound:
-            continue
-        for j in range(lane, PASSES, LANES):
-            if bits[j] < bound:
-                continue
-            n, value = NEAREST, likeness[j]
-            while n > 0 and (weights[n - 1] < value or (weights[n - 1] == value and nearest[n - 1] > j)):
-                n -= 1
-            for other in range(NEAREST - 1, n, -1):
-                nearest[other], weights[other] = nearest[other - 1], weights[other - 1]
-            if n < NEAREST:
-                nearest[n], weights[n] = j, value
+        bound = min(bound, bits[nearest[n]] if nearest[n] != NONE else np.int32(0))
+        nearest[n], weights[n] = NONE, ZERO
+    bound, size = max(bound, np.int32(1)), len(bits) // BLOCKS  # a constant would unroll the loop, not make it vectors
+    for first in range(0, len(bits), size):
+        block, peak = bits[first : first + size], np.int32(0)
+        for i in range(len(block)):
+            peak = max(peak, block[i])
+        for i in range(len(block) if peak >= bound else 0):
+            if block[i] >= bound and likeness[first + i] > weights[NEAREST - 1]:
+                n, value = NEAREST - 1, likeness[first + i]
+                while n > 0 and weights[n - 1] < value:
+                    nearest[n], weights[n] = nearest[n - 1], weights[n - 1]
+                    n -= 1
+                nearest[n], weights[n] = first + i, value
     for n in range(NEAREST):
         weights[n] = np.exp(SHARPNESS * weights[n])
 
@@ -226,23 +211,24 @@ def _lifts(total: float, lift: float, popular: Single, out: Single) -> None:
 @compiled
 def after(known: Neighbours, batch_slot: int, layer: int, lift: float, popular: Single, out: Single) -> None:
     """Fill out [spans, E] with the evidence of what was used after the neighbours. lift: experts by those of a pass."""
-    used = known.used[layer]
+    used, totals = known.used[layer], known.totals
     for span in range(len(SPANS) - 1):
+        totals[span] = ZERO
         for e in range(out.shape[1]):
             out[span, e] = ZERO
+    for n in range(NEAREST):
+        place, weight, span = known.nearest[batch_slot, n], known.weights[batch_slot, n], 0
+        for later in range(SPANS[-1]):
+            if place == NONE:
+                break
+            place = known.links[ON, place]
+            span += later == SPANS[span + 1]
+            if place != NONE and used[place, 0]:
+                totals[span] += weight
+                for i in range(1, used[place, 0] + 1):
+                    out[span, used[place, i]] += weight
     for span in range(len(SPANS) - 1):
-        total = ZERO
-        for n in range(NEAREST):
-            place, weight = known.nearest[batch_slot, n], known.weights[batch_slot, n]
-            for later in range(SPANS[span + 1]):
-                if place == NONE:
-                    break
-                place = known.links[ON, place]
-                if place != NONE and later >= SPANS[span] and used[place, 0]:
-                    total += weight
-                    for i in range(1, used[place, 0] + 1):
-                        out[span, used[place, i]] += weight
-        _lifts(float(total), lift, popular, out[span])
+        _lifts(float(totals[span]), lift, popular, out[span])
 
 
 @compiled
