@@ -7,7 +7,7 @@ Romano 1994): how sure a difference is on such text, and nothing of other reques
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -180,20 +180,12 @@ def split_name(text: str) -> tuple[Path, str | None, str | None]:
 
 def choose(cells: Sequence[SweptRun], policy: PolicyLike | None, size: str | None) -> list[SweptRun]:
     """Return the cells of this policy and cache size, of any if None. Raise InputError if there are none."""
-    if policy is not None:
-        policy = text_of(policy)
-        known = list(dict.fromkeys(cell.policy for cell in cells))
-        if policy not in known:
-            raise _unknown(policy, known, cells[0].folder)
-    if size is not None:
-        slots = _slots(cells, size)
-        if slots not in {cell.cache_experts for cell in cells}:
-            swept = ", ".join(str(n) for n in dict.fromkeys(cell.cache_experts for cell in cells))
-            raise InputError(f"{cells[0].folder} has no cache of {size} ({slots} experts); it has {swept}")
-        cells = [cell for cell in cells if cell.cache_experts == slots]
-    matches = [cell for cell in cells if policy in (None, cell.policy)]
+    policy = None if policy is None else text_of(policy)
+    slots = None if size is None else _slots(cells, size)
+    matches = [cell for cell in cells if policy in (None, cell.policy) and slots in (None, cell.cache_experts)]
     if not matches:
-        raise InputError(f"{cells[0].folder} did not run {policy} with a cache of {size}")
+        known = [f"{cell.policy}@{cell.cache_experts}" for cell in cells]
+        raise unknown("cell", f"{policy or ''}@{size or ''}", known, cells[0].folder)
     return matches
 
 
@@ -206,10 +198,6 @@ def _slots(cells: Sequence[SweptRun], size: str) -> int:
     return max((cell.cache_experts for cell in cells if cell.fills(in_bytes)), default=slots)
 
 
-def _unknown(policy: str, known: Iterable[str], folder: Path) -> InputError:
-    return unknown("policy", policy, known, "" if folder == Path() else folder)
-
-
 def pairs_within(cells: Sequence[SweptRun], policies: Sequence[PolicyLike]) -> list[tuple[SweptRun, SweptRun]]:
     """Return (baseline, cell) at each size: the first policy is the baseline. Raise InputError if one is missing."""
     if len(policies) < 2:
@@ -219,7 +207,7 @@ def pairs_within(cells: Sequence[SweptRun], policies: Sequence[PolicyLike]) -> l
         here = {cell.policy: cell for cell in cells if cell.cache_experts == slots}
         for name in names:
             if name not in here:
-                raise _unknown(name, here, cells[0].folder)
+                raise unknown("policy", name, here, "" if cells[0].folder == Path() else cells[0].folder)
         pairs += [(here[names[0]], here[name]) for name in names[1:]]
     return pairs
 
