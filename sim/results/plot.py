@@ -277,13 +277,14 @@ def panels(
     size: tuple[float, float] | None = None,
     grid: Literal["x", "both"] = "both",
     share: bool = True,
+    height: float = 3.4,
 ) -> "tuple[Figure, list[Axes]]":
     """Return a figure of small multiples side by side, three in a row, whose scales are shared if `share`."""
     from sim.results.drawing import Drawing
 
     columns = min(3, max(1, len(titles)))
     lines = -(-len(titles) // columns)
-    drawing = Drawing(figsize=size or (max(WIDTH, 3.4 * columns + 1.2), 3.4 * lines), layout="constrained")
+    drawing = Drawing(figsize=size or (max(WIDTH, 3.4 * columns + 1.2), height * lines), layout="constrained")
     every = drawing.subplots(lines, columns, sharex=share, sharey=share, squeeze=False).ravel().tolist()
     for axes, title in zip(every, titles, strict=False):
         frame(axes, title, xlabel, grid)
@@ -326,7 +327,7 @@ def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Fi
 
 
 def heat_maps(maps: "dict[str, Float]", label: str) -> "Figure":
-    drawing, grid = panels(list(maps), "expert")
+    drawing, grid = panels(list(maps), "expert", height=3.0)
     highest = max((float(each.max(initial=0)) for each in maps.values()), default=1.0) or 1.0
     image = None
     for axes, values in zip(grid, maps.values(), strict=True):
