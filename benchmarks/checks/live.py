@@ -43,9 +43,8 @@ from replay.devices.expert_file import write
 from replay.devices.stage import driver, machine_name
 from replay.devices.store import Stamps
 from replay.keys import key_of
-from replay.live.answering import answer, prompts_of, reading_ids
+from replay.live.answering import answer, outcome, prompts_of, reading_ids
 from replay.live.opening import MOST, open_live
-from replay.live.prediction import outcome
 from replay.run import replay
 from replay.warmup import undisturbed
 from sim.defaults import CACHE_SIZE, POLICY

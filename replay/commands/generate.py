@@ -9,8 +9,7 @@ import typer
 from replay.commands import shown
 from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
-from replay.live.answering import TextStream, answer, prompts_of, reading_ids
-from replay.live.prediction import outcome
+from replay.live.answering import TextStream, answer, outcome, prompts_of, reading_ids
 from replay.warmup import undisturbed
 from sim.commands import options
 from sim.sweeps.config import seeded
