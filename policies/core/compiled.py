@@ -34,7 +34,7 @@ from typing import Any, ParamSpec, TypeVar
 from llvmlite.binding import Linkage
 from numba import config, njit, typeof, types
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
+from numba.core.compiler import Compiler, Flags
 from numba.core.registry import CPUDispatcher
 
 P = ParamSpec("P")
@@ -195,18 +195,36 @@ class _Part(CPUDispatcher):
 def _part(typing: Any, target: Any, _: None, args: Any, returns: Any, flags: Any, kinds: Any) -> Compiler:
     """Return what compiles a part."""
     flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
-    return Compiler(typing, target, _PartLibrary(target.codegen(), "part"), args, returns, flags, kinds)
+    return Compiler(typing, target, _PartLibrary(target.codegen(), "part"), args, returns, _Flags(flags), kinds)
 
 
 def _whole(typing: Any, target: Any, _: None, args: Any, returns: Any, flags: Any, kinds: Any) -> Compiler:
     """Return what compiles a function that Python calls, with its parts."""
     library = _WholeLibrary(target.codegen(), "whole")
     library.enable_object_caching()
-    return Compiler(typing, target, library, args, returns, flags, kinds)
+    return Compiler(typing, target, library, args, returns, _Flags(flags), kinds)
 
 
 WHOLE: dict[str, Any] = {"pipeline_class": _whole}
 _PART: dict[str, Any] = {"pipeline_class": _part}
+
+
+class _Flags(Flags):
+    """Numba's, which it hashes and compares at each call that it types: a copy, which nothing changes, does so once."""
+
+    known: dict[str, Any] | None = None
+    number = 0
+
+    def copy(self) -> "_Flags":
+        made = _Flags(self)
+        made.known, made.number = super().values(), super().__hash__()
+        return made
+
+    def values(self) -> dict[str, Any]:
+        return self.known or dict(super().values())
+
+    def __hash__(self) -> int:
+        return self.number or int(super().__hash__())
 
 
 class _PartLibrary(JITCodeLibrary):

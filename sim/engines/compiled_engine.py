@@ -5,8 +5,12 @@ changes of who takes part. What policies do then (`begin_request`, learning in `
 A policy that is written in Python is asked from within the loop (`policies.core.calling`).
 """
 
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +18,7 @@ from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
 from policies.core.bent import Bending
 from policies.core.calling import Held, Proposal
-from policies.core.compiled import kept_for
+from policies.core.compiled import KEPT, kept_for
 from policies.core.dispatch import EVENT, Native
 from policies.core.events import Events, Routing, routing_of, routing_of_batch
 from policies.core.limits import limiter
@@ -32,6 +36,13 @@ from sim.profiles.timing import Durations, DurationTables, FixedTiming, Link
 from traces.steps import PREFILL, RequestSteps
 
 IN_PYTHON = -1  # in place of an address
+
+BESIDE: dict[bool, subprocess.Popen[bytes] | None] = {}
+"""By version of the engine (`tiered`): the process that compiles it beside this one, or none."""
+
+BESIDE_LOCK = Lock()
+
+NO_STREAMS: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 
 
 def simulate(run: Run) -> RunLog:
@@ -75,6 +86,22 @@ def prepare(versions: Iterable[bool] = (False,)) -> None:
     for version in versions:
         policy = PolicySpec.of("lru", placement="host" if version else "fetch")
         simulate(gpu_run([request], Shape(1, 1), 1, policy, FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
+
+
+def _compile_beside(version: bool) -> None:
+    """Compile this version of the engine, unless it is on disk, in a process of its own: numba has one lock in each.
+
+    Meanwhile this process compiles policies. Should the other fail, this one compiles the engine when it needs it.
+    """
+    with BESIDE_LOCK:
+        if version in BESIDE:
+            return
+        code = (
+            f"import sys; sys.path = {sys.path!r}; from sim.engines import compiled_engine as engine; "
+            f"engine.BESIDE[{version}] = None; engine.prepare([{version}])"
+        )
+        starts = KEPT and not on_disk(version)
+        BESIDE[version] = subprocess.Popen([sys.executable, "-c", code], **NO_STREAMS) if starts else None
 
 
 class Cell:
@@ -192,6 +219,7 @@ class Engine:
 
     def __init__(self, runs: Sequence[Run], runner: PolicyRunner) -> None:
         run = runs[0]
+        _compile_beside(tiered(run))
         assert len(runs) == 1 or (runner.shares_cells and run.users is None)
         self.run = run
         self.runner = runner
@@ -285,6 +313,8 @@ class Engine:
         evictions: list[list[Int]] = [[NO_INTS] for _ in cells]
         addresses = np.array([held.address for held in self.held])
         common = addresses, one.state, self.plan, routing, durations, self.run.timing.predictor_ns
+        if beside := BESIDE[tiered(self.run)]:
+            beside.wait()
         step = 0
         while step < steps and one.now < admit_at:
             step = streams.run_steps(*common, step, rows, admit_at)
