@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -285,7 +286,7 @@ def test_routers_that_are_right_are_believed_and_neither_wrong_ones_nor_what_the
                     np.array([e + upcoming * E for e in of_steps[s][upcoming]] if upcoming < L else [], np.int64)
                 )
             offsets, experts = np.cumsum([len(each) for each in ids]), np.concatenate(ids)
-            named = {"picked_counts": np.ones_like(experts), "picked_scores": np.ones(len(experts))}
+            named: Any = {"picked_counts": np.ones_like(experts), "picked_scores": np.ones(len(experts))}
             event = event._replace(picked_offsets=offsets, picked_experts=experts, **named)
             policy.observe(event)
             mine = set(fetcher.propose(event)[0].tolist())

@@ -271,5 +271,5 @@ def test_a_size_in_bytes_finds_the_cache_that_was_swept_with_it_where_experts_di
     assert {len(cell.requests) for cell in cells} == {6}
     for size, held in (("605kB", 30), ("610kB", 30), ("400kB", 20), ("5MB", 48), ("30", 30), ("100%", 48)):
         assert [cell.cache_experts for cell in choose(cells, "lru", size)] == [held], size
-    with pytest.raises(InputError, match="unknown cell .lru@500kB.; did you mean lru@"):
+    with pytest.raises(InputError, match=r"unknown cell .lru@500kB.; did you mean lru@"):
         choose(cells, "lru", "500kB")
