@@ -41,6 +41,3 @@ def decide(run: Run, decider: Decider | None = None) -> None:
     for _ in driver.steps():
         if time.monotonic() > ends:
             break
-    residency = driver.session.residency
-    residency.land()  # devices alone call these two; this residency is thrown away
-    residency.interrupt()

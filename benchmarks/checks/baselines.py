@@ -21,8 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.checks.limits import page_cache_of
-from policies.core.policy import Float, Int, Shape
+from policies.core import residency_compiled as core
+from policies.core.policy import Int, Shape
 from policies.core.residency import NO_EXPERT
+from policies.core.script import OrderedResidency
 from replay.calibration.pace import OnStep
 from replay.choice import Choice
 from replay.comparison.cell import FixedOrder, Side, run_on
@@ -34,101 +36,63 @@ from replay.devices.stage import Stage
 from replay.model.network import Network
 from replay.warmup import undisturbed
 from sim.loop.device import Device, Work
-from sim.loop.log import COUNTERS
 
 RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY = "resident", "on-demand", "layer-stream", "zero-copy"
 SYNC_PER_COPY, LRU_SWAP, PAGE_CACHE = "sync-per-copy", "lru-swap", "page cache"
 
 
-class QueueResidency:
-    """A residency (`policies.core.residency.Residency`) whose transfers come in the order of a queue.
+class QueueResidency(OrderedResidency):
+    """A residency whose transfers come in the order of a queue; nothing counts as a prefetch.
 
     Subclasses give experts their slots. Slots change hands at a router alone, when all earlier layers were computed.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, slots: int) -> None:
+        super().__init__(shape, (slots,))
         self._shape = shape
-        self._slots: dict[int, int] = {}  # of every expert that has one
-        self._ready: set[int] = set()
+        self._state, self._slot = self.m[core.STATE, : shape.total], self.m[core.SLOT]
         self._queue: deque[int] = deque()
-        self._in_flight: deque[int] = deque()
-        self._wanted: set[int] = set()
-        self._counts = [0] * len(COUNTERS)  # as every residency's; nothing counts as a prefetch
 
     def _assign(self, layer: int, event: list[int]) -> None:
         """Give the event's experts slots, and queue what the link is to bring, before they are looked up."""
 
-    @property
-    def slots(self) -> int:
-        return len(set(self._slots.values()))
+    def look_up(self, experts: Int) -> None:
+        if len(experts):
+            self._assign(int(experts[0]) // self._shape.experts, experts.tolist())
 
-    def resident(self) -> Int:
-        return np.array(sorted(self._slots), np.int64)
-
-    def route(self, experts: Int) -> tuple[list[int], int]:
-        event: list[int] = experts.tolist()
-        if event:
-            self._assign(event[0] // self._shape.experts, event)
-        self._wanted = set(event)
-        hits = [expert for expert in event if expert in self._ready]
-        late = len(self._wanted.intersection(self._in_flight))
-        for place, count in enumerate((len(hits), late, len(event) - len(hits) - late)):
-            self._counts[place] += count
-        return hits, len(self._queue)
-
-    def slot(self, expert: int) -> int:
-        return self._slots[expert]
+    def looked_up(self) -> int:
+        return len(self._queue)
 
     def next_transfer(self) -> tuple[int, int, bool]:
         if not self._queue:
             return NO_EXPERT, NO_EXPERT, False
-        self._in_flight.append(self._queue.popleft())
-        self._counts[COUNTERS.index("demand_transfers")] += 1
-        return self._in_flight[-1], NO_EXPERT, False
+        expert = self._queue.popleft()
+        self._state[expert], self.m[core.ONE, core.ACTIVE] = core.LOADING, expert
+        self.m[core.ONE, core.N_DEMAND] += 1
+        return expert, NO_EXPERT, False
 
-    def arrived(self) -> bool:
-        expert = self._in_flight.popleft()
-        self._ready.add(expert)
-        return expert in self._wanted
-
-    def awaited(self, expert: int) -> bool:
-        return expert in self._wanted
-
-    def counters(self) -> list[int]:
-        return list(self._counts)
-
-    # A schedule has no victims, no proposals and no interruptions, and continues from request to request.
-
-    def propose(self, experts: Int, priorities: Float) -> None: ...
-
-    def victims(self) -> list[int]:
-        return []
-
-    def land(self) -> None: ...
-
-    def interrupt(self) -> tuple[int, int]:
-        return NO_EXPERT, NO_EXPERT
-
-    def computed(self, expert: int) -> None: ...
-
-    def end_request(self, cold: bool = False) -> None: ...
+    def end_request(self, cold: bool = False) -> None:
+        """A schedule continues from request to request."""
 
 
 class Resident(QueueResidency):
     """Everything lies in its slot, or in the one that it shares where there are fewer."""
 
     def __init__(self, shape: Shape, slots: int) -> None:
-        super().__init__(shape)
-        self._slots = {expert: expert % slots for expert in range(shape.total)}
-        self._ready = set(self._slots)
+        super().__init__(shape, slots)
+        self._slot[: shape.total] = np.arange(shape.total) % slots
+        self._state[:] = core.READY
 
 
 class OnDemand(QueueResidency):
     """Each event brings all its experts, over those of the event before. Slots: as many as the largest event has."""
 
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape, shape.experts)
+
     def _assign(self, layer: int, event: list[int]) -> None:
-        self._ready.clear()
-        self._slots = {expert: place for place, expert in enumerate(event)}
+        self._state[:] = core.ABSENT
+        self._slot[event] = np.arange(len(event))
         self._queue.extend(event)
 
 
@@ -136,33 +100,24 @@ class LayerStream(QueueResidency):
     """Two buffers of a layer each: from one it is computed, into the other the next layer comes. Slots: 2 E."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
+        super().__init__(shape, 2 * shape.experts)
         self._buffers: dict[int, int] = {}  # of the layers that are there or on their way
 
     def _assign(self, layer: int, event: list[int]) -> None:
-        following = (layer + 1) % self._shape.layers
+        following, E = (layer + 1) % self._shape.layers, self._shape.experts
         for gone in set(self._buffers) - {layer, following}:
             del self._buffers[gone]
-            self._ready.difference_update(self._experts(gone))
+        for other in set(range(self._shape.layers)) - set(self._buffers):  # what arrived after its event as well
+            self._state[other * E : (other + 1) * E] = core.ABSENT
         self._load(layer, 1 - self._buffers.get(following, 1))
         self._load(following, 1 - self._buffers[layer])
 
-    def arrived(self) -> bool:
-        expert = self._in_flight[0]
-        awaited = super().arrived()
-        if expert // self._shape.experts not in self._buffers:  # the event that it was for has gone by
-            self._ready.discard(expert)
-        return awaited
-
     def _load(self, layer: int, buffer: int) -> None:
         if layer not in self._buffers:
-            self._buffers[layer] = buffer
-            for place, expert in enumerate(self._experts(layer)):
-                self._slots[expert] = buffer * self._shape.experts + place
-                self._queue.append(expert)
-
-    def _experts(self, layer: int) -> range:
-        return range(layer * self._shape.experts, (layer + 1) * self._shape.experts)
+            self._buffers[layer], E = buffer, self._shape.experts
+            experts = range(layer * E, (layer + 1) * E)
+            self._slot[experts] = buffer * E + np.arange(E)
+            self._queue.extend(experts)
 
 
 class SyncPerCopy(CudaDevice):

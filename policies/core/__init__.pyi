@@ -25,7 +25,6 @@ from .policy import ScorePolicy as ScorePolicy
 from .policy import Shape as Shape
 from .ranking import best as best
 from .residency import PolicyResidency as PolicyResidency
-from .residency import Residency as Residency
 from .residency_compiled import BLOCKED as BLOCKED
 from .runner import PolicyRunner as PolicyRunner
 from .scope import SCOPES as SCOPES

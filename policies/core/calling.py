@@ -35,6 +35,9 @@ QUESTION = CFUNCTYPE(c_int64, c_int64, c_int64, c_int64, c_int64)
 OBSERVE, PROPOSE, START, HIT, INSERT, EVICT, VICTIM, ADMIT = range(8)
 """The questions, each with a number: of an event (step * L + layer), of a step that starts, or of an expert."""
 
+LOOKUP, LOOKED_UP, PROPOSED, NEXT, INTERRUPT = range(8, 13)
+"""What `policies.core.script.OrderedResidency` is asked."""
+
 RAISED, NO_EXPERTS = -1, -2
 """Answers of a C function that failed: it raised an error, or proposes what no expert has."""
 

@@ -337,3 +337,8 @@ def start_at(routing: Routing, step: int, serial: int) -> Event:
         *(serial, routing.phase[step], START, none, none, *one, none, none, ids),
         *(none, none, none, no_floats, no_floats),
     )
+
+
+_ONE = np.ones(1, np.int64)
+ROUTING = routing_of(RequestSteps(0, np.ones(1, np.uint8), _ONE, _ONE, np.zeros(2, np.int64), NO_INTS, NO_INTS))
+"""One that compiled code takes others like."""

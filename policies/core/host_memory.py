@@ -172,41 +172,5 @@ class HostMemory:
         self.h = new(m, total, room)
         self._m, self._proposals, self._total = m, proposals, total
 
-    def ready(self, expert: int) -> bool:
-        return bool(self._m[core.BELOW, expert])
-
-    def demanded(self, expert: int) -> bool:
-        """Return whether a miss waits for `expert`."""
-        return bool(self.h[DEMANDED, expert])
-
-    def demand(self, experts: Int) -> None:
-        """Hear of an event after its lookup: its misses, fetched or computed on the host, are demanded."""
-        demand(self.h, self._m, experts, 0, len(experts))
-
-    def next_read(self) -> int:
-        """Return what the free disk reads; below 0: nothing, or there is no room."""
-        return int(next_read(self.h, self._m, self._proposals, self._total))
-
-    def read_ended(self, expert: int) -> None:
-        """The read of `expert` has ended: it is READY here."""
-        read_ended(self.h, self._m, expert)
-
-    def touch(self, expert: int) -> None:
-        touch(self.h, expert)
-
-    def release(self, expert: int) -> None:
-        release(self.h, expert)
-
     def empty(self) -> None:
         empty(self.h, self._m, self._total)
-
-    def victims(self) -> list[int]:
-        """Return who left since this was last asked, in order."""
-        one = self.h[ONE]
-        left: list[int] = self.h[VICTIMS, : one[EVICTED]].tolist()
-        one[EVICTED] = 0
-        return left
-
-    def counters(self) -> list[int]:
-        counts: list[int] = self.h[ONE, COUNTERS].tolist()
-        return counts

@@ -1,10 +1,10 @@
-"""Residency: which expert is where, what is pinned, what moves next. Interface and theory of rules 1, 2, 4 to 7, 9, 10.
+"""Residency: which expert is where, what is pinned, what moves next. Theory of rules 1, 2, 4 to 7, 9, 10.
 
 The rules themselves are the compiled functions of `policies.core.residency_compiled`, to which this gives a class.
 
 Whatever decides about slots belongs here; whatever takes time belongs to an engine. Residency is a state machine that
 knows no clock, no bytes and no device: an engine reports what happened and gets the answer what to do. The loop
-(`sim.loop`) drives it through the interface `Residency`, the compiled engine through the same compiled functions.
+(`sim.loop`) and the compiled engine call the compiled functions; this class is for who has one in Python.
 
 Theory of operation. An expert is ABSENT, DEMANDED (a queued miss), LOADING or READY; one that is ABSENT may be queued
 as a prefetch, which is no state of its own, but follows from the proposal in force (`queued`):
@@ -12,8 +12,8 @@ as a prefetch, which is no state of its own, but follows from the proposal in fo
     ABSENT ------------- start --> LOADING --arrived--> READY --evicted--> ABSENT
        '--route--> DEMANDED --start----^
 
-One transfer is on the link at a time, and on a device another behind the last bytes of the first. `Residency` lists
-the calls of an engine and when it makes them. Evicting moves no bytes (rule 7). An event larger than the cache needs
+One transfer is on the link at a time, and on a device another behind the last bytes of the first. Evicting moves no
+bytes (rule 7). An event larger than the cache needs
 no case of its own: its demands wait in the queue until what was computed can be evicted (rule 9).
 
 A score policy is served wholly by the compiled core. Any other names its victims in Python, which the core calls where
@@ -26,7 +26,7 @@ case. With one partition that is the best queued prefetch or none, as the rule s
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -41,99 +41,32 @@ from policies.core.residency_compiled import BLOCKED as BLOCKED
 from policies.core.residency_compiled import NO_EXPERT as NO_EXPERT
 
 
-class Residency(Protocol):
-    """What the loop asks, in its order: the interface of everything that decides which expert sits where."""
-
-    @property
-    def slots(self) -> int:
-        """Slots in use: a device needs so many."""
-        ...
-
-    def route(self, experts: Int) -> tuple[list[int], int]:
-        """Look up the experts of an event, ascending ids (rules 1 and 2).
-
-        Return the hits, ascending, and how many demands are queued now.
-        """
-        ...
-
-    def propose(self, experts: Int, priorities: Float) -> None:
-        """Take the prefetcher's proposal (rule 4)."""
-        ...
-
-    def next_transfer(self) -> tuple[int, int, bool]:
-        """Choose what the free link takes (rules 5 and 6). Return (expert, victim or NO_EXPERT, is it a prefetch).
-
-        In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is available.
-        """
-        ...
-
-    def interrupt(self) -> tuple[int, int]:
-        """Return the demand that pauses a prefetch at its chunk boundary, and its victim; below 0: none (rule 5)."""
-        ...
-
-    def victims(self) -> list[int]:
-        """Return who left for the transfer that has just begun, where experts differ in size (rule 19)."""
-        ...
-
-    def land(self) -> None:
-        """The rest of a transfer is sent and the link takes more behind it (devices with several copies in flight)."""
-        ...
-
-    def arrived(self) -> bool:
-        """A transfer has ended, the one that landed first. Return whether the current event waits for its expert."""
-        ...
-
-    def computed(self, expert: int) -> None:
-        """The compute of `expert` in its event has ended: unpin it (rule 2)."""
-        ...
-
-    def end_request(self, cold: bool) -> None:
-        """No request remains active: drop queued prefetches; `cold` empties the cache and frees the link (rule 10)."""
-        ...
-
-    def slot(self, expert: int) -> int:
-        """Return the slot that `expert` holds, or NO_EXPERT."""
-        ...
-
-    def awaited(self, expert: int) -> bool:
-        """Return whether the current event looked `expert` up and has not computed it on the GPU yet."""
-        ...
-
-    def resident(self) -> Int:
-        """Return ascending ids of the experts that hold a slot, those still LOADING included."""
-        ...
-
-    def counters(self) -> list[int]:
-        """Return what was counted so far, by `sim.loop.log.COUNTERS`."""
-        ...
-
-
 class ResidencyObserver:
-    """Hears each call of a residency after it has been answered; every method does nothing by default."""
+    """Hears what happens to a residency; every method does nothing by default."""
 
     def routed(self, experts: Int, hits: list[int]) -> None:
-        """`route` has answered."""
+        """An event was looked up (rule 1)."""
 
     def proposed(self, experts: Int, priorities: Float) -> None:
-        """`propose` has been called."""
+        """A proposal has arrived (rule 4)."""
 
     def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
-        """`next_transfer` has answered: a transfer starts or resumes, or there is none (expert < 0)."""
+        """The free link turns to a transfer that starts or resumes, or there is none (expert < 0)."""
 
     def interrupted(self, expert: int, victim: int) -> None:
-        """`interrupt` has answered."""
+        """A demand pauses a prefetch at its chunk boundary, or none does (expert < 0)."""
 
     def left(self, experts: list[int]) -> None:
-        """`victims` has answered: after `turned_to` or `interrupted`, whose victim is then the last of them."""
+        """These left for the transfer that has begun, where experts differ in size; its victim is the last of them."""
 
     def landed(self) -> None:
-        """`land` has been called."""
+        """The rest of a transfer is sent, and the link takes more behind it."""
 
     def arrived(self) -> None:
-        """`arrived` has answered."""
+        """A transfer has ended, the one that landed first."""
 
     def request_ended(self, cold: bool) -> None:
-        """`end_request` has been called."""
+        """No request remains active (rule 10)."""
 
 
 INT64 = np.dtype(np.int64)
@@ -150,8 +83,11 @@ class PolicyResidency:
     it has no meaning for a policy without scores. sizes: bytes of each expert, int64[L*E], where they differ; then
     `partitions` are bytes too (rule 19). admission: of rule 21, with its options.
 
-    The calls of the hot path are attributes, bound once.
+    The calls of the hot path are attributes, bound once. scripted: the address of who decides, in its place, what the
+    link takes (`policies.core.script.OrderedResidency`).
     """
+
+    scripted = 0
 
     def __init__(
         self,
@@ -201,12 +137,15 @@ class PolicyResidency:
 
     @cached_property
     def arrived(self) -> Callable[[], bool]:
-        """`Residency.arrived`."""
+        """A transfer has ended, the one that landed first: return whether the event waits for its expert."""
         return partial(entry_point(core.arrived, self.m), self.m)
 
     @cached_property
     def next_transfer(self) -> Callable[[], tuple[int, int, bool]]:
-        """`Residency.next_transfer`."""
+        """Choose what the free link takes (rules 5 and 6): (expert, victim or NO_EXPERT, is it a prefetch).
+
+        In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is available.
+        """
         given = self.m, self.keep, self.proposals, self.one_scale
         return self._checked(partial(entry_point(core.next_transfer, *given), *given))
 
@@ -240,12 +179,6 @@ class PolicyResidency:
         core.admit(self.m, self.keep, self.proposals, experts, 0, len(experts), named)
         return self._one[core.LAST_DEMAND]
 
-    def victims(self) -> list[int]:
-        """Return who left for the transfer that has just begun: several where experts differ in size (rule 19)."""
-        left: list[int] = self.m[core.VICTIMS, : self._one[core.EVICTED]].tolist()
-        self._one[core.EVICTED] = 0
-        return left
-
     def next_demand(self) -> int:
         """Return the queued demand that the link takes first, or NO_EXPERT."""
         return int(core.next_demand(self.m))
@@ -258,10 +191,6 @@ class PolicyResidency:
     def place_on_host(self, experts: Sequence[int]) -> None:
         """Have misses of the next lookup computed on the host (rule 13)."""
         self.m[core.WANTED, list(experts)] = core.ON_HOST
-
-    def on_host(self, expert: int) -> bool:
-        """Return whether the current event computes `expert` on the host and has not done so yet."""
-        return bool(self._wanted[expert] == core.ON_HOST)
 
     def host_memory(self, room: int) -> HostMemory:
         """Return a host memory of so much room below this one, over a disk (rule 17). Once, at the start."""
@@ -294,6 +223,11 @@ class PolicyResidency:
     @property
     def serial(self) -> int:
         return int(self.m[core.ONE, core.SERIAL])
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks Python, which may raise what `check` raises."""
+        return self._asked is not None
 
     @property
     def states(self) -> Int:
@@ -358,27 +292,3 @@ class PolicyResidency:
     def _instead(self, question: int, expert: int) -> int:
         """After an error of the policy: any victim."""
         return int(self._offered(self.m[core.PARTITION, expert])[0]) if question == VICTIM else 0
-
-
-class ObservedResidency:
-    """The same residency; an observer hears of every call."""
-
-    def __init__(self, residency: Residency, observer: ResidencyObserver) -> None:
-        def reported(call: Callable[..., Any], hear: Callable[[Any, Any], None]) -> Callable[..., Any]:
-            def observed(*given: Any) -> Any:
-                answer = call(*given)
-                hear(given, answer)
-                return answer
-
-            return observed
-
-        self.slots, self.slot, self.awaited = residency.slots, residency.slot, residency.awaited
-        self.computed, self.counters, self.resident = residency.computed, residency.counters, residency.resident
-        self.victims = reported(residency.victims, lambda _, answer: observer.left(answer))
-        self.route = reported(residency.route, lambda given, answer: observer.routed(given[0], answer[0]))
-        self.propose = reported(residency.propose, lambda given, _: observer.proposed(*given))
-        self.next_transfer = reported(residency.next_transfer, lambda _, answer: observer.turned_to(*answer))
-        self.interrupt = reported(residency.interrupt, lambda _, answer: observer.interrupted(*answer))
-        self.land = reported(residency.land, lambda *_: observer.landed())
-        self.arrived = reported(residency.arrived, lambda *_: observer.arrived())
-        self.end_request = reported(residency.end_request, lambda given, _: observer.request_ended(*given))

@@ -17,7 +17,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from policies.core import residency_compiled as core
-from policies.core.policy import Float, Int, Options, ScorePolicy, Shape
+from policies.core.calling import LOOKED_UP, LOOKUP, NEXT, PROPOSED, Asked
+from policies.core.policy import NO_FLOATS, NO_INTS, Float, Int, Options, ScorePolicy, Shape
 from policies.core.residency import BLOCKED, NO_EXPERT, PolicyResidency, ResidencyObserver
 
 
@@ -91,11 +92,53 @@ class Recorder(ResidencyObserver):
         self.script.decisions.append(Decision(act, expert, victims, self._moment, interrupts))
 
 
-class ScriptedResidency(PolicyResidency):
+class OrderedResidency(PolicyResidency):
+    """A residency for a loop that asks Python, from within compiled code, which transfers it makes in which order."""
+
+    event: Int
+    """The experts that are looked up come first: the loop's own array."""
+
+    def __init__(self, shape: Shape, partitions: Sequence[int], sizes: Int | None = None) -> None:
+        super().__init__(shape, partitions, ScorePolicy(shape, Options()), sizes=sizes)
+        self._orders = Asked(self._ordered, self.failed)
+        self.scripted = self._orders.address
+
+    asks = True
+
+    def check(self) -> None:
+        """Raise what Python has raised."""
+        self._orders.check()
+
+    def look_up(self, experts: Int) -> None:
+        """These are about to be looked up."""
+
+    def looked_up(self) -> int:
+        """They were; return how many demands are queued."""
+        return self._one[core.LAST_DEMAND]
+
+    def route(self, experts: Int) -> tuple[list[int], int]:
+        """Look up the experts of an event; the hits, and how many demands are queued."""
+        self.look_up(experts)
+        return super().route(experts)[0], self.looked_up()
+
+    def _ordered(self, question: int, number: int) -> int:
+        if question == LOOKUP:
+            self.look_up(self.event[:number])
+        elif question == LOOKED_UP:
+            return self.looked_up()
+        elif question == PROPOSED:
+            self.propose(NO_INTS, NO_FLOATS)
+        else:
+            expert, victim, *prefetch = self.next_transfer() if question == NEXT else self.interrupt()
+            return ((expert + 2) * (self._total + 1) + victim + 1) * 2 + any(prefetch)
+        return 0
+
+
+class ScriptedResidency(OrderedResidency):
     """A residency whose transfers are a script's."""
 
     def __init__(self, shape: Shape, partitions: Sequence[int], script: Script, sizes: Int | None = None) -> None:
-        super().__init__(shape, partitions, ScorePolicy(shape, Options()), sizes=sizes)
+        super().__init__(shape, partitions, sizes)
         self._decisions = script.decisions
         self._cuts = iter(script.cuts)
         self._next = 0  # decision
@@ -118,16 +161,15 @@ class ScriptedResidency(PolicyResidency):
                     self._coming[decision.expert].popleft()
             self._next = end
 
-    def route(self, experts: Int) -> tuple[list[int], int]:
+    def looked_up(self) -> int:
         """Rules 1 and 2; of what is absent, the script says whether it is late or a miss."""
         self._moment += 1
-        hits, _ = super().route(experts)
         one = self.m[core.ONE]
         absent = self.m[core.DEMANDS, : one[core.LAST_DEMAND]].tolist()
         late = sum(self._coming[expert][0] is Act.PREFETCH for expert in absent)
         one[core.N_MISSES] -= late
         one[core.N_LATE] += late
-        return hits, len(self._decisions) - self._next
+        return len(self._decisions) - self._next
 
     def _propose(self, experts: Int, priorities: Float) -> None:
         self._moment += 1

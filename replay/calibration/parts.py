@@ -1,6 +1,6 @@
 """Each part of a step alone, and transfers, timed through the device that replays; at which points; and both together.
 
-Transfers go through the pump itself.
+Transfers go through the loop's own machine.
 """
 
 from collections import deque
@@ -10,13 +10,16 @@ from itertools import islice
 
 import numpy as np
 
-from policies.core.policy import NO_INTS
+from policies.core import residency_compiled as core
+from policies.core.policy import NO_INTS, Shape
 from policies.core.residency import BLOCKED, NO_EXPERT
+from policies.core.script import OrderedResidency
 from replay.calibration.meter import AT_LEAST, Meter, rising
 from replay.calibration.pace import Paced
 from replay.devices.waiting import Pace, spread
+from sim.loop import machine_compiled as streams
 from sim.loop.device import Completion, Device, Kind
-from sim.loop.pump import Pump, Transfers
+from sim.loop.machine import Machine
 from sim.loop.run import Run
 from sim.profiles.measured import Curve, MeasuredModel, Surface
 from sim.profiles.timing import Link
@@ -154,40 +157,28 @@ def _dense(meter: Meter, layers: int, groups: list[list[tuple[int, int]]]) -> tu
     return tuple(sorted(firsts)), tuple(sorted(others))
 
 
-class Endless(Transfers):
-    """A residency for the pump alone, whose demands hardly end: an expert a turn, for the next slot."""
+class Endless(OrderedResidency):
+    """A residency for transfers alone, whose demands hardly end: an expert a turn, for the next slot."""
 
     def __init__(self, places: int, turns: range, experts: Sequence[int]) -> None:
         """experts: those all over which turns go; none: each slot gets its own, the one of its number."""
+        self.shape = Shape(1, max(*experts, places - 1, 0) + 1)
+        super().__init__(self.shape, (places,))
         self._places, self._experts = places, experts
         self._turns = deque(turns)
-        self._loading: deque[int] = deque()  # slots
-        self._slots: dict[int, int] = {}
 
     def next_transfer(self) -> tuple[int, int, bool]:
         """Return the next expert, no victim, no prefetch; BLOCKED while its slot is loading."""
         if not self._turns:
             return NO_EXPERT, NO_EXPERT, False
-        slot = self._turns[0] % self._places
-        if slot in self._loading:
+        m, slot = self.m, self._turns[0] % self._places
+        under_way = m[core.ONE, [core.LANDING, core.ACTIVE]]
+        if slot in m[core.SLOT, under_way[under_way != NO_EXPERT]]:
             return BLOCKED, NO_EXPERT, False
         turn = self._turns.popleft()
-        self._loading.append(slot)
         expert = self._experts[spread(turn, len(self._experts))] if self._experts else slot
-        self._slots[expert] = slot
+        m[core.SLOT, expert], m[core.ONE, core.ACTIVE] = slot, expert
         return expert, NO_EXPERT, False
-
-    def slot(self, expert: int) -> int:
-        return self._slots[expert]
-
-    def interrupt(self) -> tuple[int, int]:
-        return NO_EXPERT, NO_EXPERT
-
-    def land(self) -> None: ...
-
-    def arrived(self) -> bool:
-        self._loading.popleft()
-        return False
 
 
 def transfers(meter: Meter, run: Run, places: int, paces: list[Pace] | None = None) -> tuple[int, int]:
@@ -230,16 +221,17 @@ def _transfer_ns(meter: Meter, size: int, experts: Sequence[int], places: int, p
 
 
 def _pumped(device: Device, size: int, places: int, turns: range, experts: Sequence[int] = ()) -> list[int]:
-    """Move an expert a turn through the pump; return when each had arrived."""
-    pump = Pump(Endless(places, turns, experts), device, Link(0, 1, 1, size), places)
-    pump.proposed = True
+    """Move an expert a turn through the machine; return when each had arrived."""
+    residency = Endless(places, turns, experts)
+    machine = Machine(residency, device, Link(0, 1, 1, size), residency.shape)
+    machine.n.proposed = True
     ends: list[int] = []
-    pump.act()
-    while pump.on_link:
-        device.next_completion()
-        if pump.piece_ended() is not None:
-            ends.append(device.now())
-        pump.act()
+    machine.ask(streams.PUMP)
+    while machine.number("flying"):
+        (ended, at), state = machine.take(), residency.m[core.STATE]
+        if state[ended >> 4] == core.READY:
+            ends.append(at)
+            state[ended >> 4] = core.ABSENT
     return ends
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from policies.core.policy import NOTHING, Event, Float, Int
-from policies.core.residency import Residency
+from policies.core.residency import PolicyResidency
 from policies.core.script import Recorder, Script, ScriptedResidency
 from replay.calibration.pace import OnStep, pausing
 from replay.choice import Choice, Described
@@ -199,10 +199,10 @@ class FixedOrder(Decider):
     silent = True
     idle = at_start = False
 
-    def __init__(self, residency: Residency) -> None:
+    def __init__(self, residency: PolicyResidency) -> None:
         self._residency = residency
 
-    def residency(self, slots: int, sizes: Int | None = None) -> Residency:
+    def residency(self, slots: int, sizes: Int | None = None) -> PolicyResidency:
         return self._residency
 
     def begin_request(self, ordinal: int, batch_slot: int = 0) -> None: ...
@@ -225,7 +225,7 @@ class Lockstep(FixedOrder):
         self._script = script
         self.at_start = run.policy.prefetch.cls.at_start
 
-    def residency(self, slots: int, sizes: Int | None = None) -> Residency:
+    def residency(self, slots: int, sizes: Int | None = None) -> PolicyResidency:
         shape = self._run.shape
         return ScriptedResidency(shape, self._run.policy.divide(shape, slots, sizes), self._script, sizes)
 
@@ -314,7 +314,7 @@ def run_on(
     evicted: dict[int, int] = {}  # up to the end of each request
 
     def ended(row: StepRow) -> None:
-        evicted[row.shares[0].request] = len(driver.session.pump.evictions)
+        evicted[row.shares[0].request] = driver.session.keep_evictions()
         if on_step:
             on_step(row)
 

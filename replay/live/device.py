@@ -66,7 +66,10 @@ class LiveDevice(LinkThreads):
         pass
 
     def experts(self, works: Sequence[Work]) -> None:
-        self.works.append(works)
+        """Whatever is landing is waited for, and so taken by itself."""
+        landing = [work for work in works if (flag := self._landing.get(work[0])) and not flag.is_set()]
+        here = [work for work in works if work not in landing]
+        self.works.extend(group for group in (here, landing) if group)
 
     def combine(self, layer: int, tokens: int, context: int) -> None:
         pass

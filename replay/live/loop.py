@@ -78,13 +78,12 @@ class LiveLoop:
         own = columns, number, 0, phase == PREFILL
         places = tuple(Place(first + row, row, request + row, *own) for row in range(rows))
         begins = () if self._number else places
-        callbacks = routing.chosen, routing.event, routing.start, routing.bend
-        step = Step(phase, rows * columns, rows * context, places, begins, (), True, False, *callbacks)
+        step = Step(phase, rows * columns, rows * context, places, begins, (), True, False, routing)
         with self._changed:
             self._step, self._routing, self.layer = step, routing, 0
             self._driver.begin(step)
             self._driver.session.submitting(Kind.ROUTER)
-            self._driver.session.start(step)
+            self._driver.session.start(routing)
 
     def bending(self, layer: int) -> tuple[Bending, Int]:
         """Return what bends the routing, and the states of all experts of a layer."""
@@ -100,8 +99,7 @@ class LiveLoop:
             session, layer = self._driver.session, self.layer
             self._routing.put(layer, tokens, picks)
             session.handle(Completion(Kind.ROUTER))
-            assert self._step
-            session.route(self._step, layer)
+            session.route(self._routing, layer)
 
     def works(self) -> Sequence[Work]:
         """Wait for experts to compute next, in their slots or landing. Raise what a lane has raised, or InputError."""

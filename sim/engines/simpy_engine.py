@@ -1,19 +1,17 @@
 """The SimPy engine: the loop on a simulated machine of GPU memory, host link, compute, host and disk. Rules 11, 12, 15.
 
-The streams are SimPy processes that do one piece of work after another. Slots of GPU memory are filled by the link; the
-compute stream waits for an expert that is still arriving. What happens at one nanosecond happens in the order of rule
-15: link, disk, compute, host, routers, arrivals. Every decision is the loop's (`sim.loop`); this file is only time.
+What happens at one nanosecond happens in the order of rule 15: link, disk, compute, host, routers, arrivals. Every
+decision is the loop's (`sim.loop`); this file is only time.
 """
 
 from collections import deque
-from collections.abc import Generator, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache
 from heapq import heappop, heappush
-from typing import Any
 
 import simpy
 
-from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
+from sim.loop.device import ALL, ROUTERS, Completion, Device, Kind, Work, code_of, nothing_under_way
 from sim.loop.driver import Driver
 from sim.loop.log import Ended, RunLog, StepRow, whole
 from sim.loop.observer import LoopObserver
@@ -21,99 +19,64 @@ from sim.loop.run import Run
 from sim.profiles.timing import Link, Timing
 
 LINK, DISK, COMPUTE, HOST, ROUTER, WAKE = range(2, 8)
-"""Rule 15: ranks of ends within one nanosecond. SimPy's own wake-ups have the ranks 0 and 1 and come before these."""
+"""Rule 15: ranks of ends within one nanosecond. SimPy's own priorities are 0 and 1."""
 
-EXPERT = Kind.EXPERT
-ROUTER_ENDED, COMBINED = Completion(Kind.ROUTER), Completion(Kind.COMBINE)
-NO_EXPERT = -1
+COPY, EXPERT = Kind.COPY.value, Kind.EXPERT.value
+ROUTER_ENDED, COMBINED = code_of(Kind.ROUTER), code_of(Kind.COMBINE)
+PREDICTED, HEAD_ENDED = code_of(Kind.PREDICTOR), code_of(Kind.HEAD)
 ALIKE = 2**62  # experts of a layer, so that all are of layer 0
+UNANSWERED = COPY, EXPERT, Kind.COMBINE.value
 MOST_ROWS = 10_000  # of a part of a log, where somebody is always active
-
-Wait = Generator[simpy.Event, Any, None]
 
 
 class Nanoseconds(simpy.Environment):
-    """An environment whose clock is whole nanoseconds from 0."""
+    """An environment whose clock is whole nanoseconds, since every delay is."""
 
-    def __init__(self) -> None:
-        super().__init__(initial_time=0)
-
-    @property
-    def now(self) -> int:
-        return self._now  # type: ignore[return-value]  # whole, since every delay is
+    _now: int
 
 
-class Signal(simpy.Event):
-    """An event that a stream waits for again and again, one wait at a time. It does not fail and carries no value."""
+class End(simpy.Event):
+    """The end of work, which does not fail and carries no value. It may happen again after it has happened."""
 
-    def __init__(self, env: Nanoseconds) -> None:
+    callbacks: list[Callable[["End"], None]]  # of one that is to happen
+    rank = code = 0
+
+    def __init__(self, env: simpy.Environment) -> None:
         self.env = env
-        self.callbacks = []
-        self._ok = True
-        self._value = None
-
-    def after(self, delay: int, rank: int) -> "Signal":
-        """Happen `delay` ns from now; among the events of that instant the one of the lower `rank` comes first."""
-        env = self.env
-        self.callbacks = []
-        # As env.schedule, which costs as much again; priorities above NORMAL, as SimPy's heap allows.
-        heappush(env._queue, (env._now + delay, rank, next(env._eid), self))  # type: ignore[misc]
-        return self
-
-
-Job = tuple[Completion, int, int]
-"""One piece of work of a stream: how it is reported, its duration, and its rank."""
-
-
-class Queue:
-    """The work of one serial stream, and the event that its process waits for while there is none."""
-
-    def __init__(self, env: Nanoseconds) -> None:
-        self.jobs: deque[Job] = deque()
-        self._filled = Signal(env)
-        self._idle = False
-
-    def put(self, job: Job) -> None:
-        self.jobs.append(job)
-        if self._idle:
-            self.wake()
-
-    def wake(self) -> None:
-        if self._idle:
-            self._idle = False
-            self._filled.env.schedule(self._filled)
-
-    def filled(self) -> Signal:
-        self._idle = True
-        self._filled.callbacks = []
-        return self._filled
+        self._ok, self._value = True, None
 
 
 class SimpyDevice(Device):
     """A machine with one GPU and one host link, whose times are those of `timing`, `link` and `disk`.
 
-    experts: of a layer; None: they are alike in all layers.
+    experts: of a layer; None: they are alike in all layers. When work will end is known once it is submitted: it waits
+    for the work before it in its stream and, an expert's compute, for the expert's last piece. SimPy hears of the ends
+    that the loop answers. Others, of the compute stream alone, are reported with the next of these, unless each is
+    wanted at its time: then SimPy hears of the next one as well.
     """
 
+    stands_still = True
+
     def __init__(self, timing: Timing, link: Link, experts: int | None = None, disk: Link | None = None) -> None:
-        self.env = Nanoseconds()
+        self.env = Nanoseconds(initial_time=0)
         self._timing, self._disk = timing, disk
-        self._experts = of_a_layer = experts or ALIKE
-        self._ended: deque[Completion] = deque()
-        self._copies, self._computes = Queue(self.env), Queue(self.env)
-        self._arriving = NO_EXPERT  # whose piece is on the link
-        self._arrival = Signal(self.env)  # the end of that piece
-        self._expert_job = cache(
-            lambda expert, tokens: (Completion(EXPERT, expert), timing.expert_ns(tokens, expert // of_a_layer), COMPUTE)
+        self._experts = experts or ALIKE
+        self._expert_ns, self._used_ns, self._head_ns = (
+            cache(timing.expert_ns),
+            cache(link.used_ns),
+            cache(timing.head_ns),
         )
-        self._piece_job = cache(
-            lambda expert, first, last: (Completion(Kind.COPY, expert), link.used_ns(last) - link.used_ns(first), LINK)
-        )
-        self._head_ns = lru_cache(timing.head_ns)
-        self.predictor_takes_time = timing.predictor_ns > 0
-        self._link_process = self.env.process(self._link())
-        self.env.process(self._compute())
-        self._reading: Signal | None = None  # the end of the read under way
+        self.predicts = self.predictor_takes_time = timing.predictor_ns > 0
+        self.hop_takes_time = timing.hop_ns > 0
+        self._computing: list[int] = []  # under way: what, and when it ends, in turn
+        self._copies: deque[End] = deque()
+        self._reading: End | None = None
+        self._free_at = self._link_free_at = 0  # compute stream and link
+        self._arrives_at: dict[int, int] = {}  # by expert: its latest piece, if that is under way
+        self._ended: list[int] = []  # not reported: what, and when it ended, in turn
+        self._spare: list[End] = []
+        self._answers = ALL
+        self._next: End | None = None  # of the compute that comes next, where SimPy hears of it for that
         self._draft_ns = 0  # before the dense part that comes next
 
     @classmethod
@@ -121,135 +84,180 @@ class SimpyDevice(Device):
         """Return the machine on which a run is simulated."""
         return cls(run.timing, run.gpu.link, run.shape.experts, run.host.link if run.host else None)
 
-    def _link(self) -> Wait:
-        """The host link: one piece after another. An interrupt discards the piece on it."""
-        jobs, ended = self._copies.jobs, self._ended.append
-        while True:
-            try:
-                while not jobs:
-                    yield self._copies.filled()
-                completion, duration, rank = jobs.popleft()
-                self._arriving = completion[1]
-                yield self._arrival.after(duration, rank)
-            except simpy.Interrupt:
-                self._arrival = Signal(self.env)  # the old one happens later, and nobody waits for it
-                continue
-            self._arriving = NO_EXPERT
-            ended(completion)
-
-    def _compute(self) -> Wait:
-        """The compute stream. An expert whose last piece is on the link holds back all that is behind it."""
-        jobs, ended, end = self._computes.jobs, self._ended.append, Signal(self.env)
-        while True:
-            while not jobs:
-                yield self._computes.filled()
-            completion, duration, rank = jobs.popleft()
-            if completion[1] == self._arriving != NO_EXPERT:
-                yield self._arrival
-            yield end.after(duration, rank)
-            ended(completion)
-
     def now(self) -> int:
-        return self.env._now  # type: ignore[return-value]  # as `Nanoseconds.now`, on the hot path
+        return self.env._now
+
+    def _at(self, ends: int, rank: int, code: int, happened: Callable[[End], None]) -> End:
+        """Have SimPy hear of work's end; of those of one instant the one of the lower rank comes first."""
+        end, env = self._spare.pop() if self._spare else End(self.env), self.env
+        end.rank, end.code, end.callbacks = rank, code, [happened]
+        # As env.schedule, which costs as much again; priorities above NORMAL, as SimPy's heap allows.
+        heappush(env._queue, (ends, rank, next(env._eid), end))  # type: ignore[misc]
+        return end
 
     # The link
 
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         """Rule 12: a chunk takes the difference of what its transfer has used."""
-        self._copies.put(self._piece_job(expert, first, last))
+        now, free_at = self.env._now, self._link_free_at
+        ends = (free_at if free_at > now else now) + self._used_ns(last) - self._used_ns(first)
+        self._link_free_at = self._arrives_at[expert] = ends
+        self._copies.append(self._at(ends, LINK, expert << 4 | COPY, self._copied))
 
     def discard_copies(self) -> None:
         """Takes no time (rule 10)."""
-        self._copies.jobs.clear()
-        if self._arriving != NO_EXPERT:
-            self._link_process.interrupt()
-            self._arriving = NO_EXPERT
+        for copy in self._copies:
+            copy.callbacks = []
+        self._copies.clear()
+        self._arrives_at.clear()
+        self._link_free_at = 0
 
     # The compute stream
 
+    def _compute(self, ns: int, code: int) -> int:
+        """Begin when all before has ended; return when that will have ended."""
+        now, free_at = self.env._now, self._free_at
+        self._free_at = ends = (free_at if free_at > now else now) + ns
+        self._computing += code, ends
+        return ends
+
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """Rule 11: the router comes last within its nanosecond."""
-        ns = self._draft_ns + self._timing.dense_ns(layer, tokens, context, requests)
-        self._draft_ns = 0
-        self._computes.put((ROUTER_ENDED, ns, ROUTER))
+        ns, self._draft_ns = self._draft_ns + self._timing.dense_ns(layer, tokens, context, requests), 0
+        self._at(self._compute(ns, ROUTER_ENDED), ROUTER, ROUTER_ENDED, self._computed)
 
     def predict(self) -> bool:
         """Rule 14: a constant time of the compute stream."""
-        if self.predictor_takes_time:
-            self._computes.put((Completion(Kind.PREDICTOR), self._timing.predictor_ns, COMPUTE))
-        return self.predictor_takes_time
+        if self.predicts:
+            self._at(self._compute(self._timing.predictor_ns, PREDICTED), COMPUTE, PREDICTED, self._computed)
+        return self.predicts
 
     def experts(self, works: Sequence[Work]) -> None:
-        job, append = self._expert_job, self._computes.jobs.append
+        """An expert whose last piece is on the link holds back all that is behind it. All are of one layer."""
+        at, now, arrives_at, computing = self._free_at, self.env._now, self._arrives_at, self._computing
+        at, known, ns = at if at > now else now, -1, 0
         for expert, _, tokens in works:
-            append(job(expert, tokens))
-        self._computes.wake()
+            if expert in arrives_at:
+                at = max(at, arrives_at[expert])
+            if tokens != known:
+                known, ns = tokens, self._expert_ns(tokens, expert // self._experts)
+            at += ns
+            computing += expert << 4 | EXPERT, at
+        self._free_at = at
 
     def combine(self, layer: int, tokens: int, context: int) -> None:
-        self._computes.put((COMBINED, self._timing.combine_ns(tokens, layer, context), COMPUTE))
+        self._compute(self._timing.combine_ns(tokens, layer, context), COMBINED)
 
     def head(self, tokens: int, requests: int = 1) -> None:
-        self._computes.put((Completion(Kind.HEAD), self._head_ns(tokens, requests), COMPUTE))
+        self._at(self._compute(self._head_ns(tokens, requests), HEAD_ENDED), COMPUTE, HEAD_ENDED, self._computed)
 
     def draft(self, ns: int) -> None:
         """Rule 20."""
         self._draft_ns = ns
 
-    # Host, disk, and the clock of an idle run: each does one piece of work, so an event is all that it takes
+    # Host, disk, and the clock of an idle run
 
-    def hop(self) -> bool:
+    def hop(self) -> None:
         """Rule 13."""
-        if self._timing.hop_ns:
-            self._at(self._timing.hop_ns, HOST, Completion(Kind.HOP))
-        return self._timing.hop_ns > 0
+        self._at(self.env._now + self._timing.hop_ns, HOST, code_of(Kind.HOP), self._happened)
 
     def host(self, expert: int, tokens: int) -> None:
         """Rule 13."""
-        self._at(self._timing.host_ns(tokens, expert // self._experts), HOST, Completion(Kind.HOST, expert))
+        ends = self.env._now + self._timing.host_ns(tokens, expert // self._experts)
+        self._at(ends, HOST, code_of(Kind.HOST, expert), self._happened)
 
     def read(self, expert: int) -> None:
         """Rule 17."""
         assert self._disk
-        read_ns = self._disk.used_ns(self._disk.bytes_of(expert // self._experts))
-        self._reading = self._at(read_ns, DISK, Completion(Kind.READ, expert))
+        ends = self.env._now + self._disk.used_ns(self._disk.bytes_of(expert // self._experts))
+        self._reading = self._at(ends, DISK, code_of(Kind.READ, expert), self._read)
 
     def discard_reads(self) -> None:
         """Takes no time (rule 10)."""
-        if self._reading is not None and self._reading.callbacks:
-            self._reading.callbacks.clear()
+        if self._reading:
+            self._reading.callbacks = []
+            self._reading = None
 
     def wake_at(self, ns: int) -> None:
         """Rule 18."""
-        self._at(ns - self.now(), WAKE, Completion(Kind.WAKE))
-
-    def _at(self, delay: int, rank: int, completion: Completion) -> Signal:
-        """Report a completion so many ns from now."""
-        event = Signal(self.env).after(delay, rank)
-        event.callbacks.append(lambda _: self._ended.append(completion))
-        return event
+        self._at(ns, WAKE, code_of(Kind.WAKE), self._happened)
 
     # Completions
 
-    def next_completion(self) -> Completion:
+    def _computed(self, event: End) -> None:
+        """A compute has ended, with those before it."""
+        computing, code = self._computing, event.code
+        if code & 15 in UNANSWERED:
+            self._end(2 * (event is self._next))  # else it was reported before
+        elif self._answers == ALL:
+            if computing[0] != code:
+                self._at(self.env._now, event.rank, code, self._computed)  # behind one that ends at the same time
+            self._end(2)
+        else:  # one of a kind is under way
+            self._end(len(computing) if computing[-2] == code else computing.index(code) + 2)
+        self._spare.append(event)
+
+    def _copied(self, event: End) -> None:
+        self._copies.popleft()
+        if self._arrives_at[event.code >> 4] == self.env._now:
+            del self._arrives_at[event.code >> 4]
+        self._happened(event)
+
+    def _read(self, event: End) -> None:
+        self._reading = None
+        self._happened(event)
+
+    def _happened(self, event: End) -> None:
+        """Work of another stream has ended, and computes before it."""
+        now, computing = self.env._now, self._computing
+        until, count = now + (event.rank > COMPUTE), len(computing)
+        while count and (computing[count - 1] >= until or computing[count - 2] == ROUTER_ENDED):
+            count -= 2
+        if event.rank == LINK and self._answers == ROUTERS and computing:
+            computing[count:count] = event.code, now
+        else:
+            self._end(count)
+            self._ended += event.code, now
+        self._spare.append(event)
+
+    def _end(self, count: int) -> None:
+        """Report the first computes; count: of numbers."""
+        if count == len(self._computing):
+            self._ended, self._computing, self._next = self._computing, [], None
+        elif count:
+            self._ended, self._computing, self._next = self._computing[:count], self._computing[count:], None
+
+    def completions(self, answers: int) -> Sequence[int]:
         """Let simulated time pass until something has ended."""
-        ended, env = self._ended, self.env
-        queue = env._queue
-        while not ended:  # env.step(), without a call for each event
-            if not queue:
-                raise nothing_under_way()
-            env._now, _, _, event = heappop(queue)
-            callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]  # as in SimPy
-            for callback in callbacks:
+        self._answers, env, queue = answers, self.env, self.env._queue
+        while not self._ended:  # env.step(), without a call for each event
+            if answers == ALL or not queue:
+                self._hear()
+                if not queue:
+                    raise nothing_under_way()
+            env._now, _, _, event = heappop(queue)  # type: ignore[assignment]  # whole, as all delays
+            for callback in event.callbacks:
                 callback(event)
-            if not event._ok and not hasattr(event, "_defused"):
-                raise event._value
-        return ended.popleft()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _hear(self) -> None:
+        """Have SimPy hear of the compute that comes next."""
+        computing = self._computing
+        if self._next is None and computing and computing[0] & 15 in UNANSWERED:
+            self._next = self._at(computing[1], COMPUTE, computing[0], self._computed)
+
+    def next_completion(self) -> Completion:
+        code = SimpyDevice.completions(self, ALL)[0]
+        return Completion(Kind(code & 15), code >> 4)
 
     def poll(self) -> Completion | None:
         """Return what ends at this instant; the clock stands still."""
-        while not self._ended and self.env.peek() <= self.env.now:
+        self._answers = ALL
+        self._hear()
+        while not self._ended and self.env.peek() <= self.env._now:
             self.env.step()
-        return self._ended.popleft() if self._ended else None
+        return self.next_completion() if self._ended else None
 
     def close(self) -> None:
         """Nothing is held."""

@@ -29,11 +29,21 @@ class Kind(IntEnum):
     WAKE = 9  # an idle run is to look for arrivals
 
 
+ROUTERS, COPIES, ALL = range(3)
+"""What the loop answers when it ends: routers and heads (and whatever is no copy and no part of an event); copies as
+well; or all."""
+
+
 class Completion(NamedTuple):
     """One piece of work has ended; `expert` where the work was an expert's compute or one of its pieces."""
 
     kind: Kind
     expert: int = -1
+
+
+def code_of(kind: int, expert: int = -1) -> int:
+    """Return a completion as one number."""
+    return expert << 4 | kind
 
 
 Work = tuple[int, int, int]
@@ -62,6 +72,12 @@ class Device(ABC):
     answer, in bytes. 0: one piece is in flight."""
     predictor_takes_time: bool = True
     """Whether rule 14 applies: demand transfers start before the prefetcher is asked."""
+    stands_still: bool = False
+    """Whether its clock stands still while the host decides."""
+    predicts: bool = False
+    """Whether `predict` may take the predictor's time."""
+    hop_takes_time: bool = True
+    """Whether the activations' way to the host does."""
     inside_ns: int = 0
     """Time that the host has spent in calls of this device, waiting included; 0 on a clock of its own."""
 
@@ -89,7 +105,7 @@ class Device(ABC):
         """Compute everything before the router of MoE layer `layer`, and the router; ends as ROUTER."""
 
     def predict(self) -> bool:
-        """Take the predictor's time, if this device makes up for it. Return False where it passes by itself."""
+        """Take the predictor's time; return False where none is taken. Called if `predicts`."""
         return False
 
     @abstractmethod
@@ -113,8 +129,8 @@ class Device(ABC):
         """Draft tokens for so long, before the dense part that is submitted next; ends with it."""
         raise _lacks("draft that takes time")
 
-    def hop(self) -> bool:
-        """Take the activations to the host and back; ends as HOP. Return False where that takes no time."""
+    def hop(self) -> None:
+        """Take the activations to the host and back; ends as HOP."""
         raise _lacks("experts computed on the host")
 
     def host(self, expert: int, tokens: int) -> None:
@@ -140,6 +156,13 @@ class Device(ABC):
 
         RuntimeError where nothing is under way, InputError where nothing ends for too long.
         """
+
+    def completions(self, answers: int) -> Sequence[int]:
+        """Wait for the next end that is answered; return what has ended up to then, that last.
+
+        `code_of` each and its time, in turn. answers: ROUTERS, COPIES or ALL; others may be reported late.
+        """
+        return code_of(*self.next_completion()), self.now()
 
     @abstractmethod
     def poll(self) -> Completion | None:

@@ -51,6 +51,7 @@ class Driver:
         """Whether the step that ended last was the last one of all its requests."""
         self._step_ended_at: dict[int, int] = {}  # by batch slot: when its latest step ended, or it was admitted
         self._waited: dict[int, int] = {}  # by batch slot, of those whose first step is still to come
+        self._has_ended = False  # a request, with the step before
         self._began = 0  # when the step that is run did
         self._before = self.session.totals()  # when the step before had ended
         self.outside_ns = 0
@@ -108,7 +109,7 @@ class Driver:
         decider = self.session.decider
         for place in step.begins:
             decider.begin_request(place.ordinal, place.batch_slot)
-        self._began = self.session.begin_step()
+        self._began = self.session.begin_step(bool(step.begins) or self._has_ended)
         for place in step.begins:
             self._step_ended_at[place.batch_slot] = self._began
 
@@ -116,7 +117,7 @@ class Driver:
         session, ended = self.session, self.session.clock
         for place in step.ends:
             session.decider.end_request(place.batch_slot)
-        self.nobody_active = step.idle
+        self.nobody_active, self._has_ended = step.idle, bool(step.ends)
         if self.nobody_active:
             # What `--cold` discards counts for the step that has just ended, but takes none of its time.
             session.end_request(self._run.cold and step.more)
@@ -133,19 +134,22 @@ class Driver:
             observer.step_begins(step, session.clock)
         if step.draft_ns:
             device.draft(step.draft_ns)
-        for layer in range(self.layers):
-            session.submitting(Kind.ROUTER)
-            device.dense(layer, tokens, context, requests)
-            if layer == 0:
-                session.start(step)
-            session.until(Kind.ROUTER)
-            session.route(step, layer)
+        routing, until, router, last = step.routing, session.until, Kind.ROUTER, self.layers - 1
+        session.submitting(router)
+        device.dense(0, tokens, context, requests)
+        session.start(routing)
+        for layer in range(last):
+            until(router)
+            session.route(routing, layer, router)
             session.finish_event()
-            session.submitting(Kind.COMBINE)
             device.combine(layer, tokens, context)
-        session.submitting(Kind.HEAD)
+            device.dense(layer + 1, tokens, context, requests)
+        until(router)
+        session.route(routing, last, Kind.HEAD)
+        session.finish_event()
+        device.combine(last, tokens, context)
         device.head(tokens, requests)
-        session.until(Kind.HEAD)
+        until(Kind.HEAD)
         if observer:
             observer.step_ended(step, session.clock)
 

@@ -5,7 +5,7 @@ The residency's own events are `policies.core.residency.ResidencyObserver`'s.
 
 from collections.abc import Callable, Sequence
 
-from policies.core.residency import NO_EXPERT, Residency, ResidencyObserver
+from policies.core.residency import NO_EXPERT, PolicyResidency, ResidencyObserver
 from sim.loop.device import Completion, Kind, Transfer
 from sim.loop.schedule import Step
 
@@ -13,7 +13,7 @@ from sim.loop.schedule import Step
 class LoopObserver(ResidencyObserver):
     """Is called at each event of a run."""
 
-    def run_begins(self, residency: Residency, now: Callable[[], int]) -> None:
+    def run_begins(self, residency: PolicyResidency, now: Callable[[], int]) -> None:
         """Nothing has been run yet; `now` returns the device's time."""
 
     def step_begins(self, step: Step, began: int) -> None:

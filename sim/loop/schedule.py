@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,6 +44,14 @@ class Clock(Protocol):
 class Routing(Protocol):
     """What the routers of one step choose: all that a session asks of it, a layer at a time."""
 
+    @property
+    def events(self) -> Events | None:
+        """Those of a trace, of which this is a step."""
+
+    @property
+    def number(self) -> int:
+        """Return which of these steps it is."""
+
     def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
         """Return the experts that the router of `layer` chose, int64[n] ascending, and the tokens of each.
 
@@ -61,6 +69,23 @@ class Routing(Protocol):
         """What bends the choice of a layer by the states of all experts (rule 22), if anything does."""
 
 
+class RecordedStep:
+    """A step of a trace, number `number` of some events."""
+
+    def __init__(self, events: Events, number: int) -> None:
+        self.events, self.number = events, number
+        self.bend = partial(events.bend, number) if events.routing.bent.kind else None
+
+    def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
+        return self.events.chosen(self.number, layer)
+
+    def event(self, layer: int) -> Event:
+        return self.events.event(self.number, layer)
+
+    def start(self) -> Event:
+        return self.events.start(self.number)
+
+
 class LiveStep:
     """A step of a model that runs now, of one or more requests: `put` what a router has chosen, then have it routed.
 
@@ -68,11 +93,12 @@ class LiveStep:
     token_ids: [T] of the tokens that it takes in, a request after another, or none; requests: R, in batch slots 0 to R.
     """
 
-    bend = None
+    bend = events = None
+    number = 0
 
     def __init__(self, phase: int, number: int, events: int, token_ids: Int = NO_INTS, requests: int = 1) -> None:
         self._phase = phase
-        self._number = number
+        self._step = number
         self._events = events
         self._token_ids = np.ascontiguousarray(token_ids, np.int64)
         self._requests = requests
@@ -110,7 +136,7 @@ class LiveStep:
             experts=self._experts.copy(),
             counts=self._counts.copy(),
             batch_slots=np.arange(self._requests),
-            steps=np.full(self._requests, self._number),
+            steps=np.full(self._requests, self._step),
             offsets=offsets,
             own_experts=own_experts,
             own_counts=own_counts,
@@ -141,10 +167,7 @@ class Step:
     ends: tuple[Place, ...]
     more: bool
     idle: bool
-    chosen: Callable[[int], tuple[Int, dict[int, int]]]  # see `Routing`
-    event: Callable[[int], Event]
-    start: Callable[[], Event]
-    bend: Callable[[int, Int], None] | None
+    routing: Routing
     waited_ns: tuple[int, ...] = ()  # by `begins`; empty: nobody waited
     draft_ns: int = 0  # before it
 
@@ -175,16 +198,8 @@ def _steps_of(ordinal: int, request: RequestSteps, events: Events, more: bool) -
         active = Active(ordinal, request, 0, number)
         places = (active.place,)
         begins, ends = places if number == 0 else (), places if number == last else ()
-        routing = routing_in(events, number)
         together = phase, tokens, context, places, begins, ends, more or number < last, number == last
-        yield Step(*together, **routing, draft_ns=active.draft_ns)
-
-
-def routing_in(events: Events, number: int) -> dict[str, Any]:
-    """Return what a step asks of the events of step number `number`: see `Routing`."""
-    bent = events.routing.bent.kind
-    asked = {name: partial(getattr(events, name), number) for name in ("chosen", "event", "start", "bend")}
-    return asked if bent else {**asked, "bend": None}
+        yield Step(*together, RecordedStep(events, number), draft_ns=active.draft_ns)
 
 
 @dataclass(slots=True)
@@ -318,4 +333,4 @@ class Batches:
             before += layers
             tokens = sum(place.tokens for place in places)
             together = phase, tokens, context, places, begins, ends, admission.more, idle
-            yield Step(*together, **routing_in(events, 0), waited_ns=tuple(waited), draft_ns=draft_ns)
+            yield Step(*together, RecordedStep(events, 0), waited_ns=tuple(waited), draft_ns=draft_ns)

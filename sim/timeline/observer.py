@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from policies.core.residency import PolicyResidency, Residency
+from policies.core.residency import PolicyResidency
 from sim.engines import simpy_engine
 from sim.loop.log import Ended, RunLog, counting
 from sim.loop.observer import LoopObserver
@@ -65,9 +65,8 @@ class TimelineObserver(LoopObserver):
         self._with_slots = slots
         self._ended = {True: 0, False: 0}  # steps, by whether they decode
 
-    def run_begins(self, residency: Residency, now: Callable[[], int]) -> None:
+    def run_begins(self, residency: PolicyResidency, now: Callable[[], int]) -> None:
         """Make the tracks, in the order in which they are shown; each event goes to those that draw it."""
-        assert isinstance(residency, PolicyResidency)
         timeline, group, origin = self._timeline, self._group, now()
         self._process = timeline.process(f"{group}: compute and link")
         self._scene = scene = Scene(timeline, self._process, self._run, residency, lambda: now() - origin, origin)

@@ -30,7 +30,7 @@ from replay.run import under_contention
 from sim.engines import SimpyDevice, compiled_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop import Driver, Step, play
+from sim.loop import Device, Driver, Step, play
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
 from tests.support.command import Ended, run
@@ -117,6 +117,7 @@ class Late(SimpyDevice):
     """Has a host that takes its time between two steps."""
 
     late = 0
+    completions = Device.completions
 
     def now(self) -> int:
         return super().now() + self.late

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from policies.core import Shape, parse
-from policies.core.residency import NO_EXPERT
 from sim.engines import SimpyDevice, count
 from sim.loop import (
     COLUMNS,
@@ -120,7 +119,7 @@ class Unstoppable(SimpyDevice):
     """A copy that is under way ends before it is forgotten, as on threads and GPUs."""
 
     def discard_copies(self) -> None:
-        while self._copies.jobs or self._arriving != NO_EXPERT:
+        while self._copies:
             self.next_completion()
 
 

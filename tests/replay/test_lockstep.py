@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.core import PolicySpec, Residency, Script, Shape, parse
+from policies.core import PolicyResidency, PolicySpec, Script, Shape, parse
 from policies.core import residency_compiled as core
 from policies.core.script import Act, Decision
 from replay.comparison import Lockstep, LoopRecorder
@@ -126,7 +126,7 @@ def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulato
             np.testing.assert_array_equal(ours.demand_transfers, theirs.demand_transfers)
 
 
-def driven(*decisions: Decision, slots: int) -> Residency:
+def driven(*decisions: Decision, slots: int) -> PolicyResidency:
     """The machine of a script for four experts of one layer."""
     plan = run_of([], Shape(1, 4), slots, parse("lru"), 1)
     return Lockstep(plan, Script(list(decisions))).residency(slots)
@@ -227,10 +227,10 @@ def test_before_a_run_in_lockstep_its_own_decisions_are_gone_through_and_left_as
     """So that nothing is compiled or loaded in the run; what decides there is no policy."""
     plan = draw(random.Random(3).randint)
     script, log = script_of(plan)
-    asked: list[Residency] = []
+    asked: list[PolicyResidency] = []
 
     class Heard(Lockstep):
-        def residency(self, *given: Any) -> Residency:
+        def residency(self, *given: Any) -> PolicyResidency:
             asked.append(super().residency(*given))
             return asked[-1]
 

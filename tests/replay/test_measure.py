@@ -31,7 +31,6 @@ from replay.devices import CudaDevice, HostStore, Launches, Pace
 from replay.model.network import Network
 from sim.engines import SimpyDevice
 from sim.engines.compiled_engine import simulate
-from sim.engines.simpy_engine import COMPUTE
 from sim.loop import Completion, Device, Kind, Requests, Run, RunLog, Work, play
 from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import FixedTiming, Link, Timing
@@ -108,6 +107,7 @@ class SlowHost(SimpyDevice):
 
     HOST_NS = 500
     _answering = False
+    completions = Device.completions
 
     def next_completion(self) -> Completion:
         completion = super().next_completion()
@@ -382,6 +382,7 @@ class SlowToSubmit(SimpyDevice):
     """Alone, experts take 90 ns longer each than in the loop: the host cannot submit them as fast."""
 
     _in_the_loop = False
+    completions = Device.completions
 
     def next_completion(self) -> Completion:
         completion = super().next_completion()
@@ -389,10 +390,10 @@ class SlowToSubmit(SimpyDevice):
         return completion
 
     def experts(self, works: Sequence[Work]) -> None:
-        for expert, _, tokens in works:
-            extra = 0 if self._in_the_loop else 90
-            took = self._timing.expert_ns(tokens) + extra
-            self._computes.put((Completion(Kind.EXPERT, expert), took, COMPUTE))
+        for work in works:
+            super().experts([work])
+            self._free_at += 0 if self._in_the_loop else 90
+            self._computing[-1] = self._free_at
 
 
 def test_parts_that_take_longer_alone_than_together_are_shortened_to_what_they_are_together() -> None:
@@ -468,6 +469,9 @@ def test_the_points_to_measure_follow_from_the_plan() -> None:
 
 class Clocked(SimpyDevice):
     """Transfers and compute on the logical clock, so that a policy meets what it would; host time on the wall's."""
+
+    stands_still = False
+    completions = Device.completions
 
     def now(self) -> int:
         return time.perf_counter_ns()

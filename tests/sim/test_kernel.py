@@ -42,7 +42,7 @@ from policies.core.registry import built_in
 from policies.core.residency_compiled import FEW_SLOTS
 from policies.core.runner import AskedRunner
 from sim.engines import compiled_engine, count, simpy_engine
-from sim.loop import decider_of, gpu_run, joined, whole
+from sim.loop import Run, RunLog, decider_of, gpu_run, joined, whole
 from sim.profiles.timing import DurationTables, FixedTiming, Link
 from tests.support.logs import columns
 from tests.support.runs import PLAIN, Draw, Drawn, Lopsided, draw_request, draw_run, draw_tiers_run
@@ -374,16 +374,20 @@ class Next(Prefetcher):
 """
 
 
-def test_ids_that_no_expert_has_are_refused_of_a_users_own_kernel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("simulated", [compiled_engine.simulate, simpy_engine.simulate])
+def test_ids_that_no_expert_has_are_refused_of_a_users_own_kernel(
+    simulated: Callable[[Run], RunLog], tmp_path: Path
+) -> None:
     (tmp_path / "wrong.py").write_text(OWN_KERNEL.replace("(expert + 1) % len(ids)", "expert + 1"))
     trace = synthetic(requests=3, tokens=30, layers=3, experts=8, top_k=2, seed=3)
     spec = parse(f"lru+{tmp_path / 'wrong.py'}:Next")
     run = gpu_run([trace.steps(i) for i in range(3)], Shape(3, 8), 9, spec, TIMING, LINK)
     with pytest.raises(ValueError, match="proposes ids that no expert has"):
-        compiled_engine.simulate(run)
+        simulated(run)
 
 
-def test_an_error_of_a_users_own_kernel_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("simulated", [compiled_engine.simulate, simpy_engine.simulate])
+def test_an_error_of_a_users_own_kernel_ends_the_run(simulated: Callable[[Run], RunLog], tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(
         OWN_KERNEL.replace("keep[0, expert] += 1", "keep[0, expert] += 1 // (serial - 9)")
     )
@@ -392,7 +396,7 @@ def test_an_error_of_a_users_own_kernel_ends_the_run(tmp_path: Path) -> None:
         [trace.steps(i) for i in range(3)], Shape(3, 8), 9, parse(f"{tmp_path / 'wrong.py'}:Often"), TIMING, LINK
     )
     with pytest.raises(RuntimeError, match="a compiled policy raised an error: NUMBA_DISABLE_JIT=1 runs it in Python"):
-        compiled_engine.simulate(run)
+        simulated(run)
 
 
 def test_a_kernel_in_a_users_own_file_runs_as_a_built_in_ones_does(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from policies.core import NO_INTS, Shape, parse
 from sim.engines import SimpyDevice, case_request, compiled_engine
 from sim.engines.simpy_engine import simulate
 from sim.loop import Device, Kind, LiveStep, Requests, Run, RunLog, Share, StepRow, gpu_run, play, whole
+from sim.loop.device import ALL, COPIES, ROUTERS
 from sim.loop.session import Session
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline, host_link
@@ -44,6 +45,31 @@ def test_a_poll_reports_what_ends_at_this_instant_and_lets_no_time_pass() -> Non
     assert ended is not None
     assert ended.kind is Kind.ROUTER
     assert (device.poll(), device.now()) == (None, 5)
+
+
+@pytest.mark.parametrize(
+    ("answers", "reported"),
+    [
+        (ROUTERS, [[(3, 2), (4, 4), (Kind.COPY, 5), (Kind.ROUTER, 9)]]),
+        (COPIES, [[(3, 2), (4, 4), (Kind.COPY, 5)], [(Kind.ROUTER, 9)]]),
+        (ALL, [[(3, 2)], [(4, 4)], [(Kind.COPY, 5)], [(Kind.ROUTER, 9)]]),
+    ],
+)
+def test_what_nobody_answers_is_reported_with_what_is_answered_and_at_its_time(
+    answers: int, reported: list[list[tuple[int, int]]]
+) -> None:
+    device = SimpyDevice(FixedTiming(5, 2, 0, 0, 0), Link(0, 1, 1, expert_bytes=5))
+    device.experts([(3, 0, 1), (4, 1, 1)])
+    device.dense(0, 1, 1)
+    device.copy(7, 2, 0, 5)
+    for ended in reported:
+        numbers = iter(device.completions(answers))
+        shown = [
+            (code >> 4 if code & 15 == Kind.EXPERT else code & 15, at)
+            for code, at in zip(numbers, numbers, strict=True)
+        ]
+        assert shown == ended
+        assert device.now() == ended[-1][1]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +151,7 @@ def live(run: Run, device: Device, between: Callable[[Session], None] = lambda s
             share = Share(request.request, tokens, ended - began)
             rows.append(StepRow([phase, tokens, ended - began, *spent], [share], ended))
     link = run.gpu.link
-    return RunLog.of_rows(rows, link.expert_bytes, session.pump.evictions, sized=bool(link.layer_bytes))
+    return RunLog.of_rows(rows, link.expert_bytes, session.evicted()[0], sized=bool(link.layer_bytes))
 
 
 def test_a_model_that_runs_now_gets_what_the_driver_gets_from_its_trace() -> None:

@@ -124,7 +124,7 @@ class AnyOrder(Device):
     def __init__(self, watch: Watch, seed: int) -> None:
         self.watch = watch
         self.tail_bytes = watch.tail_bytes
-        self.predictor_takes_time = seed % 2 == 0
+        self.predictor_takes_time, self.predicts = seed % 2 == 0, True
         self._random = random.Random(seed)
         self._link: deque[Completion] = deque()
         self._compute: deque[Completion] = deque()
