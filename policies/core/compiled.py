@@ -133,7 +133,7 @@ def kept_for(function: Any) -> list[Any] | None:
 def entry_point(function: Callable[..., R], *examples: Any) -> Callable[..., R]:
     """Return the compiled function for a caller in Python that always gives arguments of the types of `examples`.
 
-    It skips numba's look at the types, which takes longer than a short function.
+    It skips numba's look at the types, which takes microseconds for every NamedTuple of arrays.
     """
     made: Any = function
     if not hasattr(made, "overloads"):  # under NUMBA_DISABLE_JIT
@@ -155,21 +155,13 @@ def apart(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def from_python(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the compiled function for callers in Python that always give arguments of the same types.
-
-    From the second call on it skips numba's look at these, which takes microseconds for every NamedTuple of arrays.
-    """
+    """Return the `entry_point` of a function for arguments of the types of its first call."""
     entry: Callable[P, R] | None = None
-    overloads = getattr(function, "overloads", {})  # none under NUMBA_DISABLE_JIT
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal entry
-        if entry:
-            return entry(*args, **kwargs)
-        answer = function(*args, **kwargs)
-        if made := overloads.get(tuple(map(typeof, args))):
-            entry = made.entry_point
-        return answer
+        entry = entry or entry_point(function, *args)
+        return entry(*args, **kwargs)
 
     return call
 

@@ -156,7 +156,7 @@ class Events:
 def routing_of(request: RequestSteps, bending: Bending | None = None) -> Routing:
     """Return the arrays of a request that runs alone, to be bent if `bending` says how."""
     ahead = request.lookahead
-    own = _contiguous(request.offsets, request.experts, request.counts)
+    own = [np.ascontiguousarray(part) for part in (request.offsets, request.experts, request.counts)]
     picks = (ahead.offsets, ahead.experts, ahead.counts, ahead.scores) if ahead else NOTHING_PICKED
     weights = NO_FLOATS if request.weights is None else request.weights
     at_hand = np.zeros(ahead.depth + 1 if ahead else 0, np.int64)
@@ -169,10 +169,6 @@ def routing_of(request: RequestSteps, bending: Bending | None = None) -> Routing
     rest = tokens, ids, *own, one[0], one[1], one[2], two, at_hand
     routing = Routing._make((phase, *own, *picks, weights, *rest, NOT_BENT))
     return bending.routing(routing, [(0, request)], len(phase)) if bending else routing
-
-
-def _contiguous(offsets: Int, experts: Int, counts: Int) -> Flat:
-    return np.ascontiguousarray(offsets), np.ascontiguousarray(experts), np.ascontiguousarray(counts)
 
 
 def routing_of_batch(
