@@ -10,7 +10,7 @@ import numpy as np
 from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
 from policies.core.calling import Asked, CFunction, Held, call, checked
-from policies.core.compiled import compiled, entry_point
+from policies.core.compiled import compiled, from_python
 from policies.core.events import ROUTING
 from policies.core.host_memory import HostMemory
 from policies.core.policy import Options, ScorePolicy, Shape
@@ -37,7 +37,7 @@ def called(function: int, state: int, a: int, b: int, c: int) -> int:
     return call(function, state, a, b, c)
 
 
-CALL = entry_point(called, 0, 0, 0, 0, 0)
+CALL = from_python(called)
 
 
 @cache
