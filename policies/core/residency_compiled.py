@@ -650,6 +650,23 @@ def evict(m: Int, keep: Float, victim: int) -> None:
 
 
 @compiled
+def note_left(m: Int, victim: int, left: Int, count: int) -> int:
+    """Write who left for the transfer that has started into `left`, from this place on; how many are there then.
+
+    victim: the one who left where all experts are of one size, or NO_EXPERT.
+    """
+    if m[ONE, SIZED]:
+        for i in range(m[ONE, EVICTED]):
+            left[count + i] = m[VICTIMS, i]
+        count += m[ONE, EVICTED]
+        m[ONE, EVICTED] = 0
+    elif victim >= 0:
+        left[count] = victim
+        count += 1
+    return count
+
+
+@compiled
 def start(m: Int, keep: Float, expert: int, victim: int, copy: bool = False) -> None:
     """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot.
 

@@ -242,14 +242,7 @@ def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
 def start_sized(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     """The same where experts differ in size, or lie on a disk: all who left, the transfer's size, its recency."""
     m, n = run.m, run.n
-    if m[core.ONE, core.SIZED]:
-        for i in range(m[core.ONE, core.EVICTED]):
-            run.evictions[n.evicted] = m[core.VICTIMS, i]
-            n.evicted += 1
-        m[core.ONE, core.EVICTED] = 0
-    elif victim >= 0:
-        run.evictions[n.evicted] = victim
-        n.evicted += 1
+    n.evicted = core.note_left(m, victim, run.evictions, n.evicted)
     layer = expert // len(run.ends)
     n.expert_bytes, n.whole_ns = run.h[LAYER_BYTES, layer], run.h[LAYER_NS, layer]
     if n.disk_there and not (prefetch and n.paused):

@@ -109,14 +109,7 @@ def count_steps(
                     core.computed(m, queued(m, hits, computed))
                     computed += 1
                     continue
-                if sized:
-                    for i in range(one[core.EVICTED]):
-                        evictions[evicted] = m[core.VICTIMS, i]
-                        evicted += 1
-                    one[core.EVICTED] = 0
-                elif victim >= 0:
-                    evictions[evicted] = victim
-                    evicted += 1
+                evicted = core.note_left(m, victim, evictions, evicted)
                 core.arrived(m)
             for place in range(computed, hits + one[core.LAST_DEMAND]):
                 core.computed(m, queued(m, hits, place))

@@ -297,13 +297,7 @@ def begin(s: Machine, expert: int, victim: int, prefetch: bool) -> None:
     m, n = s.m, s.n
     if m[core.ONE, core.SIZED]:
         tell(s, LEFT)
-        for i in range(m[core.ONE, core.EVICTED]):
-            s.evictions[n.evicted] = m[core.VICTIMS, i]
-            n.evicted += 1
-        m[core.ONE, core.EVICTED] = 0
-    elif victim >= 0:
-        s.evictions[n.evicted] = victim
-        n.evicted += 1
+    n.evicted = core.note_left(m, victim, s.evictions, n.evicted)
     if n.has_disk:
         memory.touch(s.h, expert)
     n.demands -= not prefetch
