@@ -67,7 +67,8 @@ def worth(card: Card, size: str = "25%") -> dict[str, float]:
 def named_ahead(trace: Trace, recall: float, precision: float, distances: int) -> Trace:
     """Return the trace as if the routers of the next layers had been recorded, with noise of that recall and precision.
 
-    Right picks are drawn for each choice, wrong ones by how often a layer uses an expert; of each distance anew.
+    A choice is picked with the chance `recall`; wrong picks are drawn by how often a layer uses an expert. Each
+    distance has draws of its own.
     """
     rng, (T, L, k), E = np.random.default_rng(0), trace.experts.shape, trace.num_experts
     chosen = np.zeros((T, L, E + 1), bool)
