@@ -342,10 +342,7 @@ class Runner:
         if not fits or any(
             each < kept if self._draft else each != rows for each, kept in zip(fed[1:], gave[1:], strict=True)
         ):
-            raise InputError(
-                f"{self.loaded.name} does not run a prefill and then one token at a time, "
-                "so its tokens cannot be attributed"
-            )
+            raise InputError(f"{self.loaded.name} does not decode token by token: its tokens cannot be attributed")
 
 
 def _config(**settings: Any) -> Any:

@@ -64,10 +64,7 @@ def find_gate(site: Site, output: Any, index: Tensor, weights: Tensor) -> Gate:
             if spread < least:
                 best, least = gate, spread
     if best is None:
-        raise InputError(
-            f"gate probabilities of {site.name} cannot be recorded: no reading of its router's output explains the "
-            "weights of the experts chosen"
-        )
+        raise InputError(f"gate probabilities of {site.name} cannot be recorded: its router returns none")
     return best
 
 

@@ -181,14 +181,10 @@ class ExpertsHook:
             site = choice.site
             if self.experts and site.experts != self.experts:
                 raise InputError(
-                    f"{site.name} has {site.experts} routed experts, the layers before it {self.experts}: "
-                    "layers that differ cannot be recorded"
+                    f"{site.name} has {site.experts} experts, a layer before it {self.experts}: not recorded"
                 )
             if not choice.weights.is_meta and not choice.weights.isfinite().all():
-                raise InputError(
-                    f"{site.name} weighs its experts with values that are not finite: its routing means nothing; "
-                    "the config or the weights are damaged, or the dtype is too narrow"
-                )
+                raise InputError(f"{site.name} weighs its experts with values that are not finite: is it damaged?")
             self.experts = site.experts
             self.top_k = max(self.top_k, choice.experts.shape[1])
             if self.wanted.weights and not site.weighted:
@@ -223,8 +219,7 @@ class ExpertsHook:
         for site, index, _ in self._seen:
             if len(index) != tokens or index.shape[1] > self.top_k:
                 raise InputError(
-                    f"{site.name} routes {len(index)} tokens to {index.shape[1]} experts each where {layers[0].name} "
-                    f"routes {tokens} tokens and {self.top_k} was the most: they cannot be attributed"
+                    f"{site.name} routes {len(index)} tokens, not {tokens}, or to more than {self.top_k} experts"
                 )
         ids, weights = self._sorted(tokens)
         more: dict[str, Any] = {"weights": self._placed(stack, weights.half(), 0)} if self.wanted.weights else {}
@@ -275,8 +270,7 @@ def _require_each_once(sites: list[Site], seen: list[_Choice]) -> None:
     for site in sites:
         if counts[site] != 1:
             raise InputError(
-                f"{site.name} was called {counts[site]} times in one forward pass instead of once, so its routing "
-                "cannot be recorded (is the model compiled, or do fused kernels replace its layers?)"
+                f"{site.name} was called {counts[site]} times in one forward pass: is it compiled or fused?"
             )
 
 

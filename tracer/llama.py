@@ -165,8 +165,7 @@ class GgufRunner:
         read = [b"topk" in ids and b"weights" in weights for ids, weights in self._layers.values()]
         if len(read) != expected or not all(read):
             raise InputError(
-                f"{model.name} cannot be recorded: of its {expected} MoE layers, {sum(read)} show their "
-                "routing in llama.cpp"
+                f"{model.name} cannot be recorded: {sum(read)} of {expected} MoE layers show their routing"
             )
         if self._options.scores:
             self._wanted |= {PROBABILITIES % block for block in self._layers}

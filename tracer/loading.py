@@ -34,6 +34,4 @@ class Loading:
         if self.offload not in (None, *OFFLOADS):
             raise unknown("place to offload to", self.offload, OFFLOADS)
         if self.offload is None and (self.max_memory or self.offload_folder):
-            raise InputError(
-                "`max_memory` and `offload_folder` belong to `offload`: say where the rest goes, cpu or disk"
-            )
+            raise InputError("`max_memory` and `offload_folder` belong to `offload`: say cpu or disk")

@@ -128,10 +128,8 @@ def require_weights(source: str, loading: dict[str, Any]) -> None:
     """Raise InputError for a checkpoint that leaves weights as they were drawn at random, and so its routing."""
     missing = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
     if missing:
-        raise InputError(
-            f"{source} is no whole checkpoint of its model: {len(missing)} weights are missing or of another shape, "
-            f"such as {', '.join(sorted(missing)[:3])}; they would be random"
-        )
+        such = ", ".join(sorted(missing)[:3])
+        raise InputError(f"{source} is no whole checkpoint: it lacks {len(missing)} weights, such as {such}")
 
 
 def notes_of(loading: dict[str, Any]) -> tuple[str, ...]:

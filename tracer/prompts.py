@@ -125,9 +125,7 @@ def _find_columns(path: Path, columns: Columns, rows: list[Row]) -> dict[str, st
         if column is not None:
             chosen[what] = column
     if "prompt" not in chosen:
-        raise InputError(
-            f"{path} has no column that looks like a prompt; name one with --prompt-column (has: {listed})"
-        )
+        raise InputError(f"{path} has no column like a prompt; name one with --prompt-column (has: {listed})")
     return chosen
 
 

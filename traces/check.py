@@ -17,6 +17,8 @@ from traces.errors import InputError
 from traces.schema import TraceMeta
 from traces.steps import DECODE, Int
 
+Rows = Mapping[str, NDArray[Any]]
+
 BLOCK = 1 << 20
 """Ids that are looked at together."""
 
@@ -35,9 +37,7 @@ def check_requests(requests: pd.DataFrame, prefill: Int, decode: Int, where: str
         if (listed != rows).any():
             i = int(np.argmax(listed != rows))
             name = requests["id"].iloc[i]
-            raise InputError(
-                f"{where}: request {i} ({name!r}) disagrees in {what}: {listed[i]} listed, {rows[i]} there"
-            )
+            raise InputError(f"{where}: request {i} ({name!r}): {what} differ, {listed[i]} and {rows[i]}")
 
 
 def check_steps(
@@ -62,13 +62,7 @@ def check_finite(name: str, values: NDArray[np.floating], where: str, first: int
 
 
 def check_rows(
-    meta: TraceMeta,
-    rows: Mapping[str, NDArray[Any]],
-    offsets: Int,
-    eams: NDArray[Any],
-    where: str,
-    first: int = 0,
-    row: int = 0,
+    meta: TraceMeta, rows: Rows, offsets: Int, eams: NDArray[Any], where: str, first: int = 0, row: int = 0
 ) -> None:
     """Check the columns of requests, and their EAMs [2, requests, L * E] as listed. Raises InputError.
 

@@ -58,10 +58,7 @@ def fit(trace: Trace) -> ScoreModel:
     if len(trace.experts) < 2:
         raise InputError(f"{trace.name} holds no sequences of tokens: no synthetic trace can be fitted to it")
     if not all(trace.eams(phase).any(axis=(0, 2)).all() for phase in phases):
-        raise InputError(
-            f"{trace.name} has MoE layers without routing in a phase, as encoder-decoders have: a synthetic trace can "
-            "be fitted only to one in which all layers route"
-        )
+        raise InputError(f"{trace.name} has layers without routing in a phase: nothing can be fitted to it")
     cluster, prompt = _k_means(trace), trace.requests["prompt_tokens"].fillna(-1).to_numpy(np.int64)
     names = tuple(f"cluster-{number}" for number in range(int(cluster.max()) + 1))
     lengths = Lengths(prompt, trace.prompts, np.diff(trace.offsets) - trace.prompts, cluster, names)

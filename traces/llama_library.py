@@ -96,9 +96,8 @@ class Library:
         self._functions = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
         for name, kinds in INTERFACE["functions"].items():
             function = getattr(self._functions, name)
-            function.restype, *function.argtypes = (
-                KINDS.get(kind, getattr(ctypes, f"c_{kind}", None)) for kind in kinds
-            )
+            types = [KINDS[kind] if kind in KINDS else getattr(ctypes, f"c_{kind}") for kind in kinds]
+            function.restype, function.argtypes = types[0], types[1:]
             setattr(self, name, function)
         self.tools = {"xllamacpp": version("xllamacpp"), "llama.cpp": self.llama_version().decode()}
         require_layout(self.llama_model_default_params(), "model", self.tools)

@@ -117,10 +117,7 @@ class TraceMeta:
     def decode(metadata: dict[bytes, bytes] | None, where: str) -> "TraceMeta":
         """Return the meta in a Parquet file's metadata; an InputError naming `where` if there is none that fits."""
         if metadata is None or KEY not in metadata:
-            raise InputError(
-                f"{where} is a Parquet file, but not of a trace, since its metadata has no {KEY.decode()!r}: "
-                "name a folder that moe-trace wrote"
-            )
+            raise InputError(f"{where} is not of a trace: its metadata has no {KEY.decode()!r}")
         values = dict(parse_json(metadata[KEY], f"{where}: its metadata"))
         version = values.pop("schema_version", None)
         if version != VERSION:

@@ -66,11 +66,8 @@ def _counted(place: str, usage: Body | None) -> Body:
 
 
 def _of_vllm(source: Source, place: str, name: str, body: Body, choice: Body) -> Sequence:
-    usage, held, apart = (
-        _counted(place, body.get("usage")),
-        choice.get("routed_experts"),
-        body.get("prompt_routed_experts"),
-    )
+    usage = _counted(place, body.get("usage"))
+    held, apart = choice.get("routed_experts"), body.get("prompt_routed_experts")
     if held is None:
         raise InputError(
             f"{place}: routed_experts is missing: the server was started without --enable-return-routed-experts, "
@@ -84,9 +81,7 @@ def _of_vllm(source: Source, place: str, name: str, body: Body, choice: Body) ->
     if apart is not None:
         prompt = len(apart) if prompt is None else prompt
         if len(held) >= output:
-            source.notes.append(
-                "decoding never feeds the last token back: the row that a choice has for it is left out"
-            )
+            source.notes.append("decoding never feeds the last token back: a choice's row for it is left out")
         held = [*apart, *held[: output - 1]]
     if isinstance(held, str):
         experts = read_npy(BytesIO(b64decode(held, validate=True)), f"{place}: routed_experts")

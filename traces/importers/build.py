@@ -195,10 +195,7 @@ def _by_layer(dump: Parts, extent: Extent, source: Source, E: int | None) -> tup
     E = E or (None if profile is None else profile.experts)
     first = np.arange(len(most)) * (E or 0)
     if E is None or (least < first).any() or (most >= first + E).any():
-        raise InputError(
-            f"{source.path}: no id of a layer is one of the next: they count through all layers, up to {most[-1]}; "
-            "say how many experts a layer has with --experts"
-        )
+        raise InputError(f"{source.path}: ids count through all layers, up to {most[-1]}: give --experts of a layer")
     source.notes.append(f"expert ids count through all layers: {E} of each")
     return *_with_ids(dump, lambda ids: np.where(ids >= 0, ids - first[:, None], -1)), E
 
@@ -213,15 +210,10 @@ def _chosen(dump: Parts, extent: Extent, source: Source, E: int | None) -> tuple
     k = source.agreed("top_k") or (None if profile is None else profile.top_k)
     if k == E:
         return dump, extent
-    if k is None or k > E or next(iter(dump)).weights is None:
-        raise InputError(
-            f"{source.path} names all {E} experts in a choice, so not which were chosen: "
-            + (
-                "it has no weights that say so (numbers of uses are read from columns count_0, count_1, ...)"
-                if next(iter(dump)).weights is None
-                else "say how many of the largest with --top-k"
-            )
-        )
+    weighed = next(iter(dump)).weights is not None
+    if k is None or k > E or not weighed:
+        advice = "say how many of the largest with --top-k" if weighed else "it has no weights that say so"
+        raise InputError(f"{source.path} names all {E} experts in a choice, not those chosen: {advice}")
     source.notes.append(f"all {E} experts have weights: the {k} largest are taken as chosen")
 
     def largest(part: Routing) -> Routing:

@@ -174,10 +174,7 @@ def _logical(one: dict[str, Any], mapping: NDArray[np.integer]) -> NDArray[np.in
     mode, tokens = one["forward_mode"], len(one["positions"])
     physical = integers(one["topk_ids_of_layer"], "pass", "topk_ids_of_layer", 3, -1, mapping.shape[1] - 1)
     if mode not in (EXTEND, DECODING):
-        raise InputError(
-            f"forward_mode {mode}: only prefill (1) and decode (2) can be divided by request; record without mixed "
-            "chunks and speculative decoding"
-        )
+        raise InputError(f"forward_mode {mode}: record without mixed chunks and speculative decoding")
     of_requests = sum(one["extend_seq_lens"]) if mode == EXTEND else tokens
     if physical.shape[:2] != (len(mapping), tokens) or of_requests != tokens:
         raise InputError(f"ids {physical.shape}, but {len(mapping)} layers, {tokens} positions, {of_requests} tokens")

@@ -243,10 +243,7 @@ def _named_axes(frame: pd.DataFrame, source: Source) -> dict[str, str]:
     layers = source.agreed("layers") or source.agreed("moe_layers")
     fixed = [axis for axis in sizes if (sizes[axis] == (layers or sizes[axis].iloc[0])).all()]
     if len(fixed) != 1:
-        raise InputError(
-            f"{source.path} has lists [{sizes['axis0'].iloc[0]}, {sizes['axis1'].iloc[0]}, k] and nothing says which "
-            "axis is the layer: say --axes token,layer or --axes layer,token"
-        )
+        raise InputError(f"{source.path}: which axis is the layer? say --axes token,layer or --axes layer,token")
     return {"axis0": "layer", "axis1": "token"} if fixed == ["axis0"] else {"axis0": "token", "axis1": "layer"}
 
 
@@ -364,8 +361,7 @@ def _counts(
         if again.any():
             at = int(again.argmax())
             raise InputError(
-                f"{place(at)}: expert {expert[at]} of layer {layer[at]} is counted twice: say in what the rows "
-                "differ, such as --columns request=NAME, or which of several counts is meant, with --columns count=NAME"
+                f"{place(at)}: expert {expert[at]} is counted twice: use --columns request=NAME or count=NAME"
             )
     count = columns.get("count", np.ones(len(expert), np.int64))
     if "count" not in columns and "share" in columns:
@@ -477,10 +473,7 @@ def _in_turn(phase: Int, request: Int, column: str) -> None:
     prompted = np.unique(request[phase == PREFILL])
     first = np.unique(request, return_index=True)[1]
     if np.isin(request[first][phase[first] == DECODE], prompted).any():
-        raise InputError(
-            f"column {column!r} has 1 before 0, but a prompt comes before what is decoded: "
-            f"say --columns is_prefill={column} if 1 is a prompt, or --columns phase=NAME for another column"
-        )
+        raise InputError(f"{column!r} is 1 before 0: say --columns is_prefill={column} if 1 is a prompt, or phase=NAME")
 
 
 def _before(frame: pd.DataFrame) -> Int:

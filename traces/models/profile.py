@@ -305,10 +305,7 @@ def model(text: str) -> ModelProfile:
             return of_config(path)
     path = MODELS.find(text)
     if path.suffix == ".safetensors":
-        raise InputError(
-            f"{path} holds weights: name its transformers config (config.json or the folder that holds it), a "
-            "profile in TOML, or a shipped model (moe-sim models lists them)"
-        )
+        raise InputError(f"{path} holds weights: name its config.json, a profile, or one of `moe-sim models`")
     return MODELS.read(ModelProfile, path)
 
 
@@ -367,10 +364,7 @@ def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
         ("top-k", profile.top_k, meta.top_k),
     ):
         if ours != theirs:
-            raise InputError(
-                f"the model profile {profile.name} has {ours} {what}, the trace of {meta.model} "
-                f"has {theirs}; choose another with `model_profile`"
-            )
+            raise InputError(f"{profile.name} has {ours} {what}, the trace {theirs}: choose another `model_profile`")
     in_file = text and (is_gguf_file(text) or profile.layer_expert_bytes)
     return profile if in_file else _as_recorded(profile, meta)
 

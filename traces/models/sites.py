@@ -118,8 +118,7 @@ class Interface(Site):
     def chosen(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         if not self._known and not is_routing(given):
             raise InputError(
-                f"{self.name} ({type(self.module).__name__}) is not called as experts(hidden, index, weights), "
-                "so its routing cannot be observed"
+                f"{self.name} ({type(self.module).__name__}) is not called as experts(hidden, index, weights)"
             )
         self._known = True
         return given[1], given[2]
