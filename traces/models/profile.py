@@ -364,7 +364,10 @@ def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
         ("top-k", profile.top_k, meta.top_k),
     ):
         if ours != theirs:
-            raise InputError(f"{profile.name} has {ours} {what}, the trace {theirs}: choose another `model_profile`")
+            raise InputError(
+                f"the model profile {profile.name} has {ours} {what}, the trace of {meta.model} "
+                f"has {theirs}; choose another with `model_profile`"
+            )
     in_file = text and (is_gguf_file(text) or profile.layer_expert_bytes)
     return profile if in_file else _as_recorded(profile, meta)
 
