@@ -63,7 +63,7 @@ def _play(own: Blend, routing: Routing, sizes: Int, slots: Int, places: Int, hel
 
     slots: [sizes, L*E] experts, of which `held` [sizes] are there; places: [sizes, L*E] their slots, or -1.
     """
-    keep, L = own.keep[0], own.layers.shape[1]
+    keep, L = own.scores, own.layers.shape[1]
     for step in range(len(routing.phase)):
         for layer in range(L):
             serial += 1

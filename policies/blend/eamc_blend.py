@@ -38,6 +38,9 @@ from policies.blend.decisions import (
     CACHED,
     NONE,
     Blend,
+    beside,
+    follow,
+    learn,
     learned,
     note_eviction,
     note_insert,
@@ -84,10 +87,10 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
 def begin_request(own: Blend, batch_slot: int) -> None:
     """The request before it in this batch slot is over, and the new one has counts of its own."""
     evidence.begin_request(own.known, batch_slot)
-    own.made[:] = own.picks[:] = 0  # guesses at the next step of the one before
+    own.cache.made[:] = own.cache.picks[:] = 0  # guesses at the next step of the one before
     own.steps[batch_slot] = NONE
-    if not own.keep[CACHED].any():
-        worth.empty(own.worth)
+    if not own.cache.keep[CACHED].any():
+        worth.empty(own.cache.worth)
 
 
 def profile_of(half: Listener, *sources: str) -> Profile:
@@ -118,15 +121,24 @@ class BlendRetention(_StartsFromAProfile, ScorePolicy):
     """Ours: recency, frequencies, what follows what, and passes that were alike; fetches what is likely enough."""
 
     compiled = Compiled(
-        begin, score, begin_request=begin_request, on_insert=note_insert, on_evict=note_eviction, more_rows=2
+        begin,
+        score,
+        begin_request=begin_request,
+        on_insert=note_insert,
+        on_evict=note_eviction,
+        more_rows=2,
+        learn=learn,
+        follow=follow,
+        beside=beside,
     )
 
-    def __init__(self, shape: Shape, options: BlendOptions) -> None:
-        super().__init__(shape, options)
-        self.keep = self.state.keep
+    def __init__(self, shape: Shape, options: BlendOptions, state: Blend | None = None) -> None:
+        super().__init__(shape, options, state)
+        self.keep = self.state.cache.keep
 
     def charged(self, transfers: float, slots: int) -> None:
-        self.state.worth.sums[worth.CHARGE], self.state.worth.numbers[worth.SLOTS] = transfers, slots
+        own = self.state.cache.worth
+        own.sums[worth.CHARGE], own.numbers[worth.SLOTS] = transfers, slots
 
 
 @prefetcher("eamc-blend")

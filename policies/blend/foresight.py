@@ -50,7 +50,7 @@ def score(own: Foresees, keep: Float, event: Event) -> None:
     reach = number + own.tokens * own.uses.layers
     for expert in range(keep.shape[1]):
         due = own.due[0, expert]
-        keep[0, expert] = KNOWN + due if -due <= reach else own.blend.keep[0, expert]
+        keep[0, expert] = KNOWN + due if -due <= reach else own.blend.scores[expert]
 
 
 @retention("foresight", oracle=True)

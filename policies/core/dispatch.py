@@ -85,6 +85,19 @@ class Native:
         self.observe = _address(cls, "observe") if declared and half.observes else 0
         self.propose = _address(cls, "propose") if declared and declared.propose else 0
 
+    @property
+    def learn(self) -> int:
+        """What learns for several caches; 0: it needs no such function, or learns from one alone."""
+        return self._of_caches("learn")
+
+    @property
+    def follow(self) -> int:
+        return self._of_caches("follow")
+
+    def _of_caches(self, name: str) -> int:
+        cls = type(self._half)
+        return _address(cls, name) if self._held and getattr(cls.compiled, name) else 0
+
     def within(self, bounds: Bounds, states: Int, shape: Shape) -> None:
         """Propose within limits (`policies.core.limits`) from now on; states: [L*E] of all experts."""
         self._limited = Held(Limited(self.propose, self.state, bounds, states, shape.experts))
@@ -117,6 +130,10 @@ def _address(cls: type[Listener], name: str) -> int:
         template: Any
         if name == "propose":
             made = CFunction(_adapted(_propose, cls, name), state, EVENT, PROPOSAL, None)
+        elif name == "learn":
+            made = CFunction(_adapted(_learn, cls, name), state, EVENT, None, None)
+        elif name == "follow":
+            made = CFunction(_adapted(_follow, cls, name), state, SCORES, EVENT, None)
         elif name == "observe":
             template = _observe if issubclass(cls, Policy) else _observe_without_scores
             made = CFunction(_adapted(template, cls, name), state, SCORES, EVENT, None)
@@ -166,6 +183,14 @@ def _on_evict(scores: Any, expert: int, serial: int, start: int) -> int:
 
 def _observe(state: Any, scores: Any, event: Any, _: int) -> int:
     return changes(function(value(state), value(scores).keep, value(event)))
+
+
+def _learn(state: Any, event: Any, _: int, __: int) -> int:
+    return changes(function(value(state), value(event)))
+
+
+def _follow(state: Any, scores: Any, event: Any, changed: int) -> int:
+    return changes(function(value(state), value(scores).keep, value(event), changed))
 
 
 def _observe_without_scores(state: Any, scores: Any, event: Any, _: int) -> int:

@@ -152,10 +152,11 @@ KEEP_ROWS = 2
 """Of the keep scores of every policy: the score, and what breaks its ties."""
 
 
-CHANGED, DID_NOTHING, UNCHANGED, CHANGED_HERE = 0, 1, 2, 4
+CHANGED, DID_NOTHING, UNCHANGED, CHANGED_HERE, LEAVES = 0, 1, 2, 4, 8
 """What a compiled function of an eviction policy may return: it may have changed any scores, as with None; of an event,
 that it did nothing, as with True; and it changed none, or none but those of the event's layer or of the expert that it
-was called for. The last two may stand with the one before them: DID_NOTHING | CHANGED_HERE."""
+was called for. These two may stand with the one before them: DID_NOTHING | CHANGED_HERE. LEAVES: see `Compiled.learn`.
+"""
 
 
 class Compiled(NamedTuple):
@@ -171,6 +172,10 @@ class Compiled(NamedTuple):
     nothing else writes scores, the second are all equal, and one that changes becomes the greatest of all: residents
     are kept in a list. Scores change in the functions of the eviction policy alone, and between requests; one that
     changes few of them and says so (UNCHANGED, CHANGED_HERE) saves a search among all.
+
+    A policy whose scores and proposals depend on the cache as well may learn once for caches of several sizes that are
+    run together: `learn` is called for all, then `follow`, in place of `observe`, and `propose` for each, whose state
+    is `beside` that of the first. A cache for which it would learn otherwise LEAVES, and is run alone.
     """
 
     start: Callable[[Shape, Any], Any] | None = None  # the state when a run begins
@@ -184,6 +189,9 @@ class Compiled(NamedTuple):
     on_evict: Callable[[Float, int], int | None] | None = None  # (keep, expert)
     more_rows: int = 0
     in_order: bool = False
+    learn: Callable[[Any, Event], int] | None = None  # (state, event): what it changed
+    follow: Callable[..., int] | None = None  # (state, keep, event, what was changed)
+    beside: Callable[[Any, Shape], Any] | None = None  # (state, shape), not compiled: another cache's
 
 
 def _place(cls: type, attribute: str) -> int:

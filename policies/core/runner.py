@@ -10,7 +10,18 @@ from policies.core.admission import Own
 from policies.core.calling import ADMIT, OBSERVE, START, Asked, Proposal
 from policies.core.events import Events
 from policies.core.limits import limiter
-from policies.core.policy import DID_NOTHING, NO_INTS, Event, Float, Int, Requests, Shape
+from policies.core.policy import (
+    DID_NOTHING,
+    NO_INTS,
+    Compiled,
+    Event,
+    Float,
+    Int,
+    Policy,
+    Prefetcher,
+    Requests,
+    Shape,
+)
 from policies.core.policy import START as STEP_STARTS
 from policies.core.residency import PolicyResidency
 from policies.core.spec import PolicySpec
@@ -19,6 +30,7 @@ from policies.core.spec import PolicySpec
 class PolicyRunner:
     """Fresh instances of both halves of `spec`; oracles among them read the whole run now.
 
+    pairs: both halves as each residency so far has them, the first those that learn.
     silent: neither half wants to hear of events, so that an engine may spare itself the telling.
     idle: no policy did anything of the latest event, so that it is free (rule 14).
     experts_per_layer: how many experts the link carries while one layer of a decoded token computes, which a prefetch
@@ -34,7 +46,8 @@ class PolicyRunner:
         guarded: bool = True,
     ) -> None:
         self.shape = shape
-        self._spec, self._residencies = spec, 0
+        self._spec = spec
+        self.pairs: list[tuple[Policy, Prefetcher]] = []
         self._divide = spec.divide
         self.admission = spec.admits
         self.retention, self.prefetcher = spec.build(shape, guarded)
@@ -42,8 +55,8 @@ class PolicyRunner:
             raise ValueError(f"{self.prefetcher.name} needs the trace's lookahead, and the requests have none")
         for half in (self.retention, self.prefetcher):
             half.foresee(requests)
-        if experts_per_layer is not None:
-            self.prefetcher.window(experts_per_layer)
+        self._experts_per_layer = experts_per_layer
+        self._tell_window(self.prefetcher)
         self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
         self._names = isinstance(self.admission, Own)
         self.silent = not self._observers and not self.prefetcher.proposes and not self._names
@@ -57,10 +70,14 @@ class PolicyRunner:
         ours, theirs = self.prefetcher.options, self.retention.options
         same = ours == theirs or type(ours) is not type(theirs)
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
-        keeper = self.retention
-        if self._residencies and any(dispatch.hooks_of(keeper)):
+        keeper, fetcher = self.retention, self.prefetcher
+        if self.pairs and (declared := self.learns_apart) and declared.beside:
+            keeper = type(keeper)(self.shape, keeper.options, declared.beside(keeper.state, self.shape))
+            fetcher = type(fetcher).beside(keeper)
+            self._tell_window(fetcher)
+        elif self.pairs and any(dispatch.hooks_of(keeper)):
             keeper = self._spec.evict.build(self.shape)  # its scores are of one cache
-        self._residencies += 1
+        self.pairs.append((keeper, fetcher))
         divided = self._divide(self.shape, room, sizes)
         residency = PolicyResidency(self.shape, divided, keeper, one_scale, sizes, self.admission)
         self._states = residency.states
@@ -72,9 +89,18 @@ class PolicyRunner:
         limited = self._limiter is not None and len(self._limiter.bounds.room) > 0
         return self._spec.learns_from_events_alone and not limited
 
+    @property
+    def learns_apart(self) -> Compiled | None:
+        """What is declared by policies that learn apart from what they do for one of several caches."""
+        declared = type(self.retention).compiled
+        return declared if declared and declared.learn and self._spec.shares else None
+
     def begin_request(self, ordinal: int, batch_slot: int = 0) -> None:
         self.retention.begin_request(ordinal, batch_slot)
         self.prefetcher.begin_request(ordinal, batch_slot)
+        if (declared := self.learns_apart) and declared.begin_request:
+            for keeper, _ in self.pairs[1:]:
+                declared.begin_request(keeper.state, batch_slot)
 
     def observe(self, event: Event) -> None:
         self._take_states()
@@ -93,6 +119,10 @@ class PolicyRunner:
             self._take_states()
         proposal = self.prefetcher.propose(event)
         return proposal if self._limiter is None else self._limiter(event.layer, *proposal)
+
+    def _tell_window(self, prefetcher: Prefetcher) -> None:
+        if self._experts_per_layer is not None:
+            prefetcher.window(self._experts_per_layer)
 
     def _take_states(self) -> None:
         """A limit on prefetches goes by what is READY when an event is looked up, or a step starts."""

@@ -178,8 +178,9 @@ class PolicySpec:
     def learns_from_events_alone(self) -> bool:
         """Whether what it learns is the same whatever its cache holds, so that caches of all sizes may share it."""
         cls = self.evict.cls
-        counts = any(dispatch.hooks(cls.declared(self.evict.options)))
-        return issubclass(cls, ScorePolicy) and not (cls.observes and counts)
+        declared = cls.declared(self.evict.options)
+        alone = not (cls.observes and any(dispatch.hooks(declared)))
+        return issubclass(cls, ScorePolicy) and (alone or (self.shares and bool(declared and declared.learn)))
 
     @property
     def shares(self) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from itertools import count
 from threading import Lock
 from typing import Any
 
@@ -22,7 +23,7 @@ from policies.core.compiled import KEPT, kept_for
 from policies.core.dispatch import EVENT, Native
 from policies.core.events import Events, Routing, routing_of, routing_of_batch
 from policies.core.limits import limiter
-from policies.core.policy import NO_INTS, Float, Int, Shape
+from policies.core.policy import NO_INTS, Float, Int, Policy, Prefetcher, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.runner import AskedRunner, PolicyRunner
 from policies.core.spec import PolicySpec
@@ -64,8 +65,23 @@ def play_cells(runs: Sequence[Run], ended: Sequence[Ended]) -> None:
         if len(runs) > 1 and (runs[0].users or runs[0].routing or not runner.shares_cells):
             for run, each in zip(runs, ended, strict=True):
                 Engine([run], decider_of(run)).play([each])
-        else:
-            Engine(runs, runner).play(ended)
+            return
+        together = Engine(runs, runner)
+        together.play(ended)
+        for place, logs in together.left.items():
+            rest = _after(logs, ended[place])
+            Engine([runs[place]], decider_of(runs[place])).play([rest])
+
+
+def _after(logs: int, ended: Ended) -> Ended:
+    """Return what hears of a run's requests but for those whose logs were there before."""
+    numbers = count()
+
+    def heard(log: RunLog) -> None:
+        if next(numbers) >= logs:
+            ended(log)
+
+    return heard
 
 
 def tiered(run: Run) -> bool:
@@ -107,10 +123,14 @@ def _compile_beside(version: bool) -> None:
 class Cell:
     """One of the runs of an engine: its cache, its streams, and what its requests leave behind."""
 
-    def __init__(self, run: Run, residency: PolicyResidency, proposals: Float) -> None:
+    def __init__(
+        self, place: int, run: Run, residency: PolicyResidency, proposals: Float, halves: tuple[Native, Native]
+    ) -> None:
+        """place: among the runs of the engine; halves: what the policy knows of this cache."""
         _check_transfers(run)
         shape, link = run.shape, run.gpu.link
         L, E = shape.layers, shape.experts
+        self.place = place
         self.run = run
         self.residency = residency
         self.memory = residency.host_memory(run.host.slots) if run.host else None
@@ -126,6 +146,8 @@ class Cell:
         self.slowest_transfer_ns = int(h[[streams.LAYER_NS, streams.READ_NS]].max())
         self.n = _numbers(run)
         self.evictions = np.zeros(max(1 << 16, 4 * (L + 2) * (shape.total + E) + 2 * shape.total), np.int64)
+        self.halves = halves
+        self.logs = 0  # heard of so far
         self.state = streams.Streams(
             m=residency.m,
             keep=residency.keep,
@@ -139,6 +161,7 @@ class Cell:
             tiers=(1,) if tiered(run) else (),
             h=h,
         )
+        self.held = Held(self.state)
         self.totals = np.zeros(streams.COLUMNS, np.int64)  # of the run when the last step ended
         self.step_ended: dict[int, int] = {}  # by batch slot: when the request's latest step ended, or it was admitted
         self.waited: dict[int, int] = {}  # by batch slot, of those whose first step is still to come
@@ -212,9 +235,10 @@ class Cell:
 
 
 class Engine:
-    """Runs of one policy that differ in the sizes of their caches alone: it hears of each event once.
+    """Runs of one policy that differ in the sizes of their caches alone: it learns of each event once.
 
-    It may, unless it keeps scores both by events and by the cache, or names its victims: then it is one run.
+    It may, unless it names its victims, or keeps scores both by events and by the cache and does not say what of that
+    it learns from events (`Compiled.learn`): then it is one run.
     """
 
     def __init__(self, runs: Sequence[Run], runner: PolicyRunner) -> None:
@@ -225,30 +249,40 @@ class Engine:
         self.runner = runner
         sizes = run.gpu.link.sizes(run.shape.experts)
         caches = [runner.residency(each.gpu.slots, sizes) for each in runs]
-        self.cells = [Cell(each, cache, caches[0].proposals) for each, cache in zip(runs, caches, strict=True)]
-        self.asked = None if run.policy.compiled or runner.silent else AskedRunner(runner, self.cells[0].residency)
-        self.halves = [Native(half, asked=self.asked is not None) for half in (runner.retention, runner.prefetcher)]
+        self.asked = None if run.policy.compiled or runner.silent else AskedRunner(runner, caches[0])
+        first = _natives(runner.pairs[0], self.asked is not None)
+        self.apart = len(runs) > 1 and runner.learns_apart is not None
+        self.cells = [Cell(0, run, caches[0], caches[0].proposals, first)]
+        for place, (each, cache) in enumerate(zip(runs[1:], caches[1:], strict=True), 1):
+            if self.apart:
+                cache.policy.charged(each.gpu.transfers_per_event, each.gpu.experts)
+                self.cells.append(Cell(place, each, cache, cache.proposals, _natives(runner.pairs[place], False)))
+            else:
+                self.cells.append(Cell(place, each, cache, caches[0].proposals, first))
+        self.left: dict[int, int] = {}  # runs for which the policy would learn otherwise, and how many logs they left
         self.event = Held(EVENT)  # the one at hand
         self.plan = self._plan(run.gpu.experts_per_layer)
-        self.held = [Held(cell.state) for cell in self.cells]
         self.events = 0  # so far
         self.bending = Bending(run.routing, run.shape) if run.routing else None
         self.tables = DurationTables(run.timing, run.shape.layers, host=host.needed(run))
 
     def _plan(self, experts_per_layer: float | None) -> streams.Plan:
-        runner, asked, (keeper, fetcher) = self.runner, self.asked, self.halves
+        runner, asked, (keeper, fetcher) = self.runner, self.asked, self.cells[0].halves
         shape, prefetcher = runner.shape, runner.prefetcher
-        if fetcher.propose and (limited := limiter(prefetcher.options, shape, experts_per_layer)):
-            fetcher.within(limited.bounds, self.cells[0].residency.m[core.STATE], shape)
+        for cell in self.cells[: len(self.cells) if self.apart else 1]:
+            if fetcher.propose and (limited := limiter(prefetcher.options, shape, experts_per_layer)):
+                cell.halves[1].within(limited.bounds, cell.residency.m[core.STATE], shape)
         proposal = asked.proposal if asked else Proposal(np.empty(shape.total, np.int64), np.empty(shape.total))
         self.proposal = Held(proposal)
         return streams.Plan(
             keeps=keeper.observe,
-            keeper=keeper.state,
+            keepers=NO_INTS,
             listens=fetcher.observe,
             fetches=IN_PYTHON if asked and prefetcher.proposes else fetcher.propose,
             fetcher=fetcher.state,
-            proposer=fetcher.proposer,
+            proposers=NO_INTS,
+            learns=keeper.learn if self.apart else 0,
+            follows=keeper.follow if self.apart else 0,
             event=self.event.address,
             asks=asked.address if asked else 0,
             hears=not runner.silent,
@@ -262,9 +296,10 @@ class Engine:
 
     def play(self, ended: Sequence[Ended]) -> None:
         """Run everything, by run; each ends with its last head."""
-        run, cells, one = self.run, self.cells, self.cells[0]
+        run = self.run
         admission = Admission(run.requests, run.users or Users(1))
-        while admission.more:
+        while admission.more and self.cells:
+            cells, one = self.cells, self.cells[0]
             admitted, waited = admission.admit(one.now)
             if not admission.active:
                 arrival = admission.next_arrival
@@ -281,10 +316,15 @@ class Engine:
             left = admission.ended(parts, totals.shape[1])
             for each in left:
                 self.runner.end_request(each.batch_slot)
-            for cell, now, rows, gone, heard in zip(cells, began, totals, evictions, ended, strict=True):
+            for cell, now, rows, gone in zip(cells, began, totals, evictions, strict=True):
+                if cell.n.leaves:
+                    self.left[cell.place] = cell.logs
+                    continue
                 if left and not admission.active:
                     cell.end_requests(run.cold and admission.more)
-                heard(cell.log(parts, first, now, rows, gone))
+                ended[cell.place](cell.log(parts, first, now, rows, gone))
+                cell.logs += 1
+            self.cells = [cell for cell in cells if not cell.n.leaves]
 
     def _play(self, parts: list[Active], admission: Admission) -> tuple[Int, list[Int]]:
         """Run steps of a request, or of a batch until a request leaves or is admitted.
@@ -303,16 +343,19 @@ class Engine:
             cell.check_range(routing, durations)
         arrival = None if alone else admission.next_arrival
         admit_at = streams.NEVER if arrival is None or arrival <= one.now else arrival
-        for half in self.halves:
+        halves = [cell.halves for cell in cells]
+        for half in {id(each): each for pair in halves for each in pair}.values():
             half.refresh()
+        keepers, proposers = np.array([[keeper.state, fetcher.proposer] for keeper, fetcher in halves]).T.copy()
+        plan = self.plan._replace(keepers=keepers, proposers=proposers)
         for cell in cells:
             cell.residency.m[core.ONE, core.SCORES_ARE] = core.NEW
         if self.asked:
             self.asked.events = Events(routing, self.runner.shape.layers, self.events)
         rows = np.zeros((len(cells), steps, streams.COLUMNS), np.int64)
         evictions: list[list[Int]] = [[NO_INTS] for _ in cells]
-        addresses = np.array([held.address for held in self.held])
-        common = addresses, one.state, self.plan, routing, durations, self.run.timing.predictor_ns
+        addresses = np.array([cell.held.address for cell in cells])
+        common = addresses, one.state, plan, routing, durations, self.run.timing.predictor_ns
         if beside := BESIDE[tiered(self.run)]:
             beside.wait()
         step = 0
@@ -337,6 +380,10 @@ class Engine:
         if drafts := [ns[own] for ns, own in drafting if ns is not None]:
             durations.dense[:, 0] += np.max(drafts, axis=0)
         return durations
+
+
+def _natives(pair: tuple[Policy, Prefetcher], asked: bool) -> tuple[Native, Native]:
+    return Native(pair[0], asked), Native(pair[1], asked)
 
 
 def _check_transfers(run: Run) -> None:

@@ -18,7 +18,7 @@ from policies.core.calling import START as AT_START
 from policies.core.compiled import apart, compiled, inlined
 from policies.core.events import Routing, event_at, start_at
 from policies.core.placement import ADMITTED, FETCH, LAYERS, SPLIT
-from policies.core.policy import CHANGED, DID_NOTHING, UNCHANGED, Float, Int
+from policies.core.policy import CHANGED, DID_NOTHING, LEAVES, UNCHANGED, Float, Int
 from policies.core.residency_compiled import BLOCKED
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS
 from sim.loop.log import DISK as ON_DISK
@@ -77,6 +77,7 @@ class Numbers:
     event_layer: int
     event_hits: int
     event_others: int  # experts that are to come over the link
+    leaves: int  # whether the policy would learn otherwise in it alone
 
 
 NUMBERS = np.dtype((np.record, [(name, np.int64) for name in Numbers.__annotations__]))
@@ -128,11 +129,13 @@ class Plan(NamedTuple):
     """
 
     keeps: int  # of the retention policy, if it hears of events
-    keeper: int  # what it knows
+    keepers: Int  # what it knows; with `learns` in each run
     listens: int  # of the prefetcher, if it hears of events by itself
     fetches: int  # of the prefetcher, if it proposes
     fetcher: int  # what it knows,
-    proposer: int  # with the limits on its proposals
+    proposers: Int  # with the limits on its proposals; with `learns` in each run
+    learns: int  # of the retention policy, if it learns for several runs
+    follows: int  # and then hears of events for each
     event: int  # room for the event at hand
     asks: int
     hears: bool  # either wants to know of events
@@ -513,15 +516,30 @@ def decide(run: Streams, plan: Plan, routing: Routing, step: int, layer: int, L:
     idle = plan.may_be_idle
     put(event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL]), plan.event)
     if plan.keeps:
-        plan.changed[0] = checked(call(plan.keeps, plan.keeper, run.m[core.ONE, core.SCORES], plan.event, 0))
+        plan.changed[0] = checked(call(plan.keeps, plan.keepers[0], run.m[core.ONE, core.SCORES], plan.event, 0))
         idle &= (plan.changed[0] & DID_NOTHING) != 0
     if plan.listens:
         idle &= checked(call(plan.listens, plan.fetcher, run.m[core.ONE, core.SCORES], plan.event, 0)) == 1
     if idle:
         return IDLE
     if plan.fetches:
-        return checked(call(plan.fetches, plan.proposer, plan.event, plan.proposal, 0))
+        return checked(call(plan.fetches, plan.proposers[0], plan.event, plan.proposal, 0))
     return 0
+
+
+@apart
+@compiled
+def decide_for_each(cells: Int, some: Streams, plan: Plan, routing: Routing, step: int, layer: int, L: int) -> None:
+    """`decide` of policies that learn for several runs at once, with the proposal of each written down."""
+    E = len(some.ends)
+    put(event_at(routing, step, layer, L, like(cells[0], some).m[core.ONE, core.SERIAL]), plan.event)
+    learned = checked(call(plan.learns, plan.keepers[0], plan.event, 0, 0))
+    for c in range(len(cells)):
+        run = like(cells[c], some)
+        changed = checked(call(plan.follows, plan.keepers[c], run.m[core.ONE, core.SCORES], plan.event, learned))
+        run.n.leaves |= (changed & LEAVES) != 0
+        core.note_change(run.m, changed, layer * E, (layer + 1) * E)
+        write_proposal(run, plan, checked(call(plan.fetches, plan.proposers[c], plan.event, plan.proposal, 0)))
 
 
 @apart
@@ -549,7 +567,7 @@ def decide_at_start(run: Streams, plan: Plan, routing: Routing, step: int) -> in
     if plan.asks:
         return ask(plan.asks, AT_START, step)
     put(start_at(routing, step, run.m[core.ONE, core.SERIAL]), plan.event)
-    return checked(call(plan.fetches, plan.proposer, plan.event, plan.proposal, 0))
+    return checked(call(plan.fetches, plan.proposers[0], plan.event, plan.proposal, 0))
 
 
 @inlined
@@ -715,7 +733,9 @@ def run_steps(
             for c in range(K):
                 route_layer(like(cells[c], some), routing, durations, step, layer)
             n_proposed = 0
-            if plan.hears:
+            if plan.learns:
+                decide_for_each(cells, some, plan, routing, step, layer, L)
+            elif plan.hears:
                 n_proposed = decide(one, plan, routing, step, layer, L)
                 for c in range(K if plan.changed[0] != UNCHANGED else 0):
                     run = like(cells[c], some)
@@ -729,7 +749,7 @@ def run_steps(
                     act_at_once(like(cells[c], some))
             if plan.asks and plan.fetches:
                 n_proposed = ask(plan.asks, PROPOSE, step * L + layer)
-            if plan.fetches:
+            if plan.fetches and not plan.learns:
                 write_proposal(one, plan, n_proposed)
             for c in range(K):
                 run = like(cells[c], some)

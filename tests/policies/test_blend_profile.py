@@ -45,7 +45,7 @@ def test_a_run_starts_with_what_the_file_holds(trace, tmp_path):
     profile = build([("it", Requests(trace))], SHAPE)
     file = written(profile, tmp_path / "it.npz")
     runner = PolicyRunner(parse(f"eamc-blend:profile={file}"), SHAPE, ())
-    assert runner.prefetcher.state.keep is runner.retention.state.keep
+    assert runner.prefetcher.state.cache.keep is runner.retention.state.cache.keep
     for name, array in learned(runner.retention.state).items():
         assert np.array_equal(array, profile.learned[name]), name
 

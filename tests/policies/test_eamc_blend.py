@@ -186,7 +186,7 @@ def test_what_pays_in_the_next_layers_is_proposed_at_its_worth(seed: int, wrong:
     steps = random_steps(seed, 12)
     policy = BlendRetention(Shape(L, E), BlendOptions(wrong=wrong, depth=2))
     stay(policy)
-    policy.state.trust[SURE] *= 1e30  # nor is what they say of absent experts corrected
+    policy.state.cache.trust[SURE] *= 1e30  # nor is what they say of absent experts corrected
     fetcher = BlendPrefetcher.beside(policy)
     fetcher.window(0.3)
     begun = [*steps[:-1], steps[-1][:1]]  # the other layers have not routed yet
@@ -243,7 +243,7 @@ def test_guesses_at_absent_experts_that_do_not_come_true_are_no_longer_made(cach
         proposed.append(len(fetcher.propose(event)[0]))
     assert proposed[0] == 2 * E
     if cached:
-        assert not policy.state.trust[SHIFT].any()
+        assert not policy.state.cache.trust[SHIFT].any()
     else:
         assert np.mean(proposed[-50 * L :]) < np.mean(proposed[:L]) / 4
 

@@ -95,6 +95,25 @@ def test_the_engines_are_equal_on_runs_that_hypothesis_shrinks(
     assert not difference(run), run
 
 
+@pytest.mark.parametrize("batch", range(10))
+def test_runs_of_several_sizes_together_are_as_each_alone(batch: int) -> None:
+    for seed in range(batch, CASES // 4, 10):
+        integer = random.Random(seed).randint
+        drawn = (draw_run, draw_tiers_run)[seed % 3 == 0](integer)
+        if seed % 2:
+            drawn = drawn._replace(policy=("eamc-blend", "eamc-blend:wrong=0.01:distance=1")[integer(0, 1)])
+        sizes = [drawn._replace(slots=drawn.slots * times) for times in (2, 1, 3)]
+        together: list[list[RunLog]] = [[] for _ in sizes]
+        runs, ended = [each.run for each in sizes], [parts.append for parts in together]
+        drawn.on(lambda run, _: compiled_engine.play_cells(runs, ended))  # noqa: B023
+        for each, parts in zip(sizes, together, strict=True):
+            alone = each.on(compiled_engine.play)
+            assert len(alone) == len(parts)
+            for ours, theirs in zip(map(columns, parts), map(columns, alone), strict=True):
+                for name in ours:
+                    np.testing.assert_array_equal(ours[name], theirs[name], f"{name}, seed {seed}: {drawn.policy}")
+
+
 @pytest.mark.parametrize("policy", ["eamc", "eamc:keep=least-visited+none", "lfu", "lru+eamc", "eamc-blend", "belady"])
 def test_the_engines_are_equal_where_victims_are_sought_by_blocks(policy: str) -> None:
     shape, slots = Shape(4, 512), FEW_SLOTS + 1
@@ -247,7 +266,7 @@ def test_a_log_of_evictions_that_fills_up_is_read_in_between() -> None:
     short, most = compiled_engine.Engine([run], decider_of(run)), 4 * (10 + 5)
     cell = short.cells[0]
     cell.evictions = np.zeros(most + 3, np.int64)
-    short.held[0].hold(cell.state._replace(evictions=cell.evictions))
+    cell.held.hold(cell.state._replace(evictions=cell.evictions))
     ours = whole(lambda _, ended: short.play([ended]), run)
     assert len(theirs.evictions) > 4 * most
     np.testing.assert_array_equal(ours.evictions, theirs.evictions)
