@@ -102,6 +102,8 @@ def live_check(
     turns: Annotated[int, typer.Option(min=1, help="How often each part is run.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: torch's.")] = None,
     device: Annotated[str, typer.Option(help="disk, or cuda.")] = "disk",
+    lookahead: Annotated[int, typer.Option(min=0, help="Try the routers of so many next layers, and no more.")] = 0,
+    added: Annotated[float, typer.Option(min=0, help="Scale of what layers add to the hidden state.")] = 1.0,
     overwrite: Overwrite = False,
 ) -> None:
     """Compare live generation with prediction, replay, llama.cpp, accelerate and transformers alone.
@@ -119,7 +121,7 @@ def live_check(
     check_file(path, overwrite)
     if threads:
         torch.set_num_threads(threads)
-    check = LiveCheck(Record(path), _timed(), _existing(folder), model, tokens, device, turns)
+    check = LiveCheck(Record(path), _timed(), _existing(folder), model, tokens, device, turns, lookahead, added)
     for what, ratio in check.run().items():
         console.say(f"{what}: {ratio:.2f}")
     console.say(f"wrote {path} in {time.monotonic() - began:.0f} s")

@@ -7,6 +7,9 @@ are drawn at temperature 1, since random weights repeat the likeliest one for ev
 stands beside the result. Then accelerate's offload with as much memory, and the shipped model with all its experts
 cached, beside transformers alone. On a GPU no memory is limited: experts are in the host's, those of accelerate too,
 and llama.cpp is left out. The file is written after each part.
+
+With `lookahead`, live generation alone is run in turns, without and with the routers of the next layers. How much of a
+layer's choices they know is set by how much layers add to the hidden state (`added`), and stands beside the result.
 """
 
 import os
@@ -19,10 +22,11 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from shutil import disk_usage
-from statistics import fmean, median_low
+from statistics import fmean, median, median_low
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from benchmarks.checks.limits import page_cache_of, read_through
@@ -61,10 +65,11 @@ from tracer.record import Options
 from traces.errors import InputError
 from traces.models import profile as model_profile
 from traces.models.profile import ModelProfile
-from traces.stats import statistics
+from traces.stats import statistics, summary
 from traces.trace import Trace
 
 LIVE, LRU, REPLAY, ACCELERATE = "live", "live, lru", "replay of the recorded trace", "accelerate's offload"
+NEXT = "live, with the next layers' routers"
 LLAMA = "llama.cpp, mmap, {} KiB read ahead"
 CACHED, ALONE = "live, all experts cached", "transformers alone"
 
@@ -94,6 +99,8 @@ class LiveCheck:
     tokens: int
     device: str = "disk"  # or cuda
     turns: int = 3
+    lookahead: int = 0  # layers
+    added: float = 1.0
 
     def run(self) -> dict[str, float]:
         """Run all parts; return what they come to. Raise InputError where memory, disk or rights do not suffice."""
@@ -104,7 +111,12 @@ class LiveCheck:
         self._require(int(profile.parameters * profile.dense_bytes_per_parameter))
         below = partial(TemporaryDirectory[str], prefix="live-check-", dir=self.folder)
         with below() as folder:
-            limit = Turns(self, profile, Path(folder)).run()
+            turns = Turns(self, profile, Path(folder))
+            limit = turns.run()
+        if self.lookahead:
+            self.record.set_facts(ratios=turns.gains())
+            self.record.write()
+            return turns.gains()
         with below() as folder:
             files, within = (None if self._on_gpu else Path(folder)), self.limited(limit, Path(folder))
             peer = accelerate_offload(profile, self._on, ACCELERATE_TOKENS, folder=files, within=within)
@@ -185,6 +197,7 @@ class Turns:
         self._lanes: int | None = None  # that the first turn took
         self._trace: Trace | None = None
         self._slots = 0
+        self._turns: dict[str, list[Turn]] = {}
 
     def run(self) -> int:
         """Run all turns; return the limit of memory. Of each part the turn in the middle counts."""
@@ -192,14 +205,14 @@ class Turns:
         self._write()
         size = sum(file.stat().st_size for file in self._checkpoint.glob("*.safetensors"))
         self._limit = size // 2
-        parts: dict[str, Callable[[], Turn]] = {
-            LIVE: partial(self._live, POLICY),
-            LRU: partial(self._live, "lru"),
-            REPLAY: self._replay,
-        }
+        parts: dict[str, Callable[[], Turn]] = {LIVE: partial(self._live, POLICY)}
+        if check.lookahead:
+            parts[NEXT] = partial(self._live, POLICY, check.lookahead)
+        else:
+            parts |= {LRU: partial(self._live, "lru"), REPLAY: self._replay}
         if self._gguf.exists():
             parts |= {LLAMA.format(kib): partial(self._llama, kib) for kib in READ_AHEAD_KIB}
-        turns: dict[str, list[Turn]] = {mode: [] for mode in parts}
+        turns = self._turns = {mode: [] for mode in parts}
         for turn in range(check.turns):
             for mode in reversed(parts) if turn % 2 else parts:
                 turns[mode].append(parts[mode]())
@@ -210,6 +223,17 @@ class Turns:
                 check.put(profile.name, mode, check.tokens - 1, middle.tpot_ms, turns_ms=turns_ms, **facts)
         return self._limit
 
+    def gains(self) -> dict[str, float]:
+        """Return what the next layers' routers know, and what they are worth: measured and predicted."""
+        without, with_ = self._turns[LIVE], self._turns[NEXT]
+        pairs = list(zip(without, with_, strict=True))
+        predicted = [[each.facts["predicted"]["tpot_mean_ms"] for each in pair] for pair in pairs]
+        return {
+            **{f"share known {distance} layers ahead": share for distance, share in with_[0].facts["known"].items()},
+            "measured without over with them": median(a.tpot_ms / b.tpot_ms for a, b in pairs),
+            "predicted without over with them": median(a / b for a, b in predicted),
+        }
+
     def _write(self) -> None:
         """Write a checkpoint, and of the same weights what llama.cpp reads; for replays a file of half of the experts.
 
@@ -218,11 +242,12 @@ class Turns:
         profile = self._profile
         self._check.say(f"{profile.name}: writing {show_bytes(profile.parameters * profile.dense_bytes_per_parameter)}")
         with ProcessPoolExecutor(1, get_context("spawn")) as other:  # whose memory a user's process would not have held
-            other.submit(write_checkpoint, profile, self._checkpoint).result()
-            if not self._on_gpu and FAMILIES[profile.name][0] == "olmoe" and find_spec("xllamacpp"):
+            other.submit(write_checkpoint, profile, self._checkpoint, self._check.added).result()
+            beside = not self._on_gpu and not self._check.lookahead
+            if beside and FAMILIES[profile.name][0] == "olmoe" and find_spec("xllamacpp"):
                 self._gguf.mkdir()
                 other.submit(write_gguf, profile, self._checkpoint, self._gguf / "model.gguf").result()
-        if not self._on_gpu:
+        if beside:
             count = -(-profile.moe_layers * profile.experts // 2)
             stamps = Stamps(count, profile.expert_bytes, 0)
             write(self._store, profile, stamps.write, "random weights, seed 0", count)
@@ -236,15 +261,15 @@ class Turns:
         for path in [] if self._on_gpu else [each for each in files.rglob("*") if each.is_file()] or [files]:
             read_through(path)
 
-    def _live(self, policy: str) -> Turn:
-        """Generate, with as many lanes as the first time."""
+    def _live(self, policy: str, lookahead: int = 0) -> Turn:
+        """Generate, with as many lanes as the first time, and as the first time the same tokens."""
         self._read_through(self._checkpoint)
         options = Options(max_new_tokens=self._check.tokens, temperature=1.0)
         target = DeviceChoice(self._check.device, lanes=None if self._on_gpu else self._lanes)
         size = CACHE_SIZE if self._on_gpu else MOST
         with (
             self._check.limited(self._limit, self._checkpoint),
-            open_live(str(self._checkpoint), target, policy=policy, cache_size=size) as live,
+            open_live(str(self._checkpoint), target, policy=policy, cache_size=size, lookahead=lookahead) as live,
             undisturbed(),
         ):
             prompts = prompts_of([], None, ",".join(map(str, PROMPT)))
@@ -254,6 +279,14 @@ class Turns:
         if self._trace is None:
             self._trace, self._lanes, self._slots = answered.trace, live.lanes, slots
             self._say_routing(answered.trace)
+        first, now = self._trace.token_id, answered.trace.token_id
+        assert first is not None
+        assert now is not None
+        if not np.array_equal(first, now):
+            raise InputError(f"{policy}: other tokens than the first time")
+        known = {
+            each["distance"]: each["recall"] for each in summary([answered.trace])["foresight"] if each["score"] is None
+        }
         return Turn(
             row["tpot_mean_ms"],
             {
@@ -261,6 +294,7 @@ class Turns:
                 "cache_fraction": slots / live.run.shape.total,
                 **{name: row[name] for name in ("hit_rate", "past_cache", "copy_gb_per_s")},
                 "lanes": live.lanes,
+                **({"known": known} if known else {}),
                 "predicted": {"tpot_mean_ms": result.predictions[0].row["tpot_mean_ms"]},
             },
         )
@@ -301,6 +335,6 @@ class Turns:
         return Turn(fmean(peer.tpot_ms), {"version": peer.version, "same_experts": float(same)})
 
 
-def write_checkpoint(profile: ModelProfile, folder: Path) -> None:
-    """Write random weights of these shapes."""
-    build(profile).save_pretrained(folder, save_original_format=False, max_shard_size=SHARD_BYTES)
+def write_checkpoint(profile: ModelProfile, folder: Path, added: float = 1.0) -> None:
+    """Write random weights of these shapes (`build`)."""
+    build(profile, added).save_pretrained(folder, save_original_format=False, max_shard_size=SHARD_BYTES)

@@ -30,6 +30,9 @@ BLOCK = 1 << 20
 
 ROUTER_SPREAD = 0.5
 """Of the logarithms of the lengths of a router's rows: how much more often some experts are chosen than others."""
+OUTPUTS = ("o_proj", "down_proj")
+"""Weights whose products layers add to the hidden state."""
+
 EMBEDDING_SCALE = 80
 """Of embeddings over other weights: how much of a token's state is its own. With these two numbers a token of OLMoE's
 shapes shares 27% of its experts with the token before it, as in a trace of DeepSeek-V2-Lite
@@ -81,10 +84,11 @@ FAMILIES: dict[str, tuple[str, Callable[[ModelProfile], dict[str, Any]]]] = {
 """Model profile -> transformers' model type, and what its config names differently from others'."""
 
 
-def build(profile: ModelProfile) -> Any:
+def build(profile: ModelProfile, added: float = 1.0) -> Any:
     """Return the transformers model of that shape in host memory, with random weights.
 
-    Raise InputError for a family that is not in the table.
+    added: scale of what layers add to the hidden state: the less it is, the more of a layer's choices do the routers of
+    the layers before it know. Raise InputError for a family that is not in the table.
     """
     import accelerate
     import transformers
@@ -108,7 +112,8 @@ def build(profile: ModelProfile) -> Any:
         model = from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(2 * BLOCK, generator=generator).mul_(0.02).to(dtype)
-    for module in model.modules():
+    names = {module: name for name, module in model.named_modules()}
+    for module in names:
         for name, parameter in list(module.named_parameters(recurse=False)):
             flat = torch.empty(parameter.numel(), dtype=dtype)
             for first in range(0, len(flat), BLOCK):
@@ -119,6 +124,8 @@ def build(profile: ModelProfile) -> Any:
                 weight.fill_(1)
             elif isinstance(module, torch.nn.Embedding):
                 weight *= EMBEDDING_SCALE
+            elif any(output in f"{names[module]}.{name}" for output in OUTPUTS):
+                weight *= added
             elif weight.shape == (profile.experts, profile.hidden_size):
                 weight *= torch.randn(profile.experts, 1, generator=generator).mul_(ROUTER_SPREAD).exp_().to(dtype)
             module.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))

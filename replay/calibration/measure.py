@@ -138,7 +138,7 @@ def policy_ns(run: Run, device: Device) -> int:
     """Return the ns that an event of decode costs the policy on this host, in the mean: as the driver itself counts it.
 
     The run is run on `device`, since between two events a device lets the host's caches forget the policy, for POLICY_S
-    or a few steps. The first tenth (compilation, empty collections) is not counted.
+    or a few steps.
     """
     if decider_of(run).silent:
         return 0
@@ -149,10 +149,18 @@ def policy_ns(run: Run, device: Device) -> int:
         if monotonic() > until and len(rows) > 2 * FIRST_STEPS:
             break
     device.discard_copies()  # a prefetch may be under way
+    return steady_ns(rows, run.shape.layers)
+
+
+def steady_ns(rows: Sequence[tuple[int, int]], layers: int) -> int:
+    """Return the ns of an event of decode in the mean, of rows of a run's steps: phase, and ns of all layers.
+
+    The first tenth (compilation, empty collections) and the slowest are not counted.
+    """
     steady = rows[min(len(rows) - 1, FIRST_STEPS + len(rows) // 10) :]
-    took = sorted(ns for kind, ns in steady if kind == DECODE) or sorted(ns for _, ns in steady)
+    took = sorted(ns for phase, ns in steady if phase == DECODE) or sorted(ns for _, ns in steady)
     counted = took[: len(took) - int(len(took) * SLOWEST)]
-    return int(mean(counted) / run.shape.layers)
+    return int(mean(counted) / layers)
 
 
 @dataclass(frozen=True)

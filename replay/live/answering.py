@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from replay.calibration.in_loop import effective
-from replay.calibration.measure import middle
+from replay.calibration.measure import middle, steady_ns
 from replay.live.model import LiveModel
 from replay.run import Outcome, Prediction, host_ms
 from sim.engines.simpy_engine import simulate
@@ -117,8 +117,8 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
     Compute was timed in the run, beside transfers where there were any; these were timed alone, and feel contention.
     """
     run, trace, log = replace(live.run, routing=None), answered.trace, answered.log  # what was computed
-    events = len(log.step_ns) * run.shape.layers
-    predictor_ns = int(log.stall_ns[:, PREDICTOR].sum()) // max(1, events)
+    steps = list(zip(log.phase.tolist(), log.stall_ns[:, PREDICTOR].tolist(), strict=True))
+    predictor_ns = steady_ns(steps, run.shape.layers) if steps else 0
     behind, slowed = live.time_transfers()
     each = (live.transfers, behind)
     machines = [live.parts.machine(run.gpu.link.expert_bytes, *transfer, predictor_ns) for transfer in each]
