@@ -140,7 +140,9 @@ def _ranking(sweep: Results) -> Iterator[Item]:
         "text", f"{where(sweep)}. A 95% interval (of paired requests) that reaches the dashed line may be chance{few}."
     )
     for title, differences in groups.items():
-        yield figure_item(plot.ranking(title, differences, policies, unit, (min(ends), max(ends))), title)
+        size, _, best = title.partition(": best is ")
+        caption = f"What other policies take beyond {best}, at {size} of the experts."
+        yield figure_item(plot.ranking(title, differences, policies, unit, (min(ends), max(ends))), caption)
 
 
 def _time(sweep: Results) -> Iterator[Item]:
@@ -162,7 +164,7 @@ def _time(sweep: Results) -> Iterator[Item]:
         for row in shown
     }
     caption = f"Of all steps, over all tokens, prompts included: computing, and what it waited for. {where(sweep)}."
-    yield figure_item(plot.stacked(stalls, "ms of a token", "compute and stalls"), caption)
+    yield figure_item(plot.stacked(stalls, "ms a token, prompts included", "compute and stalls"), caption)
 
 
 def _table(rows: Sequence[Row]) -> Item:
