@@ -65,17 +65,6 @@ def test_the_glossary_lists_what_is_refused():
     assert retired == [*RETIRED]
 
 
-def test_the_glossary_has_the_abbreviations_of_the_analysis():
-    words = GLOSSARY.read_text(encoding="utf-8").split("## Retired words")[0]
-    source = (ROOT / "sim" / "commands" / "analysis.py").read_text(encoding="utf-8")
-    tables = (
-        call for call in ast.walk(ast.parse(source)) if isinstance(call, ast.Call) and "table" in ast.unparse(call.func)
-    )
-    used = {word for call in tables for text in texts(call) for word in re.findall(r"\b[A-Z]{3,}\b", text)}
-    assert used >= {"SRP"}
-    assert not [word for word in used if f"- **{word}**:" not in words]
-
-
 def test_every_pattern_finds_its_words():
     for words, pattern in RETIRED.items():
         assert all(re.search(pattern, f"it {word} x") for word in words.split(", ") if word != "demand of a token"), (

@@ -1,4 +1,4 @@
-"""Why a result is as it is: misses by cause, curves, locality."""
+"""Why a result is as it is: misses by cause, curves."""
 
 import lazy_loader
 

@@ -6,7 +6,7 @@ defines them. LRU and Belady are known from one pass at all sizes of at least th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from policies.core.policy import Int
 from policies.core.spec import PolicySpec
 from policies.core.stack_distances import lru_misses
 from sim.analysis.curves import Accesses, Reuse, belady_misses, reuse
-from sim.analysis.locality import Locality, locality
 from sim.loaded import Loaded
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
@@ -29,7 +28,7 @@ from sim.sweeps.grid import BELADY, Grid
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMES = ("misses.parquet", "curves.parquet", "reuse.parquet", "locality.parquet", "curves.png")
+NAMES = ("misses.parquet", "curves.parquet", "reuse.parquet", "curves.png")
 """The files that `save` writes."""
 
 MAKER = "moe-sim analyze"
@@ -61,9 +60,6 @@ CURVES = pa.schema(
 REUSE = pa.schema([(name, COUNT) for name in ("at_least", "at_most", "by_accesses", "by_tokens")])
 """Columns of reuse.parquet: uses of an expert by their distance from the one before, a row per power of two."""
 
-LOCALITY = pa.schema([("segment", COUNT), *[(name, SHARE) for name in ("srp", "size_ratio", "sch", "sch2")]])
-"""Columns of locality.parquet, a row per segment length (sim.analysis.locality)."""
-
 
 @dataclass(frozen=True)
 class Analysis:
@@ -75,7 +71,6 @@ class Analysis:
     smallest: int  # slots from which on these are known
     demand: int  # experts of one decoded token
     reuse: Reuse
-    locality: list[Locality]
     splits: list[Row]  # of `SPLITS`, by size as given, then by policy
 
     def curves(self) -> list[Row]:
@@ -143,7 +138,6 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] = lambda 
         smallest=smallest,
         demand=loaded.token_experts,
         reuse=reuse(accesses),
-        locality=locality(loaded.trace),
         splits=[split(policy, slots) for slots in grid.sizes.values() for policy in grid.policies],
     )
 
@@ -211,11 +205,6 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
 
 
 def save(found: Analysis, loaded: Loaded, folder: Path) -> list[Path]:
-    rows = (
-        (found.splits, SPLITS),
-        (found.curves(), CURVES),
-        (found.distances(), REUSE),
-        ([asdict(metrics) for metrics in found.locality], LOCALITY),
-    )
+    rows = (found.splits, SPLITS), (found.curves(), CURVES), (found.distances(), REUSE)
     *tables, picture = NAMES
     return files.save(folder, MAKER, dict(zip(tables, rows, strict=True)), {picture: lambda: figure(found, loaded)})

@@ -41,7 +41,7 @@ def analyze(
 
     Prints misses by cause, and the hit rates of LRU and Belady at all sizes; of a dump in which an engine said what it
     had cached, first the policy and cache size that count the same hits. Writes misses.parquet, curves.parquet,
-    reuse.parquet, locality.parquet and curves.png. Of a large trace it takes a sample of requests, which it names.
+    reuse.parquet and curves.png. Of a large trace it takes a sample of requests, which it names.
 
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
     """
@@ -67,10 +67,9 @@ def analyze(
             "answer": " ".join(answer),
             "misses": found.splits,
             "reuse": found.distances(),
-            "locality": [asdict(metrics) for metrics in found.locality],
             "recorded_hits": engine and asdict(engine),
         },
-        lambda: (*answer, _misses(found, loaded), _reuse(found), _locality(found), options.written(files, folder)),
+        lambda: (*answer, _misses(found, loaded), _reuse(found), options.written(files, folder)),
     )
 
 
@@ -190,13 +189,4 @@ def _reuse(found: Analysis) -> Table:
         if max(shares) >= 0.001:
             bounds = f"{row['at_least']}" + (f" to {row['at_most']}" if row["at_most"] > row["at_least"] else "")
             shown.add_row(bounds, *[f"{share:.1%}" for share in shares])
-    return shown
-
-
-def _locality(found: Analysis) -> Table:
-    shown = table("segment", "SRP", "experts needed", "SCH, 1x active", "SCH, 2x active", gap=1)
-    for metrics in found.locality:
-        srp = "-" if metrics.srp is None else f"{metrics.srp:.1%}"
-        ratio = "-" if metrics.size_ratio is None else f"{metrics.size_ratio:.2f}x"
-        shown.add_row(f"{metrics.segment} tokens", srp, ratio, f"{metrics.sch:.1%}", f"{metrics.sch2:.1%}")
     return shown

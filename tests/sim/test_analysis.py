@@ -6,7 +6,7 @@ import pytest
 
 from policies.core import parse
 from sim.analysis import analyse, sentences, to_play
-from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, figure, save
+from sim.analysis.misses import CURVES, REUSE, SPLITS, figure, save
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.results.metrics import Row
@@ -66,7 +66,7 @@ def test_of_a_large_trace_a_sample_from_all_over_it_is_analysed(home, monkeypatc
     assert few.experiment.warmup_requests == 16
     found, grid = analyse(few, GRID), replace(few, trace=made.select(few.trace.requests.index.to_numpy()))
     assert found.lookups == 32 * 20 * 3 * 2
-    assert (found.splits, found.locality) == ((again := analyse(grid, GRID)).splits, again.locality)
+    assert found.splits == analyse(grid, GRID).splits
 
 
 def test_with_room_for_all_only_first_uses_miss(loaded):
@@ -138,7 +138,7 @@ def test_tables_and_plot_are_written(loaded, tmp_path):
     files = save(found, loaded, tmp_path / "out")
     assert {MARKER, *(file.name for file in files)} == {file.name for file in (tmp_path / "out").iterdir()}
     tables = {file.stem: pd.read_parquet(file) for file in files if file.suffix == ".parquet"}
-    for name, schema in {"misses": SPLITS, "curves": CURVES, "reuse": REUSE, "locality": LOCALITY}.items():
+    for name, schema in {"misses": SPLITS, "curves": CURVES, "reuse": REUSE}.items():
         assert tables[name].columns.tolist() == schema.names
     assert tables["curves"]["cache_experts"].tolist() == list(range(2, 49))
     lru = tables["misses"][tables["misses"]["policy"] == "lru"].set_index("cache_experts")
@@ -166,6 +166,6 @@ def test_analyze_answers_first_and_writes_beside_the_results_of_sweeps(home):
     assert done.returncode == 0, done.stderr
     assert "of lru/host only the eviction policy counts" in done.stderr
     assert done.stdout.startswith("At 12 slots (25%) ")
-    for heading in (" belady (oracle) ", "compulsory", "used again after", "SRP", "SCH"):
+    for heading in (" belady (oracle) ", "compulsory", "used again after"):
         assert heading in done.stdout
     assert (home / "results" / "both" / "analysis" / "curves.png").exists()
