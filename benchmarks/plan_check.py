@@ -12,9 +12,10 @@ import argparse
 import time
 from pathlib import Path
 
+from benchmarks.llama_bench import BINDING
 from sim.planner import random_gguf
 from sim.planner.calibration import calibrate
-from sim.planner.llama_bench import TOKENS, Bench
+from sim.planner.llama_bench import TOKENS
 from sim.planner.placements import Layout
 from sim.planner.resources import resources
 from sim.planner.verification import DEPTHS, Variant, predicted_s
@@ -50,7 +51,7 @@ def check(path: Path, one_thread: bool) -> None:
     rate = triad(cpus, clock=time.thread_time if one_thread else time.perf_counter)
     measured = f"{rate}GB/s measured"
     machine = resources(host_memory="64GiB", cpu_bandwidth=measured, threads=len(cpus), cpu=processor())
-    layout, bench = Layout(Model(path.stem, str(path)), machine, 512), Bench.find()
+    layout, bench = Layout(Model(path.stem, str(path)), machine, 512), BINDING
     flags = ["-t", str(len(cpus)), *(["--processor-time"] if one_thread else [])]
     calibration = calibrate(layout, str(path), bench, flags, lambda text: None)
     took = bench.seconds([path], DEPTHS, [*flags, "-ngl", "0"])

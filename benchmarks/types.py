@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from benchmarks.llama_bench import BINDING
 from sim.planner import random_gguf
-from sim.planner.llama_bench import Bench
 from sim.prediction.tables import FACTORS
 from sim.probe.cores import core_classes
 from sim.probe.stream import triad
@@ -57,14 +57,14 @@ def of_type(whole: GgufFile, dtype: str, layers: int) -> tuple[GgufFile, int]:
     return replace(file, tensors=tensors), weights
 
 
-def ns_a_weight(dtype: str, folder: Path, bench: Bench) -> float:
+def ns_a_weight(dtype: str, folder: Path) -> float:
     whole, paths, weights = random_gguf.of_profile(model("olmoe-1b-7b"), "q4_k_s"), [], []
     for layers in LAYERS:
         file, count = of_type(whole, dtype, layers)
         paths.append(folder / f"{layers}.gguf")
         weights.append(count)
         random_gguf.write(paths[-1], file)
-    rounds = [bench.seconds(paths, (0,), ["-t", "1", "--processor-time"]) for _ in range(ROUNDS)]
+    rounds = [BINDING.seconds(paths, (0,), ["-t", "1", "--processor-time"]) for _ in range(ROUNDS)]
     few, many = (min(took[path, 0] for took in rounds) for path in paths)
     return 1e9 * (many - few) / (weights[1] - weights[0])
 
@@ -72,12 +72,12 @@ def ns_a_weight(dtype: str, folder: Path, bench: Bench) -> float:
 def main() -> None:
     """Print the time of each type, and how many times that of UNIT its multiplying is."""
     gb_per_s = triad(core_classes()[0].cpus[:1], clock=time.thread_time) * FACTORS.host_experts_of_stream
-    bench, multiplying = Bench.find(), dict[str, float]()
-    print(f"{bench.name}, one thread, which reads {gb_per_s:.1f} GB/s\n| type | ns a weight | multiplying | x {UNIT} |")
+    multiplying = dict[str, float]()
+    print(f"llama.cpp, one thread, which reads {gb_per_s:.1f} GB/s\n| type | ns a weight | multiplying | x {UNIT} |")
     with TemporaryDirectory() as folder:
         for dtype in (UNIT, *(each for each in sys.argv[1:] or TYPES if each != UNIT)):
             count, size = GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
-            took = ns_a_weight(dtype, Path(folder), bench)
+            took = ns_a_weight(dtype, Path(folder))
             multiplying[dtype] = sqrt(max(0.0, took**2 - (size / count / gb_per_s) ** 2))
             times = multiplying[dtype] / multiplying[UNIT]
             print(f"| {dtype} | {took:.4f} | {multiplying[dtype]:.4f} | {times:.2f} |", flush=True)

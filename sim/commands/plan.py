@@ -152,9 +152,9 @@ def plan(
     calibration, checked = _measured(model, layout, here, output.quiet or output.as_json)
     result = planner.of_layout(layout, notes, prompt, calibration)
     if here.rows:
-        name, tool = processor().replace(" ", "-").lower() or "machine", Bench.find().name
+        name = processor().replace(" ", "-").lower() or "machine"
         with replacing(here.rows) as part:
-            part.write_text(rows(layout, checked, processor(), name, tool), "utf-8")
+            part.write_text(rows(layout, checked, processor(), name), "utf-8")
     output.show(
         lambda: {**result.facts(), "detected": _sources(facts), "verified": [_checked_facts(each) for each in checked]},
         lambda: _shown(result, model, facts, checked, details),
@@ -276,7 +276,7 @@ def _shown(plan: Plan, model: str, facts: Facts, checked: list[Checked], details
         yield f"Assumed: {assumed}."
     known = f"Not calibrated; narrower: --calibrate {'(a minute)' if facts else 'on the machine itself'}."
     if plan.calibration:
-        known = f"Calibrated with {plan.calibration['tool']}."
+        known = "Calibrated with llama-bench."
     yield f"{known} All of it: --details."
 
 
@@ -358,7 +358,7 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
         f"The interval is to hold {CONFIDENCE:.0%} of machines of which as much is known ({each.kind}), and rests on "
         f"{each.machines} of moe-sim backtest. It would be narrower with {each.narrower}."
         if not plan.calibration
-        else f"Calibrated with {plan.calibration['tool']}: {plan.calibration['fixed_ms']:.3g} ms a token and "
+        else f"Calibrated with llama-bench: {plan.calibration['fixed_ms']:.3g} ms a token and "
         f"{plan.calibration['ms_per_layer']:.3g} ms a layer on the CPU, and "
         f"{plan.calibration['ms_per_layer_and_1000_tokens']:.3g} ms a layer for 1,000 tokens of context."
     )

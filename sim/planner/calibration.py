@@ -16,7 +16,6 @@ import psutil
 from sim.planner import random_gguf
 from sim.planner.llama_bench import Bench
 from sim.planner.placements import Layout
-from traces.errors import InputError
 from traces.models import gguf_files
 from traces.models.gguf_files import GgufFile
 from traces.models.gguf_profile import of_file
@@ -48,7 +47,6 @@ class Calibration:
     gpu_byte_s: float
     cpu_byte_s: float
     value_s: float
-    tool: str
 
     def seconds(self, host_layers: int, on_gpu: bool, context: float) -> float:
         """Return the seconds of a token behind so many others, with the experts of the first layers on the CPU."""
@@ -56,12 +54,11 @@ class Calibration:
         layers_s = gpu * self.gpu_byte_s + cpu * self.cpu_byte_s
         return self.fixed_s + layers_s + values(self.profile, context) * self.value_s
 
-    def facts(self) -> dict[str, float | str]:
+    def facts(self) -> dict[str, float]:
         """Return what people may want to know of it."""
         gpu, cpu = bytes_read(self.profile, self.profile.moe_layers, on_gpu=False)
         layers = len(self.profile.order)
         return {
-            "tool": self.tool,
             "fixed_ms": 1e3 * self.fixed_s,
             "ms_per_layer": 1e3 * (gpu + cpu) * self.cpu_byte_s / layers,
             "ms_per_layer_and_1000_tokens": 1e3 * self.value_s * values(self.profile, 1000) / layers,
@@ -84,8 +81,6 @@ def values(profile: ModelProfile, context: float) -> float:
 
 def calibrate(layout: Layout, path: str, bench: Bench, flags: Sequence[str], say: Callable[[str], None]) -> Calibration:
     """Measure cuts of a model; path: its GGUF file, URL or ""; flags: of every run; say: gets progress. InputError."""
-    if layout.on_gpu and not bench.has_gpu:
-        raise InputError("to calibrate with a GPU, put the llama-bench of your llama.cpp on PATH: the binding has none")
     whole = gguf_files.read(path) if path else random_gguf.of_profile(layout.profile, layout.precision)
     named = of_file(whole, layout.profile.name)
     profile = replace(named, layers=layout.profile.layers, kinds=layout.profile.kinds)  # its own windows of attention
@@ -111,7 +106,7 @@ def calibrate(layout: Layout, path: str, bench: Bench, flags: Sequence[str], say
     alone = took[files[middle], 0]  # of the same run as the others
     slower = max(0.0, deep[files[middle], DEPTH] / deep[files[middle], 0] - 1)
     value_s = slower * alone / values(profiles[middle], DEPTH)
-    return Calibration(profile, fixed, gpu_s, cpu_s, value_s, bench.name)
+    return Calibration(profile, fixed, gpu_s, cpu_s, value_s)
 
 
 def placed(host_layers: int, on_gpu: bool) -> list[str]:

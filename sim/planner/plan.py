@@ -179,7 +179,7 @@ class Plan:
     notes: tuple[str, ...]
     advice: tuple[str, ...]
     not_understood: tuple[str, ...]  # of the model's config or file, so that sizes may be wrong
-    calibration: dict[str, float | str] | None
+    calibration: dict[str, float] | None
 
     @property
     def better_precision(self) -> Precision | None:

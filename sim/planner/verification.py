@@ -14,7 +14,7 @@ import tomli_w
 
 from sim.planner.calibration import Calibration, placed
 from sim.planner.flags import layers_of_file
-from sim.planner.llama_bench import TOKENS, Bench
+from sim.planner.llama_bench import NAME, TOKENS, Bench
 from sim.planner.placements import Layout, Placement
 from traces.errors import InputError
 from traces.models.profile import known
@@ -64,7 +64,7 @@ def verify(
     checked = []
     for each in variants(layout, threads):
         flags = ["-t", str(each.threads), *placed(layers_of_file(layout, each.host_layers), layout.on_gpu)]
-        say(f"{bench.name} {' '.join(flags)}")
+        say(f"{NAME} {' '.join(flags)}")
         depths = DEPTHS if each.planned else DEPTHS[:1]
         failure, took = "", dict[tuple[Path, int], float]()
         try:
@@ -89,7 +89,7 @@ def predicted_s(layout: Layout, variant: Variant, context: int, calibration: Cal
     return Placement("variant", "static", own, 0, 0, (part,)).seconds()
 
 
-def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool: str) -> str:
+def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str) -> str:
     """Return what was measured as a file of the back-test. title: of the machine; name: begins names of figures."""
     machine, profile, shipped = layout.computing, layout.profile, known(layout.profile.name)
     keys = "host_peak_gb_per_s", "host_stream_gb_per_s", "link", "link_gb_per_s"
@@ -124,7 +124,7 @@ def rows(layout: Layout, checked: Sequence[Checked], title: str, name: str, tool
                 "metric": "speed",
                 "value": float(f"{each.measured:.4g}"),
                 "unit": "tok/s",
-                "source": f"moe-sim plan --verify ({tool}, {each.flags}), {date.today()}",
+                "source": f"moe-sim plan --verify ({NAME}, {each.flags}), {date.today()}",
                 "quality": "A",
             }
         )
