@@ -13,9 +13,7 @@ from sim.experiment import SIZES
 from sim.loaded import TimedRun
 from sim.quantities import show_bytes, show_ms
 from sim.results.metrics import size_text
-from sim.systems import table1 as paper
 from sim.systems.predict import HOST_MEMORY, Prediction, Setting, chosen
-from sim.systems.table1 import Figure, Row
 from terminal.console import progress, table
 
 
@@ -38,9 +36,6 @@ def systems(
     host_memory: Annotated[
         str | None, typer.Option(help="Host memory for experts over a disk, for llama-cpp-mmap. Default: 16GiB.")
     ] = None,
-    table1: Annotated[
-        bool, typer.Option("--table1", help="Only the systems of Table 1 of the MoE-Infinity paper, beside it.")
-    ] = False,
     *,
     stated: Annotated[
         options.Stated,
@@ -52,15 +47,12 @@ def systems(
 
     All systems get the same GPU memory and the same link. The table is for decoded tokens: time per token, what of it
     is declared as overhead of the framework, its 99th percentile, idle time of the GPU, share of lookups that hit, and
-    bytes over the link. A trace of DeepSeek-V2-Lite on
-    the a5000 is also compared with Table 1 of the MoE-Infinity paper. docs/systems.md lists the assumptions.
+    bytes over the link. docs/systems.md lists the assumptions.
 
     [b]moe-sim systems my-trace --systems moe-infinity,vllm --cache-size 8GiB[/b]
     """
     loaded = TimedRun.of(options.experiment(stated, trace))
-    if table1:
-        paper.require(loaded)
-    systems_to_run = chosen(paper.printed() if table1 else split_list(systems))
+    systems_to_run = chosen(split_list(systems))
     uses_profile = any("{profile}" in each.runs for each in systems_to_run)
     setting = Setting(loaded, cache_size, profile or "", host_memory or HOST_MEMORY, precision)
     defaults = {
@@ -77,25 +69,9 @@ def systems(
         for each in systems_to_run:
             predictions.append(setting.predicted(each))
             advance(1)
-    rows = paper.rows(predictions) if paper.applies(loaded) and not precision else []
-    other = paper.of_other_model(loaded, predictions) if not precision else None
     texts = [f"{each.system.name} is left out: {each.reason}" for each in predictions if each.reason]
-    of_paper = _paper(rows)
-    if other:
-        ours = f"moe-infinity: predicted {other.ours:,.0f} ms, the paper prints {other.theirs:,.0f}"
-        of_paper.append(f"{ours} ({_percent(other)})")
-    output.show(
-        lambda: _json(setting, predictions, rows, other),
-        lambda: [
-            *_verdict(setting, predictions),
-            "",
-            _title(setting),
-            *_notes(setting),
-            _table(predictions),
-            *texts,
-            *of_paper,
-        ],
-    )
+    said = [*_verdict(setting, predictions), "", _title(setting), *_notes(setting)]
+    output.show(lambda: _json(setting, predictions), lambda: [*said, _table(predictions), *texts])
 
 
 def _title(setting: Setting) -> str:
@@ -149,38 +125,9 @@ def _table(predictions: list[Prediction]) -> Table:
     return shown
 
 
-def _paper(rows: list[Row]) -> list[str | Table]:
-    """Return Table 1 beside the predictions, rows beyond 15% with the cause, and the headline."""
-    if not rows:
-        return []
-    shown = table("predicted / Table 1", "mean ms     ", "GPU idle ms     ", "tail ms     ", gap=1)
-    for row in rows:
-        shown.add_row(row.name, *map(_beside, (row.mean, row.idle, row.tail)))
-    lines: list[str | Table] = [shown]
-    lines += [f"{row.name} is {_percent(row.mean)}: {row.cause}" for row in rows if row.cause]
-    if ratios := list(paper.ratios(rows).values()):
-        predicted, printed = zip(*ratios, strict=True)
-        least, most = paper.HEADLINE
-        lines.append(
-            f"latency over {paper.OURS}'s: predicted {min(predicted):.1f} to {max(predicted):.1f}x, printed "
-            f"{min(printed):.1f} to {max(printed):.1f}x for these rows; the paper's headline: {least} to {most}x"
-        )
-    return lines
-
-
-def _beside(figure: Figure) -> str:
-    if not figure.theirs:
-        return f"{figure.ours:,.0f} / -      "
-    return f"{figure.ours:,.0f} / {figure.theirs:,.0f} {_percent(figure):>5}"
-
-
-def _percent(figure: Figure) -> str:
-    return "-" if figure.deviation is None else f"{figure.deviation:+.0%}"
-
-
-def _json(setting: Setting, predictions: list[Prediction], rows: list[Row], other: Figure | None) -> dict[str, Any]:
+def _json(setting: Setting, predictions: list[Prediction]) -> dict[str, Any]:
     model = setting.model()
-    shown: dict[str, Any] = {
+    return {
         "trace": setting.loaded.trace.name,
         "model": model.name,
         "hardware": setting.loaded.hardware.name,
@@ -189,22 +136,3 @@ def _json(setting: Setting, predictions: list[Prediction], rows: list[Row], othe
         "notes": _notes(setting),
         "systems": [{**asdict(each), "system": each.system.name, "title": each.system.title} for each in predictions],
     }
-    if other:
-        shown["paper_moe_infinity_ms"] = other.theirs
-    if rows:
-        shown["table1"] = [
-            {
-                "system": row.name,
-                "paper_mean_ms": row.mean.theirs,
-                "paper_idle_ms": row.idle.theirs or None,
-                "paper_tail_ms": row.tail.theirs or None,
-                "deviation": row.mean.deviation,
-                "idle_deviation": row.idle.deviation,
-                "tail_deviation": row.tail.deviation,
-                "cause": row.cause,
-            }
-            for row in rows
-        ]
-        ratios = paper.ratios(rows).items()
-        shown["ratios"] = {name: {"predicted": each.ours, "paper": each.theirs} for name, each in ratios}
-    return shown

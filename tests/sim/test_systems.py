@@ -1,4 +1,4 @@
-"""Systems: presets on both engines, options against closed forms, Table 1, and bad input of the command."""
+"""Systems: presets on both engines, options against closed forms, overheads, and bad input of the command."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.table1 import TABLE
 from policies.core import Shape, parse
 from policies.core.systems import Overheads, systems
 from sim.engines import compiled_engine, simpy_engine
@@ -19,7 +20,7 @@ from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
-from sim.systems import Setting, table1, transforms
+from sim.systems import Setting, transforms
 from sim.systems.predict import CannotRunError, SystemRun, chosen
 from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
@@ -182,21 +183,10 @@ def test_the_default_budget_is_what_dense_part_and_kv_cache_leave(home):
 def test_the_overheads_from_table_1_are_its_mean_less_idle_less_our_compute():
     machine, profile = hardware("a5000"), model("deepseek-v2-lite")
     for name in ("moe-infinity", "vllm", "deepspeed"):
-        row, overheads = table1.printed()[name], systems()[name].overheads
+        row, overheads = TABLE[name], systems()[name].overheads
         assert "Table 1" in overheads.source
         busy_ms = Roofline(machine.under(overheads), profile).token_ns(528) / 1e6
         assert busy_ms == pytest.approx(row["mean_ms"] - row["idle_ms"], abs=0.05), name
-
-
-def test_table_1_is_printed_beside_the_predictions_of_its_model(moe_sim_systems, home):
-    code, out, _ = moe_sim_systems(home / "deepseek", "--table1", "--json")
-    shown = json.loads(out)
-    assert code == 0
-    assert [row["system"] for row in shown["table1"]] == list(table1.printed())
-    predicted = {row["system"]: row["tpot_mean_ms"] for row in shown["systems"]}
-    for row in shown["table1"]:
-        assert row["deviation"] == pytest.approx(predicted[row["system"]] / row["paper_mean_ms"] - 1)
-        assert bool(row["cause"]) == (abs(row["deviation"]) > 0.15)
 
 
 def test_the_streaming_rows_of_the_docs_are_what_the_command_prints(moe_sim_systems, home):
