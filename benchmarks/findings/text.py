@@ -652,6 +652,17 @@ gpt-oss-20b's is greedy. The other traces are of few requests.
 """
 
 
+def activation_figure(points: "dict[str, tuple[Any, Any]]") -> "Figure":
+    drawing, axes = plot.single((plot.WIDTH, 3.4), "", "tokens of the request")
+    for i, (model, (tokens, share)) in enumerate(points.items()):
+        axes.plot(tokens, share, **plot.look(i), linestyle="none", alpha=0.7, label=model)
+    axes.set_ylabel("share of all experts, used repeatedly")
+    axes.set_ylim(bottom=0)
+    axes.set_xscale("log")
+    axes.legend(frameon=False, fontsize=8)
+    return drawing
+
+
 def figures(held: dict[str, Table]) -> "dict[str, Figure]":
     """Return the figures by file."""
     hit_rates: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
@@ -691,9 +702,7 @@ def figures(held: dict[str, Table]) -> "dict[str, Figure]":
     return {
         "findings-hit-rate.png": plot.line_panels(hit_rates, "cache size (% of all experts)", "hit rate"),
         "findings-capacity.png": plot.line_panels(entries, "entries of the EAMC", "hit rate at 25%"),
-        "findings-activation.png": plot.scatter(
-            points, "tokens of the request", "share of all experts, used repeatedly", log=True
-        ),
+        "findings-activation.png": activation_figure(points),
         "findings-bent.png": bent_figure(quality),
         "findings-users.png": plot.line_panels(users, "requests at a time", "tokens per second"),
     }

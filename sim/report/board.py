@@ -69,7 +69,7 @@ def _figure(found: Result) -> Section:
             policy: (sizes, [100 * rate for rate in found.policies[policy].figures[HITS][start]])
             for policy in (BELADY, *best, LRU)
         }
-        figure = plot.lines(drawn, "cache (% of the experts)", "hit rate (%)", title=start)
+        figure = plot.line_panels({start: drawn}, "cache (% of the experts)", "hit rate (%)")
         figure.axes[0].set_ylim(0, 100)
         figures.append(figure_item(figure, start))
     return Section("How far the ceiling is", (Item("text", caption), *figures))

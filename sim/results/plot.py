@@ -293,24 +293,6 @@ def panels(
     return drawing, every[: len(titles)]
 
 
-def distributions(requests: "dict[str, dict[str, Float]]", unit: str) -> "Figure":
-    """Return the share of requests at or below a value, by panel (as titled) and policy."""
-    drawing, grid = panels(list(requests), unit)
-    policies = list(dict.fromkeys(policy for each in requests.values() for policy in each))
-    styles = looks(policies)
-    for axes, held in zip(grid, requests.values(), strict=True):
-        for policy, values in held.items():
-            ordered = np.sort(values)
-            shares = np.arange(1, len(ordered) + 1) / len(ordered)
-            style = {**styles[policy], "markersize": 3.5, "markevery": max(1, len(ordered) // 8)}
-            axes.step(ordered, shares, where="post", label=wrapped(policy), linewidth=1.4, **style)
-        axes.set_ylim(0, 1)
-        axes.set_xlim(left=0)
-    grid[0].set_ylabel("share of requests")
-    _legend_below(drawing, grid)
-    return drawing
-
-
 def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Figure":
     drawing, axes = single((WIDTH, 1.8 + 0.26 * len(bars)), title, xlabel, "x")
     left = np.zeros(len(bars))
@@ -323,28 +305,6 @@ def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Fi
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlim(left=0)
     drawing.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    return drawing
-
-
-def heat_maps(maps: "dict[str, Float]", label: str) -> "Figure":
-    drawing, grid = panels(list(maps), "expert", height=3.0)
-    highest = max((float(each.max(initial=0)) for each in maps.values()), default=1.0) or 1.0
-    image = None
-    for axes, values in zip(grid, maps.values(), strict=True):
-        axes.grid(visible=False)
-        image = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=highest, interpolation="nearest")
-    grid[0].set_ylabel("MoE layer")
-    if image:
-        drawing.colorbar(image, ax=grid, label=label, shrink=0.8)
-    return drawing
-
-
-def similarity_map(cosines: Float, title: str) -> "Figure":
-    drawing, axes = single((5.2, 4.4), title, "request")
-    axes.grid(visible=False)
-    axes.set_ylabel("request")
-    image = axes.imshow(cosines, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
-    drawing.colorbar(image, ax=axes, label="cosine of their EAMs", shrink=0.8)
     return drawing
 
 
@@ -381,14 +341,6 @@ def predicted_and_measured(pairs: "dict[str, tuple[float, float, float, float]]"
     return drawing
 
 
-def _logarithmic(axes: "Axes") -> None:
-    from matplotlib.ticker import NullFormatter, StrMethodFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
 def _legend_below(drawing: "Figure", grid: "Sequence[Axes]") -> None:
     handles: dict[str, Any] = {}
     for axes in grid:
@@ -398,31 +350,6 @@ def _legend_below(drawing: "Figure", grid: "Sequence[Axes]") -> None:
     columns = int(letters // (6 + max(map(len, handles), default=0)))
     style: dict[str, Any] = {"ncols": min(4, max(1, columns)), "frameon": False, "fontsize": 8}
     drawing.legend(list(handles.values()), list(handles), loc="outside lower center", **style)
-
-
-def shares(eam: "NDArray[Any]") -> Float:
-    """Return what share of its layer's routing each expert of an EAM [L, E] has."""
-    share: Float = eam / np.maximum(eam.sum(axis=1, keepdims=True), 1)
-    return share
-
-
-def scatter(points: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str, log: bool = False) -> "Figure":
-    drawing, (axes,) = panels([""], xlabel)
-    for i, (name, (x, y)) in enumerate(points.items()):
-        axes.plot(x, y, **look(i), linestyle="none", alpha=0.7, label=name)
-    axes.set_ylabel(ylabel)
-    axes.set_ylim(bottom=0)
-    if log:
-        _logarithmic(axes)
-    _legend_below(drawing, [axes])
-    return drawing
-
-
-def lines(held: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str, log: bool = False, title: str = "") -> "Figure":
-    drawing = line_panels({title: held}, xlabel, ylabel)
-    if log:
-        _logarithmic(drawing.axes[0])
-    return drawing
 
 
 def line_panels(held: "dict[str, dict[str, tuple[Any, Any]]]", xlabel: str, ylabel: str) -> "Figure":
@@ -436,15 +363,4 @@ def line_panels(held: "dict[str, dict[str, tuple[Any, Any]]]", xlabel: str, ylab
             axes.plot(x, y, **style)
     grid[0].set_ylabel(ylabel)
     _legend_below(drawing, grid)
-    return drawing
-
-
-def changes(bars: "dict[str, float]", xlabel: str) -> "Figure":
-    """Return changes to the left and to the right of 0, the largest first."""
-    drawing, axes = single((WIDTH, 1.2 + 0.26 * len(bars)), "", xlabel, "x")
-    ordered = sorted(bars, key=lambda name: -abs(bars[name]))
-    axes.barh(ordered, [bars[name] for name in ordered], color=MEASURED["color"])
-    axes.axvline(0, color=BOUND_COLOUR, linewidth=1)
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=8)
     return drawing
