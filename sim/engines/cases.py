@@ -145,27 +145,6 @@ class Case:
         """Slots of host memory over a disk, or bytes; None: there is no disk."""
         return self.host_slots if self.host_capacity_bytes is None else self.host_capacity_bytes
 
-    def ignored(self) -> Iterator[tuple[str, str]]:
-        """Yield each key that does nothing in this case, and what it would need."""
-        needed = {
-            "placement layers": (self.placement == "layers", ("host_layers",)),
-            "admission second": (self.admission == "second", ("window",)),
-            "admission": ((self.admission or "always") != "always", ("insert_cap", "staging")),
-            "max_batch": (self.max_batch is not None, ("arrival_ns",)),
-            "max_batch and requests": (self.max_batch is not None and self.requests is not None, ("prefill",)),
-            "tokens": (self.tokens is not None, ("prompt", "draft", "prefill_chunk")),
-            "draft": (self.tokens is not None and self.draft is not None, ("accepted", "acceptance", "draft_ns")),
-            "acceptance": (self.acceptance is not None, ("seed",)),
-            "host_slots or host_capacity_bytes": (
-                self.host_capacity is not None,
-                ("disk_latency_ns", "disk_ns_per_byte_num", "disk_ns_per_byte_den"),
-            ),
-        }
-        for what, (holds, keys) in needed.items():
-            for key in keys:
-                if not holds and getattr(self, key) is not None:
-                    yield key, what
-
 
 KEYS = {field.name for field in fields(Case)}
 
@@ -173,11 +152,11 @@ KEYS = {field.name for field in fields(Case)}
 def run_file(path: Path, out: TextIO, engine: str = COMPILED, warn: Callable[[str], None] = lambda text: None) -> int:
     """Write one result line for each case of `path`, run on the engine of that name; return how many.
 
-    warn: gets once each key that no case has, and each that its case does not use.
+    warn: gets once each key that no case has.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
-    count, known, unused = 0, set(KEYS), set[str]()
+    count, known = 0, set(KEYS)
     lines = [(at, line) for at, line in enumerate(path.read_text("utf-8").split("\n"), 1) if line.strip()]
     for count, (at, line) in enumerate(lines, 1):
         values = parse_json(line, f"{path}, line {at}")
@@ -185,12 +164,7 @@ def run_file(path: Path, out: TextIO, engine: str = COMPILED, warn: Callable[[st
             warn(f"{path}, case {count}: {unknown('key', key, known)} (ignored)")
             known.add(key)
         with located(f"{path}, case {count}"):
-            case = case_of(values)
-            for key, needed in case.ignored():
-                if key not in unused:
-                    warn(f"{path}, case {count}: {key} needs {needed} (ignored)")
-                    unused.add(key)
-            out.write(json.dumps(run(case, engine), separators=(",", ":")) + "\n")
+            out.write(json.dumps(run_case(values, engine), separators=(",", ":")) + "\n")
     return count
 
 
