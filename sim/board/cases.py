@@ -117,22 +117,14 @@ def every() -> list[str]:
         for each in available()
         if each.kind != "prefetch" or not (each.oracle or each.name == "none")
     ]
-    for text in (*built_in, *(policy for _, policy in _of_systems()), FASTEST):
+    for text in (*built_in, *(policy for _, policy in of_systems()), FASTEST):
         policy = parse(text)
         if _runs(policy):
             found.setdefault(policy, text)
     return list(found.values())
 
 
-def also(text: str) -> list[str]:
-    """Return the systems, and presets of none of them, that decide as a policy does."""
-    policy = parse(text)
-    named = {system.name: system.title for system, other in _of_systems() if parse(other) == policy}
-    presets = [each.name for each in available() if each.kind == "preset" and parse(each.name) == policy]
-    return [*named.values(), *(name for name in presets if name not in {*named, text})]
-
-
-def _of_systems() -> Iterator[tuple[System, str]]:
+def of_systems() -> Iterator[tuple[System, str]]:
     """Yield systems whose policy is one of a cache, with the policy for traces without lookahead."""
     for system in systems().values():
         for policy in (system.runs, system.without_lookahead):

@@ -75,17 +75,9 @@ class Result:
         """Return `hits` and the walls of the machines on which something was timed."""
         return [name for name in MEASURES if name in self.policies[LRU].figures]
 
-    def counts(self, start: str) -> str:
-        hits, *times = dict.fromkeys(self.requests[start].values())
-        return f"{hits} requests{''.join(f', timed over {each}' for each in times)}"
-
     def shares(self, policy: str) -> dict[str, tuple[float, ...]]:
         """Return by start the share of the gap in hits that is closed at each size: NaN where there is none."""
         return shares(*(self.policies[name].figures for name in (policy, LRU, BELADY)))
-
-    def mean_share(self, policy: str, start: str) -> float:
-        """Return the mean of the shares from a cold or a warm start."""
-        return mean(share for name, values in self.shares(policy).items() if name.endswith(start) for share in values)
 
 
 def entry(

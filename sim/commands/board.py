@@ -1,6 +1,5 @@
 """The command `moe-sim board`: policies over the shipped traces of several models, with one score."""
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from os import cpu_count
@@ -17,10 +16,9 @@ from sim.board.result import Result
 from sim.board.running import Board
 from sim.commands import options
 from sim.engines import compiling
-from sim.report import board as pages
 from sim.sweeps import notes
 from terminal import console
-from traces.output import check_file, replacing
+from traces.output import check_file
 
 LEGEND = (
     "score: percent of the gap from LRU to Belady closed in hits, the mean of all",
@@ -49,7 +47,6 @@ def board(
     trust_folder: options.TrustFolder = False,
     workers: options.Workers = None,
     out: Annotated[Path | None, typer.Option(help="File for the result (TOML).")] = None,
-    html: Annotated[Path | None, typer.Option(help="File for a page of all results.")] = None,
     overwrite: options.Overwrite = False,
     *,
     output: options.OutputOptions,
@@ -64,12 +61,10 @@ def board(
     [b]moe-sim board lrfu my_file.py:MyPolicy --out mine.toml[/b]
 
     [b]moe-sim board --check mine.toml[/b]
-
-    [b]moe-sim board --all --html board.html[/b]
     """
     stored = results.read(check, trust_folder) if check else None
-    for file in filter(None, (out, html)):
-        check_file(file, overwrite, read=check)
+    if out:
+        check_file(out, overwrite, read=check)
     named = split_list(",".join(policies or ([] if all_policies else POLICIES)))
     runs = Board.of(
         cards_of(stored.traces if stored else split_list(traces)),
@@ -85,13 +80,9 @@ def board(
         found = runs.run(workers or cpu_count() or 1, advance)
     if out:
         results.write(found, out, overwrite)
-    if html:
-        command = shlex.join(["moe-sim", "board", *named, *(["--all"] if all_policies else []), "--html", str(html)])
-        with replacing(html, overwrite=overwrite) as part:
-            part.write_text(pages.page(found, command), "utf-8")
     differs = results.difference(stored, found) if stored else None
     ending = [f"all figures are equal to those of {check}"] if stored and not differs else []
-    ending += [f"wrote {file}" for file in (out, html) if file]
+    ending += [f"wrote {out}"] if out else []
     output.show(lambda: asdict(found), lambda: (*results.sentences(found), *_tables(found), *ending))
     if differs:
         console.fail("moe-sim", f"{check}: {differs}", 1)

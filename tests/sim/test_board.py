@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.board_page import also, page
 from policies.core.spec import parse
 from sim import sweep
-from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, Case, also, cards_of, cases_of, every
+from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, Case, cards_of, cases_of, every
 from sim.board.result import KNOWABLE, Result, entry, read, sentences, write
 from sim.board.running import Board
 from sim.loaded import TimedRun, load
@@ -37,9 +38,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of an own policy with its result and page, and what the command printed."""
     folder = tmp_path_factory.mktemp("board")
     (folder / "mine.py").write_text(OWN)
-    files = "--out", "mine.toml", "--html", "mine.html"
-    done = moe_sim("board", NAME, f"--traces={COUNTED},{TIMED}", "--workers=1", *files, cwd=folder)
+    done = moe_sim("board", NAME, f"--traces={COUNTED},{TIMED}", "--workers=1", "--out=mine.toml", cwd=folder)
     assert done.returncode == 0, done.stderr
+    (folder / "mine.html").write_text(page(read(folder / "mine.toml", trust=True), "this"), "utf-8")
     return folder, done.stdout
 
 

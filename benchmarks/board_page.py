@@ -1,10 +1,18 @@
-"""The page of the board: the ranking, how sure it is, hit rates and times by model and size."""
+"""A result of `moe-sim board --out` as a page: `python -m benchmarks.board_page RESULT.toml PAGE.html`.
 
+The ranking, how sure it is, hit rates and times by model and size.
+"""
+
+import shlex
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+from policies.core.catalog import available
 from policies.core.grammar import policy_title
-from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, also, cards_of
-from sim.board.result import BELADY, LRU, Result, gain_text, number, percent, sentences
+from policies.core.spec import parse
+from sim.board.cases import HITS, MACHINES, QUARTER, SIZES, cards_of, of_systems
+from sim.board.result import BELADY, LRU, Result, gain_text, mean, number, percent, read, sentences
 from sim.quantities import show_ms
 from sim.report.elements import Item, Section, figure_item
 from sim.report.page import rendered
@@ -41,6 +49,24 @@ def page(found: Result, command: str) -> str:
     return rendered("The board of expert-cache policies", sentences(found), sections, "moe-sim board")
 
 
+def also(text: str) -> list[str]:
+    """Return the systems, and presets of none of them, that decide as a policy does."""
+    policy = parse(text)
+    named = {system.name: system.title for system, other in of_systems() if parse(other) == policy}
+    presets = [each.name for each in available() if each.kind == "preset" and parse(each.name) == policy]
+    return [*named.values(), *(name for name in presets if name not in {*named, text})]
+
+
+def mean_share(found: Result, policy: str, start: str) -> float:
+    """Return the mean of the shares from a cold or a warm start."""
+    return mean(share for name, values in found.shares(policy).items() if name.endswith(start) for share in values)
+
+
+def counts(found: Result, start: str) -> str:
+    hits, *times = dict.fromkeys(found.requests[start].values())
+    return f"{hits} requests{''.join(f', timed over {each}' for each in times)}"
+
+
 def _ranking(found: Result) -> Section:
     walls = found.measures[1:]
     head = "policy", "score", "cold", "warm", "worst", *walls, "slower, %", "us", "MiB", "as in"
@@ -48,7 +74,7 @@ def _ranking(found: Result) -> Section:
         (
             _title(found, text),
             percent(entry.score[HITS]),
-            *(percent(found.mean_share(text, kind)) for kind in ("cold", "warm")),
+            *(percent(mean_share(found, text, kind)) for kind in ("cold", "warm")),
             percent(entry.worst),
             *(percent(entry.score[wall]) for wall in walls),
             *map(number, (entry.slower, entry.overhead_us, entry.memory_mib)),
@@ -92,7 +118,7 @@ def _certainty(found: Result) -> Iterator[Section]:
     for text, gains in gained.items():
         rows.append((_title(found, text), *(gain_text(gains[measure][start][place]) for start, measure in columns)))
     head = ("policy", *(f"{start}: {measure}, {'points' if measure == HITS else '%'}" for start, measure in columns))
-    requests = "; ".join(f"{found.counts(start)} of {start}" for start in starts)
+    requests = "; ".join(f"{counts(found, start)} of {start}" for start in starts)
     text = (
         f"What is gained over LRU at {QUARTER}: points of the hit rate, and percent of time on each machine, with "
         f"intervals of {CONFIDENCE:.0%}, paired over {requests}. An interval that reaches 0 may be chance. Of fewer "
@@ -147,3 +173,13 @@ def _what_was_run(found: Result) -> Section:
 
 def _title(found: Result, policy: str) -> str:
     return policy_title(policy, found.policies[policy].oracle)
+
+
+def main() -> None:
+    result, out = sys.argv[1:]
+    command = shlex.join(["python", "-m", "benchmarks.board_page", result, out])
+    Path(out).write_text(page(read(Path(result), trust=True), command), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
