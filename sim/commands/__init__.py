@@ -2,9 +2,7 @@
 
 from terminal import program
 
-EAMC = {"build": "sim.commands.learned:build_eamc", "show": "sim.commands.learned:show_eamc"}
-
-PROFILE = {"build": "sim.commands.learned:build_profile"}
+EAMC, PROFILE = ({"build": f"sim.commands.learned:build_{name}"} for name in ("eamc", "profile"))
 
 app = program.group(
     "Which expert-cache policy serves a trace best: on which hardware, with how large a cache.",

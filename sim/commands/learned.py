@@ -1,21 +1,15 @@
 """The commands `moe-sim eamc` and `moe-sim profile`: what policies learn of traces, as files to start a run from."""
 
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import typer
 
 from policies.blend.build import build as learn_profile
 from policies.core.policy import Shape
 from policies.eamc.build import build as learn
-from policies.eamc.collection import scaled
-from policies.eamc.eamc import Predictor
-from policies.eamc.file import Part, SavedEamc
 from sim.commands.options import Overwrite
 from sim.loop.requests import Requests
-from sim.quantities import show_bytes
 from terminal import console
 from traces.errors import InputError
 from traces.output import check_file, replacing
@@ -41,37 +35,10 @@ def build_eamc(
     saved = learn(source, policy, capacity).saved(source.name)
     with replacing(out, overwrite=overwrite) as part, part.open("wb") as file:
         saved.write(file)
-    held = ", ".join(f"{len(part.eams)} EAMs of {name}" for name, part in _named(saved))
+    names = ("prefill", "decode") if saved.options.split else ("both phases",)
+    held = ", ".join(f"{len(part.eams)} EAMs of {name}" for name, part in zip(names, saved.parts, strict=True))
     console.say(f"learned {len(source.requests)} requests of {source.name}: {held}")
     console.say(f"wrote {out}")
-
-
-def show_eamc(
-    file: Annotated[Path, typer.Argument(help="What moe-sim eamc build wrote.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
-) -> None:
-    """Show what a file of EAMs holds.
-
-    Nearest other: the mean, over the EAMs, of the cosine with the most similar other one.
-    """
-    saved = SavedEamc.read(file)
-    memory = Predictor(saved.shape, replace(saved.options, collection=str(file))).memory_bytes
-    parts: dict[str, dict[str, Any]] = {
-        name: {"eams": len(part.eams), "waiting": len(part.waiting), "nearest_other": _nearest_other(saved, part)}
-        for name, part in _named(saved)
-    }
-    if as_json:
-        about = {"trace": saved.trace, "layers": saved.shape.layers, "experts": saved.shape.experts}
-        console.say_json({**about, "options": asdict(saved.options), **parts, "memory_bytes": memory})
-        return
-    options = " ".join(f"{name}={value}" for name, value in asdict(saved.options).items() if value != "")
-    console.say(f"{file}: EAMs of {saved.trace}, {saved.shape.layers} layers x {saved.shape.experts} experts")
-    console.say(f"learned with {options}")
-    for name, part in parts.items():
-        waiting = f", {part['waiting']} waiting for K-means" if part["waiting"] else ""
-        similar = "" if part["nearest_other"] is None else f", nearest other {part['nearest_other']:.3f} on average"
-        console.say(f"{name}: {part['eams']} of {saved.options.capacity} EAMs{waiting}{similar}")
-    console.say(f"memory in the running policy: {show_bytes(memory)} ({memory:,} bytes)")
 
 
 def build_profile(
@@ -102,19 +69,3 @@ def build_profile(
         built.write(file)
     console.say(f"learned {sum(len(each.requests) for each in opened)} requests of {', '.join(built.traces)}")
     console.say(f"wrote {out}")
-
-
-def _named(saved: SavedEamc) -> list[tuple[str, Part]]:
-    names = ("prefill", "decode") if saved.options.split else ("both phases",)
-    return list(zip(names, saved.parts, strict=True))
-
-
-def _nearest_other(saved: SavedEamc, part: Part) -> float | None:
-    """None for fewer than two. By the cosine of the options."""
-    n, rows = len(part.eams), saved.shape.layers if saved.options.cosine == "rows" else 1
-    if n < 2:
-        return None
-    units = scaled(part.eams.reshape(n, rows, -1).astype(np.float64)).reshape(n, -1)
-    near = units @ units.T / rows
-    np.fill_diagonal(near, -1.0)
-    return float(near.max(axis=1).mean())

@@ -1,7 +1,6 @@
 """The command `moe-sim sweep`: from flags and a TOML file to results on disk, a table and a winner."""
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import cpu_count
@@ -35,8 +34,8 @@ from traces.errors import InputError
 from traces.location import name_of
 from traces.output import claim, claimed
 
-MANY = 10_000
-"""Cells that are asked about before they are run."""
+MOST = 1_000_000
+"""Cells of a sweep, at most."""
 
 
 def sweep(
@@ -50,8 +49,6 @@ def sweep(
     policies: options.SomePolicies = None,
     scope: options.Scope = None,
     admission: options.Admission = None,
-    evict: Annotated[str | None, typer.Option(help="Eviction policies, each with every --prefetch.")] = None,
-    prefetch: Annotated[str | None, typer.Option(help="Prefetchers, each with every --evict.")] = None,
     cache_sizes: options.SomeCacheSizes = None,
     hardware: Annotated[
         str | None,
@@ -71,7 +68,6 @@ def sweep(
         str | None, typer.Option(help="Dask cluster that runs the cells (tcp://HOST:8786). Default: none.")
     ] = None,
     figure: options.Figure = None,
-    yes: Annotated[bool, typer.Option("--yes", help=f"Do not ask before running more than {MANY:,} cells.")] = False,
     output: options.ResumableOptions,
 ) -> None:
     """Run several policies at several cache sizes over traces, and name the best.
@@ -91,7 +87,7 @@ def sweep(
         raise InputError("--untimed counts without a clock: it cannot have --hardware")
     axes = typed(
         traces=traces,
-        policies=_names(policies, evict, prefetch),
+        policies=None if policies is None else split_list(policies),
         cache_sizes=None if cache_sizes is None else split_list(cache_sizes),
         hardware=None if hardware is None else split_list(hardware),
         seeds=None if seeds is None else _numbers("--seeds", seeds),
@@ -103,7 +99,8 @@ def sweep(
     values = {**(read(config, values, trust_folder) if config else {}), **values}
     shipped = {} if values.keys() & {"traces", "hardware", "model_profile"} else defaults.OF_SHIPPED_TRACE
     made = Sweep.of({**shipped, **values}, str(config or ""))
-    _ask(made.cells, yes)
+    if made.cells > MOST:
+        raise InputError(f"this sweep has {made.cells:,} cells, and {MOST:,} are the most: make it smaller")
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
     folder = output.out or _free(Path("results"), name, output)
     made, tables = _charging(made, _tables(made, folder), Store(folder) if output.resume else None, output)
@@ -140,30 +137,11 @@ def _taken(made: Sweep, values: Mapping[str, Any]) -> list[str]:
     return options.taken(taken)
 
 
-def _names(policies: str | None, evict: str | None, prefetch: str | None) -> tuple[str, ...] | None:
-    """All policies asked for, as one list: --policies, and --evict with --prefetch; None if nothing was asked."""
-    if policies is evict is prefetch is None:
-        return None
-    if prefetch and not evict:
-        raise InputError("--prefetch needs --evict: name the eviction policy")
-    keeps, fetches = split_list(evict), split_list(prefetch)
-    pairs = [f"{kept}+{fetched}" for kept in keeps for fetched in fetches]
-    return (*split_list(policies), *(pairs or keeps))
-
-
 def _numbers(flag: str, text: str) -> list[int]:
     numbers = [parse_whole(each) for each in split_list(text)]
     if not numbers or None in numbers:
         raise InputError(f"{flag} {text!r}: write whole numbers, as in 1,4,8")
     return [number for number in numbers if number is not None]
-
-
-def _ask(cells: int, yes: bool) -> None:
-    if cells <= MANY or yes:
-        return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise InputError(f"this sweep has {cells:,} cells: make it smaller, or use --yes")
-    typer.confirm(f"This sweep has {cells:,} cells. Run them all?", abort=True, err=True)
 
 
 def _tables(made: Sweep, folder: Path) -> list[Table]:

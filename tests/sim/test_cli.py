@@ -99,7 +99,6 @@ def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
         (["tiny", "--config", "file.toml"], "file.toml: unknown key 'policy'; did you mean policies"),
         (["tiny", "--policies", "+".join(["random:seed=" + "|".join("123456789" * 4)] * 6)], "6,530,347,008 cells"),
         (["tiny", "--scheduler", "tcp://127.0.0.1:9"], "no Dask scheduler answers at tcp://127.0.0.1:9"),
-        (["tiny", "--prefetch", "eamc"], "--prefetch needs --evict"),
         (
             ["sizeless"],
             "its trace does not state expert_bytes, hidden_size, expert_intermediate_size; choose one with --model",

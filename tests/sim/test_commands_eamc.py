@@ -1,11 +1,9 @@
-"""`moe-sim eamc build` and `show`, and `moe-sim profile build`, through the command line."""
+"""`moe-sim eamc build` and `moe-sim profile build`, through the command line."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -26,15 +24,9 @@ def moe_sim(tmp_path, monkeypatch):
     return partial(run, main)
 
 
-def test_a_trace_is_learned_shown_and_started_from(moe_sim):
+def test_a_trace_is_learned_and_started_from(moe_sim):
     status, out, _ = moe_sim("eamc", "build", "tiny", "--capacity", "2", "--out", "two.npz")
     assert (status, out) == (0, "learned 3 requests of tiny: 0 EAMs of prefill, 2 EAMs of decode\nwrote two.npz\n")
-    status, out, _ = moe_sim("eamc", "show", "two.npz")
-    assert status == 0
-    assert "two.npz: EAMs of tiny, 3 layers x 16 experts" in out
-    assert "capacity=2" in out
-    assert "prefill: 0 of 2 EAMs\n" in out
-    assert "decode: 2 of 2 EAMs, nearest other 0." in out
     arguments = ("--policies", "eamc:capacity=2,eamc:capacity=2:collection=two.npz", "--cache-sizes", "50%")
     status, out, err = moe_sim("sweep", "tiny", *arguments, "--out", "from-two", "--workers", "1")
     assert status == 0, err
@@ -58,20 +50,6 @@ def test_a_class_derived_from_the_eamc_is_one(moe_sim):
     assert "2 EAMs" in out
 
 
-def test_show_tells_the_similarity_of_the_nearest_other_and_the_memory(moe_sim):
-    moe_sim("eamc", "build", "tiny", "--policy", "eamc:split=false", "--out", "all.npz")
-    told = json.loads(moe_sim("eamc", "show", "all.npz", "--json")[1])
-    with np.load("all.npz") as arrays:
-        eams = arrays["eams0"].reshape(3, -1).astype(float)
-    near = [
-        max(a @ b / np.linalg.norm(a) / np.linalg.norm(b) for j, b in enumerate(eams) if j != i)
-        for i, a in enumerate(eams)
-    ]
-    assert told["both phases"] == {"eams": 3, "waiting": 0, "nearest_other": pytest.approx(np.mean(near))}
-    assert told["memory_bytes"] > 2 * 8 * 120 * 3 * 16
-    assert (told["layers"], told["experts"], told["trace"]) == (3, 16, "tiny")
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -81,7 +59,6 @@ def test_show_tells_the_similarity_of_the_nearest_other_and_the_memory(moe_sim):
             ["build", "tiny", "--policy", "eamc:capacity=3", "--capacity", "2", "--out", "x.npz"],
             "eamc:capacity=3 states its capacity: leave out --capacity 2",
         ),
-        (["show", "file"], "file holds no EAMC"),
     ],
 )
 def test_bad_input_is_told_in_one_line_and_nothing_is_written(moe_sim, tmp_path, arguments, says):
