@@ -1,6 +1,7 @@
 """`moe-sim board`: LRU and Belady are the ends, figures are a sweep's, walls are walls, and a file is run again."""
 
 import re
+from contextlib import chdir
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -40,7 +41,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "mine.py").write_text(OWN)
     done = moe_sim("board", NAME, f"--traces={COUNTED},{TIMED}", "--workers=1", "--out=mine.toml", cwd=folder)
     assert done.returncode == 0, done.stderr
-    (folder / "mine.html").write_text(page(read(folder / "mine.toml", trust=True), "this"), "utf-8")
+    with chdir(folder):
+        Path("mine.html").write_text(page(read(Path("mine.toml"), trust=True), "this"), "utf-8")
     return folder, done.stdout
 
 
