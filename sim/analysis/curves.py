@@ -1,4 +1,4 @@
-"""Misses of Belady at every cache size, in one pass, and how far apart the uses of an expert are.
+"""Misses of Belady at every cache size, in one pass.
 
 Belady's is a stack algorithm, as is LRU: `policies.core.stack_distances` explains it, and from which size on it
 holds of events. The counts are those of the counted mode: layers share the cache, requests leave it warm.
@@ -20,7 +20,6 @@ class Accesses:
     """All lookups of a run, in order."""
 
     experts: Ids  # [N] ids, layer * E + expert
-    tokens: Int  # [N] tokens of the run up to the end of the lookup's step
     ends: Int  # [events] where each ends in `experts`
     total: int  # experts of all layers
 
@@ -32,15 +31,12 @@ class Accesses:
     @staticmethod
     def of(requests: Iterable[RequestSteps], layers: int, experts: int) -> "Accesses":
         """Lay the requests of a model of `layers` layers of `experts` experts end to end."""
-        ids, tokens, ends = ([np.empty(0, kind)] for kind in (np.int32, np.int64, np.int64))
-        before = held = 0
+        ids, ends, before = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
         for request in requests:
             ids.append(request.experts.astype(np.int32))
-            tokens.append(np.repeat(before + np.cumsum(request.tokens), np.diff(request.offsets[::layers])))
-            ends.append(held + request.offsets[1:])
-            before += int(request.tokens.sum())
-            held += len(request.experts)
-        return Accesses(np.concatenate(ids), np.concatenate(tokens), np.concatenate(ends), layers * experts)
+            ends.append(before + request.offsets[1:])
+            before += len(request.experts)
+        return Accesses(np.concatenate(ids), np.concatenate(ends), layers * experts)
 
 
 def belady_misses(experts: Ids, total: int, first: int = 0, ends: Int | None = None) -> Int:
@@ -52,28 +48,6 @@ def belady_misses(experts: Ids, total: int, first: int = 0, ends: Int | None = N
     """
     ends = each_alone(experts) if ends is None else ends
     return misses_by_slots(_belady_places(next_uses(experts, total, ends), ends, total, first), len(experts) - first)
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """Distances between two uses of an expert that follow each other; bin b counts those of 2**b to 2**(b+1) - 1.
-
-    accesses: lookups from one to the other, 1 being the next. tokens: from the end of one step to the end of the
-    other's, 1 being the next decoded token. The distance in distinct experts is what the LRU curve shows.
-    """
-
-    accesses: Int  # [bins]
-    tokens: Int  # [bins]
-
-
-def reuse(accesses: Accesses) -> Reuse:
-    """The histograms of all uses but the first ones."""
-    order = np.argsort(accesses.experts, kind="stable")
-    again = np.diff(accesses.experts[order]) == 0
-    distances = (np.diff(places)[again] for places in (order, accesses.tokens[order]))
-    powers = [np.frexp(np.maximum(each, 1))[1] - 1 for each in distances]
-    used = 1 + max((int(each.max(initial=0)) for each in powers), default=0)
-    return Reuse(*(np.bincount(each, minlength=used) for each in powers))
 
 
 @allocating

@@ -17,7 +17,7 @@ from policies.core.grammar import policy_title
 from policies.core.policy import Int
 from policies.core.spec import PolicySpec
 from policies.core.stack_distances import lru_misses
-from sim.analysis.curves import Accesses, Reuse, belady_misses, reuse
+from sim.analysis.curves import Accesses, belady_misses
 from sim.loaded import Loaded
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
@@ -28,7 +28,7 @@ from sim.sweeps.grid import BELADY, Grid
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMES = ("misses.parquet", "curves.parquet", "reuse.parquet", "curves.png")
+NAMES = ("misses.parquet", "curves.parquet", "curves.png")
 """The files that `save` writes."""
 
 MAKER = "moe-sim analyze"
@@ -57,9 +57,6 @@ CURVES = pa.schema(
 )
 """Columns of curves.parquet, a row per number of slots."""
 
-REUSE = pa.schema([(name, COUNT) for name in ("at_least", "at_most", "by_accesses", "by_tokens")])
-"""Columns of reuse.parquet: uses of an expert by their distance from the one before, a row per power of two."""
-
 
 @dataclass(frozen=True)
 class Analysis:
@@ -70,7 +67,6 @@ class Analysis:
     belady: Int  # the same
     smallest: int  # slots from which on these are known
     demand: int  # experts of one decoded token
-    reuse: Reuse
     splits: list[Row]  # of `SPLITS`, by size as given, then by policy
 
     def curves(self) -> list[Row]:
@@ -85,13 +81,6 @@ class Analysis:
                 "belady_hit_rate": 1 - int(self.belady[slots]) / self.lookups if self.lookups else None,
             }
             for slots in range(self.smallest, total + 1)
-        ]
-
-    def distances(self) -> list[Row]:
-        bins = zip(self.reuse.accesses.tolist(), self.reuse.tokens.tolist(), strict=True)
-        return [
-            {"at_least": 2**b, "at_most": 2 ** (b + 1) - 1, "by_accesses": accesses, "by_tokens": tokens}
-            for b, (accesses, tokens) in enumerate(bins)
         ]
 
 
@@ -137,7 +126,6 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] = lambda 
         belady=belady,
         smallest=smallest,
         demand=loaded.token_experts,
-        reuse=reuse(accesses),
         splits=[split(policy, slots) for slots in grid.sizes.values() for policy in grid.policies],
     )
 
@@ -205,6 +193,5 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
 
 
 def save(found: Analysis, loaded: Loaded, folder: Path) -> list[Path]:
-    rows = (found.splits, SPLITS), (found.curves(), CURVES), (found.distances(), REUSE)
-    *tables, picture = NAMES
-    return files.save(folder, MAKER, dict(zip(tables, rows, strict=True)), {picture: lambda: figure(found, loaded)})
+    tables = {NAMES[0]: (found.splits, SPLITS), NAMES[1]: (found.curves(), CURVES)}
+    return files.save(folder, MAKER, tables, {NAMES[2]: lambda: figure(found, loaded)})

@@ -40,8 +40,8 @@ def analyze(
     """Show whether misses are due to the policy or to the cache size, untimed.
 
     Prints misses by cause, and the hit rates of LRU and Belady at all sizes; of a dump in which an engine said what it
-    had cached, first the policy and cache size that count the same hits. Writes misses.parquet, curves.parquet,
-    reuse.parquet and curves.png. Of a large trace it takes a sample of requests, which it names.
+    had cached, first the policy and cache size that count the same hits. Writes misses.parquet, curves.parquet
+    and curves.png. Of a large trace it takes a sample of requests, which it names.
 
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
     """
@@ -66,10 +66,9 @@ def analyze(
         lambda: {
             "answer": " ".join(answer),
             "misses": found.splits,
-            "reuse": found.distances(),
             "recorded_hits": engine and asdict(engine),
         },
-        lambda: (*answer, _misses(found, loaded), _reuse(found), options.written(files, folder)),
+        lambda: (*answer, _misses(found, loaded), options.written(files, folder)),
     )
 
 
@@ -177,16 +176,4 @@ def _misses(found: Analysis, loaded: Loaded) -> Table:
         hit_rate = f"{1 - split['misses'] / max(split['lookups'], 1):.1%}"
         policy = policy_title(split["policy"], split["oracle"])
         shown.add_row(*size, policy, hit_rate, f"{split['misses']:,}", *shares, end_section=last)
-    return shown
-
-
-def _reuse(found: Analysis) -> Table:
-    shown = table("used again after", "in accesses", "in tokens", gap=1)
-    rows = found.distances()
-    sums = [max(1, sum(row[name] for row in rows)) for name in ("by_accesses", "by_tokens")]
-    for row in rows:
-        shares = [row[name] / whole for name, whole in zip(("by_accesses", "by_tokens"), sums, strict=True)]
-        if max(shares) >= 0.001:
-            bounds = f"{row['at_least']}" + (f" to {row['at_most']}" if row["at_most"] > row["at_least"] else "")
-            shown.add_row(bounds, *[f"{share:.1%}" for share in shares])
     return shown

@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 
 from policies.core import Int, lru_misses, parse
 from sim.analysis import Accesses, belady_misses
-from sim.analysis.curves import reuse
 from sim.engines import count
 from tests.support.strategies import traces
 from tests.support.untimed_oracle import EXPECTED, SHARED, oracle_misses
-from traces import decode_steps
 from traces.importers import import_dump
-from traces.synthetic import synthetic
 
 CURVES: dict[str, Callable[..., Int]] = {"lru": lru_misses, "belady": belady_misses}
 
@@ -92,24 +89,6 @@ def test_the_window_of_time_may_close_up_any_number_of_times():
     rng = np.random.default_rng(2)
     sequence = rng.integers(0, 3, 5_000)
     assert lru_misses(ids(sequence), 3).tolist() == [5_000, *(lru_by_hand(sequence, slots) for slots in (1, 2, 3))]
-
-
-def test_reuse_distances_are_counted_in_accesses_and_in_tokens():
-    """Two experts a token: 0 1 | 0 2 | 2 3 | 1 4; uses again: 0 after 2 accesses and 1 token, 2 after 1 and 1, 1 after
-    5 and 3."""
-    chosen = np.array([[0, 1], [0, 2], [2, 3], [1, 4]], np.uint16)[:, None, :]
-    run = Accesses.of([decode_steps(0, chosen, 5, 65535, np.arange(1, 5))], 1, 5)
-    found = reuse(run)
-    assert found.accesses.tolist() == [1, 1, 1]
-    assert found.tokens.tolist() == [2, 1, 0]
-
-
-def test_the_token_after_a_prefill_is_one_token_away_and_requests_follow_each_other():
-    trace = synthetic(requests=2, tokens=1, layers=1, experts=2, top_k=2, seed=0, prompt_tokens=6)
-    run = Accesses.of([trace.steps(0), trace.steps(1)], 1, 2)
-    assert run.experts.tolist() == [0, 1] * 4
-    assert run.tokens.tolist() == [6, 6, 7, 7, 13, 13, 14, 14]
-    assert reuse(run).tokens.tolist() == [4, 0, 2]  # 1, 1 and 6 tokens, for two experts each
 
 
 @pytest.mark.skipif(not EXPECTED, reason="needs the real traces in ../shared/traces")
