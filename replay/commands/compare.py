@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,10 +12,8 @@ from policies.core.grammar import policy_title, split_list
 from replay.choice import Choice, first_part
 from replay.commands.device_options import Compared, Replayed, chosen
 from replay.commands.shown import packed
-from replay.comparison import plot
 from replay.comparison.cell import MODES
 from replay.comparison.errors import in_words
-from replay.comparison.plot import NAME as PICTURE
 from replay.comparison.record import ERROR, Record
 from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
 from sim import defaults
@@ -57,9 +54,9 @@ def compare(
 ) -> None:
     """Run the same cells in the simulator and on a device, and report the difference.
 
-    Writes compare.json (measured, predicted and errors of each cell, as it ends), a CSV of each cell's tokens, and
-    residuals.png. An error is predicted / measured - 1. With --max-error, the command exits with status 1 if the error
-    of a mean TPOT is larger. After an interruption, --resume continues.
+    Writes compare.json (measured, predicted and errors of each cell, as it ends) and a CSV of each cell's tokens. An
+    error is predicted / measured - 1. With --max-error, the command exits with status 1 if the error of a mean TPOT is
+    larger. After an interruption, --resume continues.
 
     [b]moe-replay compare --hardware h200-calibrated.toml --max-error 3[/b]
 
@@ -85,7 +82,7 @@ def compare(
         if mode not in MODES:
             raise unknown("mode", mode, MODES)
     comparison = Comparison(choice, grid, chosen_modes, is_calibrated, folder, repeat)
-    with claimed(folder, MAKER, [RECORD, TOKENS, PICTURE]):
+    with claimed(folder, MAKER, [RECORD, TOKENS]):
         record = Record.open(folder / RECORD, resume=not output.overwrite, otherwise="drop it with --overwrite")
         require_resume(len(record), folder, output.resume)
         cells = comparison.cells()
@@ -107,8 +104,7 @@ def _run(comparison: Comparison, record: Record, output: options.OutputOptions) 
 def _report(comparison: Comparison, record: Record, max_error: float | None, output: options.OutputOptions) -> None:
     cells = [record[key] for key in comparison.cells()]
     finished, failed = ([cell for cell in cells if (ERROR in cell) is wrong] for wrong in (False, True))
-    drawn = [f"{TOKENS}/", *_draw(finished, comparison.folder, output)] if finished else []
-    wrote = ", ".join([record.path.name, *drawn])
+    wrote = ", ".join([record.path.name, *[f"{TOKENS}/"] * bool(finished)])
     last = [last_line(finished)] if finished else []
     output.show(
         lambda: json.loads(record.text()),
@@ -121,18 +117,6 @@ def _report(comparison: Comparison, record: Record, max_error: float | None, out
     if off:
         text = f"{len(off)} of {len(cells)} cells exceed --max-error {max_error:g}; {last_line(off)}"
         console.fail("moe-replay", text, 1)
-
-
-def _draw(cells: list[Row], folder: Path, output: options.OutputOptions) -> list[str]:
-    """Return the name of the picture, if there is one."""
-    try:
-        plot.draw(cells, folder)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        output.note(f"no {PICTURE}: matplotlib is not installed")
-        return []
-    return [PICTURE]
 
 
 def _shown(record: Record, finished: list[Row], failed: list[Row]) -> Iterator[str | Table]:

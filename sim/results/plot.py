@@ -228,8 +228,8 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
     return drawing
 
 
-def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "both", fontsize: int = 9) -> None:
-    axes.set_title(title, fontsize=fontsize)
+def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"]) -> None:
+    axes.set_title(title, fontsize=9)
     axes.set_xlabel(xlabel)
     axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
