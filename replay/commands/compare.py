@@ -18,7 +18,6 @@ from replay.comparison.record import ERROR, Record
 from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
 from sim import defaults
 from sim.commands import options
-from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.loaded import TimedRun
 from sim.loop.requests import Requests
 from sim.results.metrics import Row, cell_text, size_text
@@ -26,6 +25,7 @@ from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
 from terminal import console
 from terminal.console import progress
+from terminal.resuming import keeping, refuse_others, require_resume
 from traces.errors import InputError, unknown
 from traces.output import claimed
 

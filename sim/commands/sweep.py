@@ -13,7 +13,6 @@ from rich.table import Table as RichTable
 from policies.core.grammar import split_list
 from sim import defaults
 from sim.commands import options
-from sim.commands.resuming import keeping, refuse_others, require_resume
 from sim.engines import compiling
 from sim.loaded import Loaded, TimedRun, load
 from sim.quantities import parse_whole, show_gap, show_ms, show_share
@@ -30,6 +29,7 @@ from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store, drop, held
 from sim.sweeps.workers import Cluster, Local, Workers
 from terminal import console
 from terminal.options import typed
+from terminal.resuming import keeping, refuse_others, require_resume
 from traces.errors import InputError
 from traces.location import name_of
 from traces.output import claim, claimed
@@ -206,12 +206,7 @@ def _open(tables: list[Table], folder: Path, output: options.ResumableOptions) -
 
 
 def _run(
-    made: Sweep,
-    tables: list[Table],
-    store: Store,
-    workers: Workers,
-    output: options.OutputOptions,
-    figure: Path | None,
+    made: Sweep, tables: list[Table], store: Store, workers: Workers, output: options.OutputOptions, figure: Path | None
 ) -> None:
     for warning in dict.fromkeys(warning for table in tables for warning in notes.warnings(table.loaded, table.grid)):
         options.warn(warning)
