@@ -16,7 +16,7 @@ from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop import machine, session
-from sim.loop.driver import play
+from sim.loop.driver import Driver
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import Run, gpu_run
@@ -38,9 +38,9 @@ def main() -> None:
     print(f"host loop of a replay, {LAYERS} x {EXPERTS} experts, top-{TOP_K}, a quarter in the cache:")
     for text in POLICIES:
         run = gpu_run(requests, Shape(LAYERS, EXPERTS), slots, parse(text), TIMING, LINK, experts_per_layer=1.0)
-        play(run, SimpyDevice(TIMING, LINK))
+        Driver(run, SimpyDevice(TIMING, LINK)).run(lambda row: None)
         simulated = _seconds(lambda run=run: compiled_engine.simulate(run))
-        whole = _seconds(lambda run=run: play(run, SimpyDevice(TIMING, LINK)))
+        whole = _seconds(lambda run=run: Driver(run, SimpyDevice(TIMING, LINK)).run(lambda row: None))
         layers = sum(len(request.tokens) for request in requests) * LAYERS
         print(
             f"  {text}: {whole / layers * 1e6:.1f} us a layer, the logical clock's overhead included;  "
@@ -71,7 +71,7 @@ def _parts(run: Run, layers: int) -> list[tuple[str, float, float]]:
         setattr(device, name, timed(f"device.{name}", getattr(device, name)))
     with patch.object(machine, "CALL", timed("machine", machine.CALL)) as call, patch.object(session, "CALL", call):
         began = time.perf_counter()
-        play(run, device)
+        Driver(run, device).run(lambda row: None)
         whole = time.perf_counter() - began
     rest = whole - sum(seconds for seconds, _ in spent.values())
     return [(name, row[0] / layers * 1e6, row[1] / layers) for name, row in ({**spent, "Python": [rest, 0]}).items()]

@@ -4,7 +4,6 @@ from .device import Kind as Kind
 from .device import Transfer as Transfer
 from .device import Work as Work
 from .driver import Driver as Driver
-from .driver import play as play
 from .log import COLUMNS as COLUMNS
 from .log import STALLS as STALLS
 from .log import Ended as Ended

@@ -15,29 +15,11 @@ from sim.loop.schedule import Batches, OneAtATime, Step
 from sim.loop.session import Decider, Session
 
 
-def play(
-    run: Run,
-    device: Device,
-    on_step: Callable[[StepRow], None] | None = None,
-    decider: Decider | None = None,
-    observer: LoopObserver | None = None,
-) -> RunLog:
-    """Run a run on `device` and return its log.
-
-    `on_step` gets the row of each step that has ended; `decider` decides, if not the run's policies.
-    """
-    return Driver(run, device, decider, observer).run(on_step or (lambda row: None))
-
-
 class Driver:
     """One run on a device."""
 
     def __init__(
-        self,
-        run: Run,
-        device: Device,
-        decider: Decider | None = None,
-        observer: LoopObserver | None = None,
+        self, run: Run, device: Device, decider: Decider | None = None, observer: LoopObserver | None = None
     ) -> None:
         self._run = run
         self.layers = run.shape.layers

@@ -11,9 +11,10 @@ from replay.device_choice import REQUIRE
 from replay.devices import HostStore, Launches, pinned
 from replay.model.network import Network
 from sim.engines import SimpyDevice
-from sim.loop import Requests, Run, play
+from sim.loop import Requests, Run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.devices import AnyOrder, Watch, run_of
+from tests.support.driven import play
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.synthetic import synthetic

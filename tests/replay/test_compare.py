@@ -30,10 +30,11 @@ from replay.run import under_contention
 from sim.engines import SimpyDevice, compiled_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop import Device, Driver, Step, play
+from sim.loop import Device, Driver, Step
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
 from tests.support.command import Ended, run
+from tests.support.driven import play
 from tests.support.short_calibrations import shorten
 from traces import DECODE, MARKER, InputError, demo_trace
 

@@ -19,8 +19,9 @@ from replay.devices import store as store_module
 from replay.devices.store import STAMP_BYTES
 from replay.model.network import Network, expert_output
 from sim.engines import count
-from sim.loop import Driver, Requests, RunLog, play
+from sim.loop import Driver, Requests, RunLog
 from tests.support.devices import Watch, run_of
+from tests.support.driven import play
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from tests.support.watched import WatchedCpu, watched
 from traces import DECODE, InputError, Trace

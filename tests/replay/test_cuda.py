@@ -15,8 +15,9 @@ from replay.device_choice import BEST_EFFORT, REQUIRE, DeviceChoice
 from replay.devices import Gpu, HostMemory, HostStore, Launches, cuda, open_stage, pinned
 from replay.model.network import Network
 from sim.engines import count
-from sim.loop import Requests, RunLog, play
+from sim.loop import Requests, RunLog
 from tests.support.devices import Watch, run_of
+from tests.support.driven import play
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from tests.support.watched import WatchedCuda, watched

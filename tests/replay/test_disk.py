@@ -40,9 +40,10 @@ from replay.devices import (
 from replay.devices.lanes import parts
 from replay.model.network import Network
 from sim.commands import main as report
-from sim.loop import Requests, play
+from sim.loop import Requests
 from tests.support.command import Run, run
 from tests.support.devices import Watch, run_of
+from tests.support.driven import play
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from tests.support.watched import WatchedCpu, watched
 from traces import InputError

@@ -21,10 +21,10 @@ from sim.loop import (
     StepRow,
     Transfer,
     gpu_run,
-    play,
 )
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.devices import AnyOrder, Watch, run_of
+from tests.support.driven import play
 from tests.support.replay_runs import draw
 from traces.synthetic import synthetic
 

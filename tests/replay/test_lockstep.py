@@ -15,9 +15,10 @@ from replay.comparison import Lockstep, LoopRecorder
 from replay.warmup import undisturbed
 from sim.engines import SimpyDevice
 from sim.engines.simpy_engine import simulate
-from sim.loop import Requests, Run, RunLog, gpu_run, play
+from sim.loop import Requests, Run, RunLog, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.devices import AnyOrder, Watch, run_of
+from tests.support.driven import play
 from tests.support.logs import assert_logs_equal
 from tests.support.replay_runs import draw
 from traces.synthetic import synthetic

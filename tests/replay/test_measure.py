@@ -31,10 +31,11 @@ from replay.devices import CudaDevice, HostStore, Launches, Pace
 from replay.model.network import Network
 from sim.engines import SimpyDevice
 from sim.engines.compiled_engine import simulate
-from sim.loop import Completion, Device, Kind, Requests, Run, RunLog, Work, play
+from sim.loop import Completion, Device, Kind, Requests, Run, RunLog, Work
 from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import FixedTiming, Link, Timing
 from tests.support.devices import AnyOrder, Watch, run_of
+from tests.support.driven import play
 from tests.support.fake_gpu import FakeGpu
 from tests.support.profiles import HALF, plain
 from tests.support.short_calibrations import shorten

@@ -30,12 +30,13 @@ from replay.devices import (
 from replay.model.network import Network
 from sim.commands import main as simulator
 from sim.engines import SimpyDevice, compiled_engine
-from sim.loop import Requests, Run, gpu_run, play
+from sim.loop import Requests, Run, gpu_run
 from sim.planner import random_gguf
 from sim.profiles.timing import FixedTiming, Link
 from sim.results import RESULTS
 from tests.support.command import run
 from tests.support.devices import Watch
+from tests.support.driven import play
 from tests.support.fake_gpu import FakeGpu
 from tests.support.logs import assert_logs_equal
 from tests.support.profiles import HALF, plain

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from sim.loop import play
 from sim.timeline import WHOLE, Timeline, TimelineObserver
 from tests.support.devices import AnyOrder, Watch
+from tests.support.driven import play
 from tests.support.replay_runs import draw
 from tests.support.timelines import Shown, nests, parsed
 from traces import demo_trace

@@ -10,7 +10,7 @@ import pytest
 from policies.core import NO_INTS, Shape, parse
 from sim.engines import SimpyDevice, case_request, compiled_engine
 from sim.engines.simpy_engine import simulate
-from sim.loop import Device, Kind, LiveStep, Requests, Run, RunLog, Share, StepRow, gpu_run, play, whole
+from sim.loop import Device, Kind, LiveStep, Requests, Run, RunLog, Share, StepRow, gpu_run, whole
 from sim.loop.device import ALL, COPIES, ROUTERS
 from sim.loop.session import Session
 from sim.profiles.hardware_profile import hardware
@@ -18,6 +18,7 @@ from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
 from tests.support.ahead import with_lookahead
 from tests.support.devices import AnyOrder, Watch
+from tests.support.driven import play
 from tests.support.logs import assert_logs_equal
 from tests.support.replay_runs import draw
 from traces.models.profile import model
