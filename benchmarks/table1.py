@@ -11,7 +11,7 @@ from typing import Any
 
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.systems import Setting, chosen
+from sim.systems.predict import Setting, chosen
 from traces.files import read_toml
 
 TABLE: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_suffix(".toml"))

@@ -26,7 +26,7 @@ from sim.experiment import OPTIONS, Experiment
 from sim.keywords import RunKeywords
 from sim.loaded import CountedRun, Loaded, TimedRun, timed
 from sim.loaded import load as read_files
-from sim.loop.log import RunLog
+from sim.loop.log import RunLog, joined
 from sim.quantities import CacheSize, cache_text
 from sim.results import compare, plot, steps
 from sim.results.compare import Difference, differences, pairs_within, swept_run, swept_runs
@@ -179,20 +179,9 @@ class Comparison(list[Difference]):
     @property
     def frame(self) -> pd.DataFrame:
         """Return a row for each difference: cache, measure, run, baseline, more, low, high, unit and requests."""
-        return pd.DataFrame(
-            {
-                "cache_experts": difference.cache_experts,
-                "measure": difference.measure.name,
-                "run": difference.cell,
-                "baseline": difference.baseline,
-                "more": difference.more,
-                "low": difference.low,
-                "high": difference.high,
-                "unit": difference.measure.unit,
-                "requests": difference.requests,
-            }
-            for difference in self
-        )
+        columns = ["cache_experts", "measure", "run", "baseline", "more", "low", "high", "unit", "requests"]
+        named = ({"run": each.cell, "measure": each.measure.name, "unit": each.measure.unit} for each in self)
+        return pd.DataFrame([{**vars(each), **own} for each, own in zip(self, named, strict=True)], columns=columns)
 
 
 def with_options(function: Callable[P, T]) -> Callable[P, T]:
@@ -229,9 +218,10 @@ def simulate(
     requested = grid.grid_of(loaded, [spec], [cache_text(cache_size)])
     loaded = _prepared(loaded, requested)
     (slots,) = requested.sizes.values()
-    log, summary = grid.simulated(loaded, spec, slots)
+    parts: list[RunLog] = []
+    (summary,) = grid.summed(loaded, spec, [slots], lambda requests: None, parts.append)
     row = {**summary.row(), **summary.latencies()} if isinstance(loaded, TimedRun) else summary.row()
-    return result_of(row, log, summary.requests().to_pandas(), loaded)
+    return result_of(row, joined(parts), summary.requests().to_pandas(), loaded)
 
 
 def result_of(row: Row, log: RunLog, requests: pd.DataFrame, loaded: Loaded) -> RunResult:

@@ -209,7 +209,7 @@ class Experiment:
         Option(
             "Rule that bends the routing, at a loss: drop:below=0.75/k leaves out absent experts of low weight, "
             "substitute:bonus=0.15 prefers present ones, commit:layers=1 takes what an earlier layer foresees. "
-            "Default: as routed.",
+            "Default: as routed."
         ),
     ] = None
     prefill_chunk: Annotated[Positive | None, Option("Tokens of a prompt that are run as one step. Default: all.")] = (

@@ -17,16 +17,8 @@ from traces.errors import InputError
 CacheSize = str | int | float
 """A share of all experts ("25%", or 0.25), a number of experts (64), slots a layer ("12/layer"), or bytes ("8GiB")."""
 
-UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
+UNITS = {"": 1} | {
+    f"{prefix}{end}": base**power for power, prefix in enumerate("kmgt", 1) for end, base in (("", 1_000), ("i", 1_024))
 }
 
 SLOWEST_GB_PER_S = 0.001

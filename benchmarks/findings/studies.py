@@ -171,7 +171,7 @@ def hybrid(trace: Trace, rows: Sequence[int]) -> pd.DataFrame:
                 host, link = rates.tolist()
                 at = replace(machine, host_memory_bandwidth_gb_per_s=host, link_bandwidth_gb_per_s=link)
                 run = replace(loaded, hardware=at)
-                row = summed(run, policy, run.slots(asked), lambda n: None).row()
+                row = summed(run, policy, [run.slots(asked)], lambda n: None)[0].row()
                 elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
                 beside = np.array([row["link_busy_ms"], row["host_busy_ms"]]) / elapsed
                 rates = 1 / (beside / (alone * AT_ONCE / alone.sum()) + (1 - beside) / alone)

@@ -118,9 +118,7 @@ def figure(row: Row, outcome: Outcome) -> float:
 
 
 def backtest(
-    rows: Sequence[Row],
-    ended: Callable[[], None] = lambda: None,
-    warn: Callable[[str], None] = lambda text: None,
+    rows: Sequence[Row], ended: Callable[[], None] = lambda: None, warn: Callable[[str], None] = lambda text: None
 ) -> Backtest:
     """Run all rows; `ended` is called after each, `warn` for one that cannot be run and for a missed hit rate."""
     simulated, failures = dict[str, tuple[Case, Outcome]](), dict[str, InputError]()

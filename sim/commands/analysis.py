@@ -63,11 +63,7 @@ def analyze(
         files = save(found, loaded, folder)
     answer = [*([engine.sentence()] if engine else []), *sentences(found.splits)]
     output.show(
-        lambda: {
-            "answer": " ".join(answer),
-            "misses": found.splits,
-            "recorded_hits": engine and asdict(engine),
-        },
+        lambda: {"answer": " ".join(answer), "misses": found.splits, "recorded_hits": engine and asdict(engine)},
         lambda: (*answer, _misses(found, loaded), options.written(files, folder)),
     )
 

@@ -34,8 +34,7 @@ OF_MEMORY = "MiB: held beyond what LRU holds"
 
 def board(
     policies: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"Policies, as in eamc or FILE.py:CLASS. Default: {' '.join(POLICIES)}."),
+        list[str] | None, typer.Argument(help=f"Policies, as in eamc or FILE.py:CLASS. Default: {' '.join(POLICIES)}.")
     ] = None,
     all_policies: Annotated[bool, typer.Option("--all", help="Also run every policy that ships.")] = False,
     traces: Annotated[

@@ -17,8 +17,7 @@ from traces.models.profile import shipped
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="Show the details of this policy.")] = None,
-    as_json: Json = False,
+    name: Annotated[str | None, typer.Argument(help="Show the details of this policy.")] = None, as_json: Json = False
 ) -> None:
     """List the policies: eviction policies, prefetchers, pairs of both, and presets.
 

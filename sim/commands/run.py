@@ -67,7 +67,7 @@ def run(
     else:
         output.note(*compiling.notes(loaded.versions([spec])))
         with progress(len(loaded.trace.requests), output.quiet) as advance:
-            summary = summed(loaded, spec, slots, advance)
+            (summary,) = summed(loaded, spec, [slots], advance)
     row = {**summary.row(), **summary.latencies()}
     a_layer, *memory = engine_words(row)
     size = ", ".join([f"{a_layer} a layer", *(f"{mib} MiB" for mib in memory)])
@@ -103,7 +103,7 @@ def _shown(
         names = loaded.trace.requests["id"].astype(str).tolist()
         play = partial(play_onto, timeline=timeline, names=names, window=window, slots=slot_tracks)
         with progress(len(names), output.quiet) as advance:
-            summary = summed(replace(loaded, engine=play), policy, slots, advance)
+            (summary,) = summed(replace(loaded, engine=play), policy, [slots], advance)
             row |= {**summary.row(), **summary.latencies()}
     if not window.stops:
         output.note(

@@ -38,8 +38,7 @@ def systems(
     ] = None,
     *,
     stated: Annotated[
-        options.Stated,
-        options.some("hardware", "model_profile", "requests", "as_decode", "warmup_requests"),
+        options.Stated, options.some("hardware", "model_profile", "requests", "as_decode", "warmup_requests")
     ],
     output: options.OutputOptions,
 ) -> None:

@@ -168,14 +168,9 @@ def run_file(path: Path, out: TextIO, engine: str = COMPILED, warn: Callable[[st
     return count
 
 
-def case_of(values: dict[str, Any]) -> Case:
-    """Return the case that a JSON object holds; keys of other engines are left out. Raise InputError."""
-    return typed(Case, {key: value for key, value in values.items() if key in KEYS})
-
-
 def run_case(values: dict[str, Any], engine: str = COMPILED) -> dict[str, Any]:
-    """Run one case. Raise InputError for what no case may be."""
-    return run(case_of(values), engine)
+    """Run one case, without keys of other engines. Raise InputError for what no case may be."""
+    return run(typed(Case, {key: value for key, value in values.items() if key in KEYS}), engine)
 
 
 def run(case: Case, engine: str = COMPILED) -> dict[str, Any]:

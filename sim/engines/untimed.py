@@ -72,15 +72,7 @@ def queued(m: Int, hits: int, place: int) -> int:
 
 @compiled
 def count_steps(
-    m: Int,
-    keep: Float,
-    proposals: Float,
-    who: Heard,
-    routing: Routing,
-    L: int,
-    step: int,
-    totals: Int,
-    evictions: Int,
+    m: Int, keep: Float, proposals: Float, who: Heard, routing: Routing, L: int, step: int, totals: Int, evictions: Int
 ) -> tuple[int, int]:
     """Count the steps from `step` on, until their end or until `evictions` might not hold a step's more.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import overload
+from typing import Any
 
 import numpy as np
 
@@ -27,16 +27,9 @@ class Requests(Sequence[RequestSteps]):
     def __len__(self) -> int:
         return len(self._trace.requests)
 
-    @overload
-    def __getitem__(self, i: int) -> RequestSteps: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[RequestSteps]: ...
-    def __getitem__(self, i: int | slice) -> RequestSteps | Sequence[RequestSteps]:
-        if isinstance(i, slice):
-            return [self._steps(j) for j in range(*i.indices(len(self)))]
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        return self._steps(i)
+    def __getitem__(self, i: Any) -> Any:
+        places = range(len(self))[i]
+        return list(map(self._steps, places)) if isinstance(i, slice) else self._steps(places)
 
     def __iter__(self) -> Iterator[RequestSteps]:
         return (self._steps(i) for i in range(len(self)))

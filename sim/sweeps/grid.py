@@ -26,7 +26,7 @@ from policies.core.grammar import file_and_class
 from policies.core.guard import PolicyError, own_classes
 from policies.core.spec import Part, PolicySpec
 from sim.loaded import Loaded, TimedRun
-from sim.loop.log import Ended, RunLog, joined
+from sim.loop.log import Ended, RunLog
 from sim.results import compare, files, metrics, plot
 from sim.results.files import REQUESTS_FILE, RESULTS_FILE
 from sim.results.metrics import RESULTS, Row
@@ -140,12 +140,6 @@ def run_grid(loaded: Loaded, grid: Grid, workers: int = 1) -> tuple[Outcome, pd.
         sweep([table], store, Local(workers))
         requests = [store.requests(key) for key in table.keys]
         return outcome(table, store), pa.concat_tables(requests).to_pandas()
-
-
-def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, metrics.Summary]:
-    parts: list[RunLog] = []
-    summary = summed(loaded, policy, slots, lambda requests: None, parts.append)
-    return joined(parts), summary
 
 
 def missing(tables: Sequence[Table], store: Store) -> list[Group]:
@@ -262,20 +256,16 @@ def drawn(found: Outcome, swept: Sequence[compare.SweptRun], column: str) -> "Fi
 
 def run_cells(loaded: Loaded, policy: PolicySpec, slots: Sequence[int], advance: Advance) -> list[tuple[Row, pa.Table]]:
     """Run cells of one policy; return the row of each, and those of its requests."""
-    return [(each.row(), each.requests()) for each in _summaries(loaded, policy, slots, advance)]
+    return [(each.row(), each.requests()) for each in summed(loaded, policy, slots, advance)]
 
 
 def summed(
-    loaded: Loaded, policy: PolicySpec, slots: int, advance: Advance, on_log: Ended = lambda log: None
-) -> metrics.Summary:
-    """Run one cell and sum it up. `advance` gets the number of requests, `on_log` each part of the log."""
-    return _summaries(loaded, policy, [slots], advance, on_log)[0]
-
-
-def _summaries(
     loaded: Loaded, policy: PolicySpec, slots: Sequence[int], advance: Advance, on_log: Ended = lambda log: None
 ) -> list[metrics.Summary]:
-    """Run cells of one policy and sum each up; name them in what a user's policy raises."""
+    """Run cells of one policy and sum each up; name them in what a user's policy raises.
+
+    `advance` gets the number of requests, `on_log` each part of the log.
+    """
     summaries = [metrics.Summary(loaded.cell(policy, each), loaded.trace.requests) for each in slots]
 
     def add(summary: metrics.Summary, log: RunLog) -> None:

@@ -21,15 +21,7 @@ from traces.typed import typed
 
 NAME = "winner.toml"
 
-PREDICTED = (
-    "misses",
-    "hit_rate",
-    "ttft_mean_ms",
-    "tpot_mean_ms",
-    "tpot_p50_ms",
-    "tpot_p95_ms",
-    "tpot_p99_ms",
-)
+PREDICTED = ("misses", "hit_rate", "ttft_mean_ms", "tpot_mean_ms", "tpot_p50_ms", "tpot_p95_ms", "tpot_p99_ms")
 
 
 @dataclass(frozen=True)

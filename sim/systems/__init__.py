@@ -3,7 +3,3 @@
 `policies.core.systems` declares them, `transforms` turns an option into other requests, times or a link, and `predict`
 runs them. No engine knows of any of it.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from benchmarks import planner as benchmark
 from sim.backtest import file, score
 from sim.catalogue.parts import Gpu
-from sim.planner import Plan, prefill, quick
+from sim.planner import prefill
 from sim.planner.placements import Layout, cached, today
-from sim.planner.plan import PRECISIONS, TooSmallError, chosen, plan
+from sim.planner.plan import PRECISIONS, Plan, TooSmallError, chosen, plan, quick
 from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, SECOND_CARD, resources, with_more
 from sim.prediction import Case, Machine, Model, errors, table
 from sim.prediction.model import profile_of

@@ -20,8 +20,8 @@ from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
-from sim.systems import Setting, transforms
-from sim.systems.predict import CannotRunError, SystemRun, chosen
+from sim.systems import transforms
+from sim.systems.predict import CannotRunError, Setting, SystemRun, chosen
 from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES

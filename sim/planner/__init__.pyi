@@ -1,2 +1,0 @@
-from .plan import Plan as Plan
-from .plan import quick as quick

@@ -1,2 +1,0 @@
-from .predict import Setting as Setting
-from .predict import chosen as chosen
