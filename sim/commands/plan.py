@@ -18,17 +18,15 @@ from sim.planner.placements import DISK, Layout, today
 from sim.planner.plan import AssumedFact, CachePlan, Plan, Speed
 from sim.planner.ranking import CURRENT, Ranked, ranked
 from sim.planner.resources import resources, show_gib
-from sim.planner.verification import Checked, rows, verify
+from sim.planner.verification import Checked, verify
 from sim.prediction.errors import CONFIDENCE
 from sim.probe import busy
-from sim.probe.cores import processor
 from sim.probe.detection import Facts, detected, of_profile, with_stated
 from sim.probe.detection import options as of_facts
 from sim.quantities import show_bytes
 from terminal.console import progress, table
 from traces.errors import InputError, refuse
 from traces.models.profile import is_gguf_file
-from traces.output import check_file, replacing
 from traces.typed import Option, Positive
 
 DESCRIBED = ("gpu", "gpu_memory", "host_memory", "unified")
@@ -93,7 +91,6 @@ class HereOptions:
     )
     calibrate: Annotated[bool, Option("Time cuts of the model's shape in llama.cpp first: about a minute.")] = False
     verify: Annotated[Path | None, Option("GGUF file: run the plan's flags and two neighbours in llama.cpp.")] = None
-    rows: Annotated[Path | None, Option("File for what --verify measured, as rows of the back-test.")] = None
     even_if_busy: Annotated[bool, Option("Calibrate and verify also while others use the machine.")] = False
 
 
@@ -136,11 +133,8 @@ def plan(
     models = list(filter(None, map(str.strip, model.split(","))))
     refuse(
         (here.calibrate and len(models) != 1, "--calibrate is of one model: name it (--model)"),
-        (here.rows and not here.verify, "--rows are of --verify FILE.gguf"),
         (here.verify and model != str(here.verify), "--verify runs its file: leave --model out"),
     )
-    if here.rows:
-        check_file(here.rows)
     facts = _facts(here, machine.stated())
     where = resources(**(of_facts(facts) if facts else machine.stated()))
     if len(models) != 1:
@@ -151,10 +145,6 @@ def plan(
     layout, notes = planner.chosen_or_smaller(model, where, context, precision)
     calibration, checked = _measured(model, layout, here, output.quiet or output.as_json)
     result = planner.of_layout(layout, notes, prompt, calibration)
-    if here.rows:
-        name = processor().replace(" ", "-").lower() or "machine"
-        with replacing(here.rows) as part:
-            part.write_text(rows(layout, checked, processor(), name), "utf-8")
     output.show(
         lambda: {**result.facts(), "detected": _sources(facts), "verified": [_checked_facts(each) for each in checked]},
         lambda: _shown(result, model, facts, checked, details),

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sim.backtest import file
 from sim.catalogue.parts import thread_gflop_per_s
 from sim.planner import random_gguf
 from sim.planner.calibration import Calibration, _fitted, bytes_read, values
 from sim.planner.placements import Layout
 from sim.planner.resources import resources
-from sim.planner.verification import Checked, rows, variants
+from sim.planner.verification import variants
 from sim.prediction.described import Model
 from sim.probe import detection, limits
 from sim.probe.stream import triad
@@ -23,8 +22,6 @@ from sim.profiles.hardware_profile import hardware
 from traces.models import gguf_files
 from traces.models.gguf_profile import of_file
 from traces.models.profile import ModelProfile, model
-
-COMMUNITY = sorted((Path(file.__file__).parent / "community").glob("*.toml"))
 
 
 def small(name: str) -> ModelProfile:
@@ -149,26 +146,10 @@ def test_llama_cpp_runs_cuts_and_its_times_come_in_the_keys_of_llama_bench(name,
 # A plan beside a run
 
 
-def test_what_was_measured_is_a_file_of_rows_whose_prediction_is_the_plans(tmp_path: Path) -> None:
+def test_without_a_gpu_a_plan_is_run_beside_fewer_threads() -> None:
     machine = resources(None, "32GiB", cpu_bandwidth="20GB/s measured", threads=2)
     layout = Layout(Model("olmoe-1b-7b", precision="q4_k_m"), machine, 512)
-    checked = [Checked(variant, "-t 2", 0, 9.0, 10.0) for variant in variants(layout, 2)]
-    (tmp_path / "mine.toml").write_text(rows(layout, checked, "A PC", "pc"))
-    found = file.read(tmp_path / "mine.toml")
-    assert [(row.machine and row.machine.host_threads, row.value) for row in found] == [(2, 10.0), (1, 10.0)]
-    (other, _) = found
-    assert other.model
-    assert other.setting.place == "all_on"
-
-
-def test_contributed_rows_are_whole_measured_and_named_once() -> None:
-    found = file.unique([row for path in [*file.shipped(), *COMMUNITY] for row in file.read(path)])
-    for row in found[-sum(len(file.read(path)) for path in COMMUNITY) or len(found) :]:
-        assert (row.quality, row.unsimulated, row.metric) == ("A", "", "speed"), row.where
-        assert row.machine, row.where
-        assert row.machine.host_threads, row.where
-        assert row.machine.host_stream_gb_per_s, row.where
-        assert "--verify" in row.source, row.where
+    assert [(each.threads, each.planned) for each in variants(layout, 2)] == [(2, True), (1, False)]
 
 
 def test_a_probes_profile_is_a_machine_of_sweeps_and_plans(tmp_path: Path, monkeypatch) -> None:
