@@ -4,9 +4,11 @@ A row names its machine and its model, of the file's tables or of shipped profil
 what may be 0) stands for what is not stated. InputError names file, row and key.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
@@ -16,8 +18,13 @@ from traces.errors import InputError, located, refuse, unknown
 from traces.files import read_toml
 from traces.typed import typed
 
+T = TypeVar("T")
+
 DATA = Path(__file__).parent / "data"
 """Rows of blind tests, and what was measured of single tokens."""
+
+UNUSED: dict[str, list[dict[str, Any]]] = read_toml(DATA / "unused.toml")
+"""Keys of a setting, a model and a machine that do nothing beside or without another one."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,11 @@ def shipped() -> list[Path]:
     return sorted(Path(__file__).parent.glob("*.toml"))
 
 
-def read(path: Path) -> list[Row]:
-    """Return the rows of a file, in order. Raise InputError."""
+def read(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[Row]:
+    """Return the rows of a file, in order. warn: called for each key without effect. Raise InputError."""
     tables = typed(_Tables, read_toml(path), str(path))
     machines, models = (
-        {name: typed(cls, {**facts, "name": name}, f"{path}: {key}.{name}") for name, facts in table.items()}
+        {name: _part(cls, f"{path}: {key}.{name}", {**facts, "name": name}, warn) for name, facts in table.items()}
         for cls, key, table in ((Machine, "machines", tables.machines), (Model, "models", tables.models))
     )
     rows = []
@@ -45,12 +52,12 @@ def read(path: Path) -> list[Row]:
         where = f"{path}: row {values.get('figure', place)}"
         model, machine, setting = (values.get(key) for key in ("model", "machine", "setting"))
         if isinstance(model, dict):
-            values["model"] = typed(Model, {"name": model.get("profile", "its own"), **model}, f"{where}: model")
+            values["model"] = _part(Model, f"{where}: model", {"name": model.get("profile", "its own"), **model}, warn)
         elif isinstance(model, str):
             values["model"] = models.get(model) or Model(model)
         if isinstance(machine, dict):
             named = {"name": machine.get("title", "its own"), **machine}
-            values["machine"] = typed(Machine, named, f"{where}: machine")
+            values["machine"] = _part(Machine, f"{where}: machine", named, warn)
         elif machine in machines:
             values["machine"] = machines[machine]
         elif isinstance(machine, str):
@@ -58,7 +65,8 @@ def read(path: Path) -> list[Row]:
                 raise unknown("machine", machine, [*machines, *MACHINES.names()], where)
             values["machine"] = Machine(name=machine, profile=machine)
         if isinstance(setting, dict):
-            values["setting"] = typed(Setting, {**tables.defaults.get("setting", {}), **setting}, f"{where}: setting")
+            own, shared = stated.get("setting", {}), tables.defaults.get("setting", {})
+            values["setting"] = _part(Setting, f"{where}: setting", own, warn, shared)
         rows.append(typed(Row, values, where))
         with located(where):
             _check(rows[-1])
@@ -72,6 +80,28 @@ def unique(rows: list[Row]) -> list[Row]:
         if seen.setdefault(row.figure, row) is not row:
             raise InputError(f"{row.where}: figure {row.figure!r} is there twice, also in {seen[row.figure].file}")
     return rows
+
+
+def _part(
+    cls: type[T],
+    where: str,
+    stated: Mapping[str, Any],
+    warn: Callable[[str], None],
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> T:
+    """Return a part of a row without the keys that do nothing in it, of which the stated ones are warned of."""
+    values = {**defaults, **stated}
+    unused = {
+        key: f"{relation} {one}"
+        for rule in UNUSED[cls.__name__]
+        for relation, one in rule.items()
+        if relation != "keys" and (one in values) == (relation == "beside")
+        for key in rule["keys"]
+    }
+    for key, why in unused.items():
+        if values.pop(key, None) is not None and key in stated:
+            warn(f"{where}: {key} has no effect {why} (ignored)")
+    return typed(cls, values, where)
 
 
 def _check(row: Row) -> None:
