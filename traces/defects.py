@@ -456,8 +456,6 @@ def of_trace(pieces: Iterable[Trace]) -> tuple[list[Finding], int]:
         tokens += len(piece.experts)
         if piece.aggregate is None and len(piece.experts):
             for finding in find(Routing.of(piece))[0]:
-                if finding.name == "sorted ids" and piece.meta.mode == "synthetic":
-                    continue  # no recorder lost the order: `moe-trace synth` makes none
                 found.setdefault(finding.name, replace(finding, fixed=None))
     return list(found.values()), tokens
 

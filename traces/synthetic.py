@@ -1,7 +1,7 @@
 """Small seeded traces made from nothing, for tests and speed measurements; no substitute for a recording.
 
 Three things that real routing shows are put in by hand: some experts are popular (Zipf), a request has a topic that
-prefers some experts, and adjacent tokens reuse experts. `traces.score_model` behaves as a real trace.
+prefers some experts, and adjacent tokens reuse experts.
 """
 
 from dataclasses import replace

@@ -16,7 +16,6 @@ app = program.group(
         "cat": "tracer.commands.edit:cat",
         "slice": "tracer.commands.edit:slice_",
         "sample": "tracer.commands.edit:sample",
-        "synth": "tracer.commands.synth:synth",
         "profile": "tracer.commands.profile:profile",
         "architectures": "tracer.commands.profile:architectures",
     },

@@ -151,9 +151,3 @@ ROWS: tuple[Row, ...] = (
     ("  by chance", ("similarity", "chance"), ".1%"),
 )
 """Lines of `moe-trace info`."""
-
-LENGTH_ROWS: tuple[Row, ...] = tuple(
-    (f"tokens of a request, {name}", ("length", key), ",.0f")
-    for name, key in (("10th percentile", "p10"), ("median", "median"), ("90th percentile", "p90"))
-)
-"""Lines that `moe-trace synth` adds."""
