@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tracer import Loading
-
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("terminal", "traces", "policies", "tracer", "sim", "replay", "benchmarks")
 SOURCES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
@@ -66,10 +64,6 @@ def test_no_source_unpickles_or_runs_what_others_wrote(package: str) -> None:
     sources = [file for file in SOURCES if file.is_relative_to(ROOT / package)]
     assert sources
     assert not [f"{file.name}, {fault}" for file in sources for fault in faults(file.read_text("utf-8"))]
-
-
-def test_code_of_a_model_runs_only_where_that_is_asked_for() -> None:
-    assert Loading().trust_remote_code is False
 
 
 def test_what_the_demo_ships_has_the_sums_that_stand_beside_it() -> None:

@@ -56,7 +56,7 @@ def read_gates(gates: list[Gate], outputs: list[Any], tokens: int) -> Tensor:
 def find_gate(site: Site, output: Any, index: Tensor, weights: Tensor) -> Gate:
     """Return the reading of `output` that explains the weights [T, k] of index [T, k]. InputError if none does."""
     best, least = None, TOLERANCE
-    scored = [] if output is None or not site.weighted else site.gate_logits(output, len(index))
+    scored = [] if output is None else site.gate_logits(output, len(index))
     for part, scores in enumerate(scored):
         for name in TRANSFORMS:
             gate = Gate(site, part, name)

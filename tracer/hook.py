@@ -187,8 +187,6 @@ class ExpertsHook:
                 raise InputError(f"{site.name} weighs its experts with values that are not finite: is it damaged?")
             self.experts = site.experts
             self.top_k = max(self.top_k, choice.experts.shape[1])
-            if self.wanted.weights and not site.weighted:
-                raise InputError(f"weights of {site.name} cannot be recorded: its experts do not receive them")
             if self._reads_gates:
                 output = self._router_outputs.get(site)
                 self._gates[site] = find_gate(site, output, choice.experts, choice.weights)

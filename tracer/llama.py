@@ -59,7 +59,6 @@ class GgufModel:
         """Raise InputError for a file that is no MoE model, or that llama.cpp cannot load."""
         refuse(
             (loading.offload, "`offload` is for `model`: llama.cpp maps a GGUF file, and reads what it needs of it"),
-            (loading.trust_remote_code, "`trust_remote_code` is for `model`: a GGUF file holds no code"),
             (loading.device not in ("auto", "cpu"), f"`device` {loading.device!r}: of a GGUF file, use auto or cpu"),
         )
         self.profile = of_gguf(str(path))

@@ -26,7 +26,6 @@ class Loading:
     offload: Annotated[str | None, Option("cpu or disk: where weights go that the device cannot hold.", PANEL)] = None
     max_memory: Annotated[str | None, Option("Of the device for weights, such as 8GiB, with --offload.", PANEL)] = None
     offload_folder: Annotated[Path | None, Option("For weights on disk.", PANEL, "a temporary one")] = None
-    trust_remote_code: Annotated[bool, Option("Run code that comes with the model.", PANEL)] = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

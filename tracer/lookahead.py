@@ -54,7 +54,7 @@ class Lookahead:
 
     def attach(self, site: Site) -> Iterator[Any]:
         tried = site.block or site.router
-        if tried is None or not site.weighted:
+        if tried is None:
             return
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def load_model(source: str, options: Loading) -> LoadedModel:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    found = find_model(source, options.trust_remote_code)
+    found = find_model(source)
     placement = _offloaded(options, device) if options.offload else {}
     with blaming(f"cannot load the model {source}"):
         loaded: Any = found.auto.from_pretrained(
@@ -45,7 +45,7 @@ def load_model(source: str, options: Loading) -> LoadedModel:
             dtype=options.dtype,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=False,
             **placement,
         )
         model, loading = loaded
@@ -83,7 +83,7 @@ class Found(NamedTuple):
     auto: Any  # the auto class that loads it
 
 
-def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bool = True) -> Found:
+def find_model(source: str, needs_tokenizer: bool = True) -> Found:
     """Read config and tokenizer of `source`, a folder or a hub id. Raise InputError."""
     messages: Any = transformers.utils.logging  # what matters of warnings is in our errors
     messages.set_verbosity_error()
@@ -99,23 +99,20 @@ def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bo
             get_hf_file_metadata(hf_hub_url(source, "config.json"))
     with blaming(f"cannot load the model {source}"):
         try:
-            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
-            reason = "comes with code of its own, which runs only with --trust-remote-code"
-            raise InputError(f"{source} {reason}") from error
+            raise InputError(f"{source} comes with code of its own, which is never run") from error
         tokenizer = None
         if needs_tokenizer or not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZER_FILES):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         name = folder.resolve().name if folder.is_dir() else source
         return Found(name, source, config, tokenizer, _class_for(source, config))
 
 
 def _class_for(source: str, config: Any) -> Any:
     """Return the auto class that loads a model which answers: that it was saved from, if any. Raise InputError."""
-    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
-        return transformers.AutoModelForCausalLM
     answering: list[Any] = [getattr(transformers, name) for name in ANSWERING]
     fitting = {auto: auto._model_mapping[type(config)] for auto in answering if type(config) in auto._model_mapping}
     if not fitting:

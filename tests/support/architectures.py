@@ -189,7 +189,7 @@ def _small_fields(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
 @cache
 def names() -> list[str]:
     """Every architecture of the installed transformers that has routed experts."""
-    return [a.name for a in architectures() if not a.remote]
+    return [a.name for a in architectures()]
 
 
 def tiny(architecture: str, **changes: Any) -> LoadedModel:

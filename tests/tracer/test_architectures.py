@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformers import PretrainedConfig
 
 from tests.support.architectures import names, tiny_model
 from tests.support.routing_oracle import IDS, asked, check, merged, observed, run
@@ -217,78 +215,3 @@ class TestNllb:
         with torch.no_grad():
             assert not torch.allclose(block(states)[0], wanted, atol=1e-3)
         assert "forward" not in vars(block.experts)
-
-
-class MixtralStyle(nn.Module):
-    """How the first Mixtral, Arctic and Qwen-MoE called their experts: with the rows of their tokens."""
-
-    def __init__(self, k: int):
-        super().__init__()
-        self.top_k = self.k = k
-        self.gate = nn.Linear(16, 6, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        flat = hidden_states.view(-1, 16)
-        weights, chosen = self.gate(flat).softmax(-1).topk(self.k)
-        output = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            slots, tokens = torch.where(nn.functional.one_hot(chosen, 6).permute(2, 1, 0)[number])
-            states = flat[None, tokens].reshape(-1, 16)
-            output.index_add_(0, tokens, expert(states) * weights[tokens, slots, None])
-        return output.view(hidden_states.shape)
-
-
-class DeepseekStyle(MixtralStyle):
-    """How deepseek-moe-16b does it: tokens sorted by expert, and experts without tokens never called."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        flat = hidden_states.view(-1, 16)
-        weights, chosen = self.gate(flat).softmax(-1).topk(self.k, sorted=False)
-        order = chosen.flatten().argsort()
-        ends = chosen.flatten().bincount(minlength=6).cumsum(0).tolist()
-        output = torch.zeros_like(flat)
-        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            if start < end:
-                slots = order[start:end]
-                tokens = slots // self.k
-                output.index_add_(0, tokens, self.experts[number](flat[tokens]) * weights.flatten()[slots, None])
-        return output.view(hidden_states.shape)
-
-
-class Remote(nn.Module):
-    """A model of remote code."""
-
-    def __init__(self, block: type[MixtralStyle], k: int = 2):
-        super().__init__()
-        torch.manual_seed(1)
-        self.config = PretrainedConfig()
-        self.embed = nn.Embedding(257, 16)
-        self.layers: Any = nn.ModuleList(block(k) for _ in range(3))
-
-    def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        hidden: torch.Tensor = self.embed(input_ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return hidden
-
-
-class TestRemoteCode:
-    @pytest.mark.parametrize("block", [MixtralStyle, DeepseekStyle])
-    def test_calls_of_child_experts_are_attributed_to_tokens(self, block: type[MixtralStyle]) -> None:
-        seen = check(Remote(block), torch.cat([IDS, IDS.flip(-1)]))
-        assert (seen >= 0).all()
-
-    def test_states_that_are_no_tokens_are_refused(self) -> None:
-        model = Remote(MixtralStyle)
-        for layer in model.layers:
-            layer.experts = nn.ModuleList(nn.Sequential(expert) for expert in layer.experts)
-        model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        check(model)  # what the block itself does is seen
-        model.layers[1].experts[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        with pytest.raises(InputError, match=r"layers\.1\.experts are given states that are no token's"):
-            observed(model)
-
-    def test_half_precision_is_attributed_too(self) -> None:
-        for dtype in (torch.bfloat16, torch.float16):
-            assert (merged(observed(Remote(DeepseekStyle).to(dtype))[1]) >= 0).all()

@@ -152,7 +152,7 @@ def test_an_interrupted_recording_is_resumed_by_the_same_command(
     assert_same(Trace.read(tmp_path / "whole", EXTRA), Trace.read(tmp_path / "t", EXTRA), EXTRA)
 
 
-def test_code_that_comes_with_a_model_runs_only_if_trusted(
+def test_code_that_comes_with_a_model_is_never_run(
     tmp_path: Path, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -160,7 +160,5 @@ def test_code_that_comes_with_a_model_runs_only_if_trusted(
     model = changed_demo(tmp_path / "m", {"model_type": "own", "auto_map": auto})
     (model / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     command = ("record", "--model", model, "--out", tmp_path / "t")
-    refuses(*command, reason="comes with code of its own, which runs only with --trust-remote-code")
+    refuses(*command, reason="comes with code of its own, which is never run")
     assert not (tmp_path / "ran").exists()
-    refuses(*command, "--trust-remote-code", reason="cannot load the model")
-    assert (tmp_path / "ran").exists()

@@ -21,28 +21,23 @@ REFUSED = {
     "diffusion_gemma": "no pass has tokens of its own, since blocks of them are denoised together",
     "openai_privacy_filter": "it labels tokens and does not answer",
 }
-REMOTE = {
-    "arctic": "calls of each expert, with --trust-remote-code; no weights",
-    "deepseek-moe-16b": "calls of each expert, with --trust-remote-code; no weights",
-}
 INTERFACE = "experts interface"
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture: its module's name in transformers, or a checkpoint's for remote code."""
+    """One architecture, by its module's name in transformers."""
 
     name: str
     how: str
     recorded: bool = True
-    remote: bool = False
 
 
 def architectures() -> list[Architecture]:
-    """Return all of them, those of transformers by name, then remote code. Raise ImportError without transformers."""
+    """Return all of them by name. Raise ImportError without transformers."""
     files = Path(str(distribution("transformers").locate_file("transformers"))).glob("models/*/modeling_*.py")
     names = {file.parent.name for file in files if re.search(rb"^class \w+Experts\(", file.read_bytes(), re.M)}
     return [
         Architecture(name, REFUSED.get(name) or ADAPTED.get(name, INTERFACE), recorded=name not in REFUSED)
         for name in sorted({*names, *ADAPTED})
-    ] + [Architecture(name, how, remote=True) for name, how in REMOTE.items()]
+    ]

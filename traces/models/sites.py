@@ -24,11 +24,10 @@ Report = Callable[[Tensor, Tensor], None]
 class Site:
     """One MoE layer: `module` holds the experts, `owner` is the block around them, `router` scores them.
 
-    Attributes: `name` as in `model.named_modules()`, `experts` is E, `weighted` says whether weights are known, and
-    `alone` whether other rows of a batch, or its padding, change what a token is routed to.
+    Attributes: `name` as in `model.named_modules()`, `experts` is E, and `alone` says whether other rows of a batch, or
+    its padding, change what a token is routed to.
     """
 
-    weighted = True
     alone = False
 
     def __init__(self, name: str, module: Any, owner: nn.Module):
@@ -235,73 +234,6 @@ class ProductKeys(Site):
         return [(keys[0].unsqueeze(-1) + keys[1].unsqueeze(-2)).flatten(-2)]
 
 
-class Children(Site):
-    """Remote code (Arctic, DeepSeek-MoE, the first Mixtral): a list of MLPs, each called with its tokens' states.
-
-    Rows are attributed to tokens by value, which is sound as equal states are routed alike. Weights stay unknown.
-    """
-
-    weighted = False
-
-    @property
-    def experts(self) -> int:
-        return len(self.module)
-
-    @property
-    def block(self) -> nn.Module | None:
-        """None: children are called one after the other, so no single call shows the choice."""
-        return None
-
-    @property
-    def top_k(self) -> int | None:
-        """The k that the block or its gate names; None if they do not."""
-        return k_of(self.owner, self.router, getattr(self.owner, "config", None))
-
-    def attach(self, report: Report) -> Iterator[Any]:
-        tokens: list[Tensor] = []
-        rows: list[tuple[int, Tensor]] = []
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = next(part for part in tensors((*args, *kwargs.values())) if part.is_floating_point())
-            tokens[:] = [hidden.detach().reshape(-1, hidden.shape[-1]).clone()]
-            rows.clear()
-
-        def called(expert: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-                rows.append((expert, args[0].detach().reshape(-1, args[0].shape[-1])))
-
-            return before
-
-        def leave(*_: Any) -> None:
-            index = self._attribute(tokens.pop(), rows)
-            report(index, (index >= 0).float())
-
-        yield self.owner.register_forward_pre_hook(enter, with_kwargs=True)
-        for expert, child in enumerate(self.module):
-            yield child.register_forward_pre_hook(called(expert))
-        yield self.owner.register_forward_hook(leave)
-
-    def _attribute(self, tokens: Tensor, rows: list[tuple[int, Tensor]]) -> Tensor:
-        """The experts of each token, [T, k] in the order of their numbers, from rows [n, H] given to each expert."""
-        parts = [tokens, *(part for _, part in rows)]
-        unique: Any = torch.unique  # untyped
-        same = unique(torch.cat(parts), dim=0, return_inverse=True)[1].split([len(part) for part in parts])
-        chosen = torch.zeros(int(max(part.max() for part in same if len(part))) + 1, self.experts, dtype=torch.bool)
-        for (expert, _), part in zip(rows, same[1:], strict=True):
-            chosen[part.cpu(), expert] = True
-        known = torch.zeros(len(chosen), dtype=torch.bool)
-        known[same[0].cpu()] = True
-        if chosen[~known].any():
-            raise InputError(f"the experts of {self.name} are given states that are no token's: it cannot be observed")
-        mask = chosen[same[0].cpu()]
-        most = int(mask.sum(-1).max())
-        k = self.top_k or most
-        if most > k:
-            raise InputError(f"{self.name} gave a token to {most} experts but is top-{k}: it cannot be observed")
-        index = mask.int().argsort(dim=-1, descending=True, stable=True)[:, :k]
-        return torch.where(mask.gather(-1, index), index, -1).to(tokens.device)
-
-
 ADAPTERS: dict[str, type[Site] | None] = {
     "SwitchTransformersExperts": OneHot,
     "NllbMoeExperts": CombineWeights,
@@ -338,8 +270,6 @@ def find_sites(model: nn.Module) -> list[Site]:
         adapter = ADAPTERS.get(kind)
         if kind not in ADAPTERS and kind.endswith("Experts") and leaf != "shared_experts":
             adapter = Interface
-        elif leaf == "experts" and isinstance(module, nn.ModuleList) and len(module):
-            adapter = Children
         if adapter is not None:
             sites.append(adapter(name, module, model.get_submodule(parent)))
     return sites
