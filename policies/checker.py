@@ -1,14 +1,9 @@
 """The conformance kit: what every policy must hold to, checked in one call, without a clock.
 
-    from policies import check_policy
-    print(check_policy("my_file.py:MyPolicy"))        # or: python -m policies.checker my_file.py:MyPolicy
-
-A prefetcher is checked beside what it is paired with: `check_policy("lru+my_file.py:MyPrefetch")`. The kit drives the
-residency with scripted random routing on caches of all sizes (one slot, events without experts, prefills,
-requests without decode or without any step, cold ends), and with a link and a compute stream whose
-order of events is random but seeded. Checked: two runs decide alike; other routing after an event changes nothing
-before it (oracles excepted); nothing writes into the arrays of an event; victims are among those offered;
-keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
+`check_policy("my_file.py:MyPolicy")`, or `python -m policies.checker lru+my_file.py:MyPrefetch`. Checked, on scripted
+random routing and caches of all sizes, under a random but seeded order of events: two runs decide alike; other routing
+after an event changes nothing before it (oracles excepted); nothing writes into the arrays of an event; victims are
+among those offered; keep scores and proposals are finite and in range.
 """
 
 import argparse

@@ -1,10 +1,8 @@
 """What a policy takes for an event, where no table says it: its own calls over the first tokens of a run, timed.
-And what memory it holds.
 
-A first pass has the guard on, so that a faulty policy ends with file and line; the passes that count do without, since
-the guard is no work of the policy. Each step counts with the shortest time that a pass took for it, as what disturbs
-a measurement only makes it longer, less that of a policy that hears of nothing. A policy that names its victims has a
-cache of a quarter of the experts beside it, whose lookups and loads call it; what the cache takes does not count.
+A first pass has the guard on, so that a faulty policy ends with file and line; the passes that count do without. Each
+step counts with the shortest time of a pass for it, less that of a policy that hears of nothing. A policy that names
+its victims has a cache of a quarter of the experts beside it, whose own time does not count.
 """
 
 import gc

@@ -1,13 +1,8 @@
 """How compiled code calls what was not there when it was compiled: by an address.
 
-Numba keeps no function on disk that takes functions as arguments, but one that takes an address is like any other. So
-the compiled loop knows no policy: it calls C functions of what one declares as `compiled` (`policies.core.dispatch`),
-and asks one that is written in Python through a callback, half a microsecond a question. What Python raises waits until
-the compiled code has ended (`Asked.check`), which until then is answered without it. A C function raises nothing: it
-answers RAISED, and its caller raises (`checked`).
-
-All take four whole numbers and return one. What a policy knows, its scores, an event and a proposal are NamedTuples of
-arrays, which lie in memory as the structures that numba makes of them, at an address (`Held`).
+The compiled loop knows no policy: it calls C functions of what one declares as `compiled` (`policies.core.dispatch`),
+and one that is written in Python through a callback. All take four whole numbers and return one. NamedTuples of arrays
+lie in memory as numba's structures, at an address (`Held`). docs/architecture.md has more (How policies are called).
 """
 
 from collections.abc import Callable

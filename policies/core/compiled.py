@@ -1,23 +1,8 @@
 """How the hot path is compiled, and kept on disk. Nothing else knows how numba does it.
 
-What policies know is dozens of arrays, handed from function to function at every event; by default numba counts a
-reference to each, atomically, which took most of the compiled engine's time. Their owner is Python, which holds them
-throughout a call. So a `compiled` function must not create an array ("NRT required but not enabled"): loops instead of
-array expressions, scratch in what it is given. One that has to is `allocating`.
-
-Numba keeps what it compiled under the name of a function and the date of its file, but contains what that function
-calls. Here the name ends with a digest of all files of this package with compiled functions, of the list that numbers
-the policies, and of what these files import names from, so that nothing stale is ever run. Of a user's functions, which
-may call or name anything, nothing is kept. It is kept beside the sources, else in the user's home or NUMBA_CACHE_DIR;
-where none of these can be written to, in a folder that ends with the process, and where there is none either, nowhere.
-
-One thing is done that numba does not document. It optimizes every function together with all that it calls, and makes
-it executable, at each level of calls again; and arrays are handed over by value, in seven words each. Here what
-compiled functions call is a part of the function that Python calls, which is optimized once, knowing that nothing else
-calls its parts, and so leaves out the words that they do not read. Without that the engine takes two and a half times
-as long to compile and a third longer to run (numba 0.68.1). Parts also keep their names to themselves: numba numbers
-functions by process, and where two processes gave one name to two functions, a third one that loads both would run one
-in place of the other (numba issue 10486).
+A `compiled` function must not create an array ("NRT required but not enabled"): loops instead of array expressions,
+scratch in what it is given. One that has to is `allocating`. docs/architecture.md (How policies and the loop are
+compiled) has the reasons, what is kept where, and what is done that numba does not document.
 """
 
 import atexit

@@ -1,12 +1,8 @@
-"""The syntax of policies as text; what the names mean is known to `policies.core.spec` alone.
+"""The syntax of policies as text (policies/README.md); what the names mean is known to `policies.core.spec` alone.
 
-    EVICT[:options][+PREFETCH[:options]][@SCOPE[:options]][/PLACEMENT[:options]][/ADMISSION[:options]]
-    PRESET[:options][@SCOPE[:options]][/PLACEMENT[:options]][/ADMISSION[:options]]
-
-Options are `name=value` between colons, and may list alternatives between bars: `n=1|2`. A class in a user's file is
-named `path/my_file.py:MyPolicy`. What follows the last / is an admission if it is the name of one, what follows the /
-before it, or the last one, is a placement likewise. The first @ begins
-the scope and the first + before it divides the halves, so no path on the left of either has one. Commas divide lists.
+A class in a user's file is named `path/my_file.py:MyPolicy`. What follows the last / is an admission if it is the name
+of one, what follows the / before it, or the last one, is a placement likewise. The first @ begins the scope and the
+first + before it divides the halves, so no path on the left of either has one. Commas divide lists.
 """
 
 import itertools

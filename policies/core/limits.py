@@ -1,15 +1,8 @@
 """Limits on what a prefetcher proposes, the same options for all: how far ahead, how likely, how much the link carries.
 
-A prefetcher takes them by declaring `Limits`, or options derived from it. They are applied after it has answered and
-drop experts from its proposal, never change their order. After the event of layer l an expert of layer i is
-j = ((i - l - 1) mod L) + 1 layers ahead, around the cycle.
-
-`budget` asks for no more than arrives in time. While a layer of a decoded token computes with all its experts at hand,
-the link carries `experts_per_layer` experts, so budget * j * experts_per_layer are there when the layer j ahead begins
-(one at least: where a layer is shorter than a transfer, one expert may always be under way). The proposal is gone
-through by priority, ties to the lower id, and an expert is kept if then, for each j, the kept ones of at most j layers
-ahead are no more than that: earliest deadline first can serve them all. An expert that is READY needs no transfer: it
-is kept, and not counted. A budget of 1 is the window; demand takes of it too, so less may be wiser.
+A prefetcher takes them by declaring `Limits`, or options derived from it. They drop experts from its proposal, never
+change their order. After the event of layer l an expert of layer i is j = ((i - l - 1) mod L) + 1 layers ahead, around
+the cycle. policies/README.md (Limits on prefetch) says what `budget` counts.
 """
 
 import math

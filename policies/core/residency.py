@@ -1,27 +1,8 @@
-"""Residency: which expert is where, what is pinned, what moves next. Theory of rules 1, 2, 4 to 7, 9, 10.
+"""Residency: which expert is where, what is pinned, what moves next (rules 1, 2, 4 to 7, 9, 10).
 
-The rules themselves are the compiled functions of `policies.core.residency_compiled`, to which this gives a class.
-
-Whatever decides about slots belongs here; whatever takes time belongs to an engine. Residency is a state machine that
-knows no clock, no bytes and no device: an engine reports what happened and gets the answer what to do. The loop
-(`sim.loop`) and the compiled engine call the compiled functions; this class is for who has one in Python.
-
-Theory of operation. An expert is ABSENT, DEMANDED (a queued miss), LOADING or READY; one that is ABSENT may be queued
-as a prefetch, which is no state of its own, but follows from the proposal in force (`queued`):
-
-    ABSENT ------------- start --> LOADING --arrived--> READY --evicted--> ABSENT
-       '--route--> DEMANDED --start----^
-
-One transfer is on the link at a time, and on a device another behind the last bytes of the first. Evicting moves no
-bytes (rule 7). An event larger than the cache needs
-no case of its own: its demands wait in the queue until what was computed can be evicted (rule 9).
-
-A score policy is served wholly by the compiled core. Any other names its victims in Python, which the core calls where
-it needs one (`policies.core.calling`).
-
-The slots may be divided into partitions, one for each layer (`policies.core.scope`). Then "a slot" in rule 5 is one of
-the expert's partition, and of the queued prefetches the link takes the best that can have one; a demand is first in any
-case. With one partition that is the best queued prefetch or none, as the rule says.
+The rules themselves are the compiled functions of `policies.core.residency_compiled`, to which this gives a class, for
+who has a loop in Python. Whatever decides about slots belongs here; whatever takes time belongs to an engine.
+docs/architecture.md (How the residency works) has the theory of operation.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,16 +1,9 @@
 """Residency, compiled: states of experts, slots, pins, queues, victims. Rules 1, 2, 4 to 7, 9, 10 and 19 live here.
 
-All integers of a residency live in one array, so that a call from Python unboxes one array and costs well under a
-microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats are the policy's keep scores,
-`keep`, float64[2 or more, L*E], and its proposals, `proposals`, float64[4, L*E]: the priority of every expert in the
-latest proposal of an even and of an odd number, NOT_PROPOSED of the others, and two more rows with the lowest id of
-each and the one behind its highest. Caches that are run together share these: of their own they have the number of the
-proposal in force, so that a proposal of hundreds of experts costs each of them no more than the few that it fetches.
-`policies/core/residency.py` has their class, and the theory of operation.
-
-The slots are divided into partitions, contiguous ranges of them, each for a contiguous range of experts (one for all,
-or one for each layer): a free slot, and a victim, are of the expert's partition. Room is counted in slots, of which
-each expert takes one, or in bytes where experts differ in size (rule 19).
+All integers lie in one array, `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. `keep`,
+float64[2 or more, L*E], has the policy's keep scores; `proposals`, float64[4, L*E], the priorities of the latest
+proposal of an even and of an odd number, NOT_PROPOSED elsewhere, and two more rows with the lowest id of each and the
+one behind its highest. docs/architecture.md (How the residency works) says why.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,8 @@
 """Scope: what shares the slots of the cache. One pool for all layers (`global`), or each layer its own (`layer`).
 
-In a partitioned cache a transfer takes a free slot of its expert's layer, else its victim is of that layer. Slots per
-layer are even, what is left over one each to the first layers; or, with `profile`, AdapMoE's (arXiv 2408.10284, cache
-allocation): those that minimise the sum of the misses that the layers have under LRU in a trace. Miss curves need not
-be convex, so this is exact dynamic programming, not greedy; of equal allocations the one that gives the first layer
-most, then the second, and so on. No layer has more slots than experts: what exceeds all experts stays unused.
-Bytes (rule 19) become as many slots for each layer, each as large as that layer's experts.
+Slots per layer are even, what is left over one each to the first layers; or, with `profile`, AdapMoE's (arXiv
+2408.10284, cache allocation): those that minimise the sum of the misses of the layers under LRU in a trace, by exact
+dynamic programming, as miss curves need not be convex. Ties give the first layer most, then the second, and so on.
 """
 
 from abc import ABC, abstractmethod

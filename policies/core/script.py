@@ -1,13 +1,8 @@
 """Decisions of one run, written down and executed again: which transfer starts when, into whose slot.
 
-A `Script` holds what a residency decided: which transfers started, in which order, into whose slot, as prefetch or
-demand, and at which moment: how many routers and proposals it had heard by then. `ScriptedResidency` executes it. What
-then differs between two runs of one script is time, never a decision. A transfer starts when it is the next of the
-script, its moment has come and its slot is available; a demand may turn out late, or the other way round.
-
-It cannot deadlock: whatever part of the current event is absent is loaded by a transfer of this event or of earlier
-ones, and so is whatever stands before that in the script; a victim of those that the event looks up is in its slot, or
-landing, and is computed without waiting for any transfer behind it.
+What differs between two runs of one `Script` is time, never a decision. A transfer starts when it is the next of the
+script, its moment has come (so many routers and proposals were heard) and its slot is available; a demand may turn out
+late, or the other way round. docs/architecture.md (How the residency works) says why it cannot deadlock.
 """
 
 from collections import deque

@@ -1,9 +1,8 @@
 """Misses of LRU at every cache size, in one pass over the events.
 
-LRU is a stack algorithm (Mattson, Gecsei, Slutz, Traiger 1970): the experts held by a smaller cache are held by a
-larger one too, so one list, of which a cache of s slots holds the first s, stands for all sizes, and a lookup hits from
-the size on that is its expert's place in the list. The experts of an event are looked up together (rule 1) and none of
-them leaves for another (rule 2), so this holds for caches of at least the largest event; of plain accesses, for all.
+LRU is a stack algorithm (Mattson, Gecsei, Slutz, Traiger 1970): one list, of which a cache of s slots holds the first
+s, stands for all sizes. The experts of an event are looked up together (rule 1) and none of them leaves for another
+(rule 2), so this holds for caches of at least the largest event; of plain accesses, for all.
 """
 
 import numpy as np

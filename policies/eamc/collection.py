@@ -1,13 +1,8 @@
 """The expert activation matrix collection (EAMC) of MoE-Infinity (arXiv 2401.14361v3): which past EAMs are kept.
 
-A collection of fixed capacity; what the EAM of a request that has ended replaces when it is full:
-
-    nearest      the stored one at the smallest cosine distance, over all layers, by the same cosine as a match (v3)
-    least-used   the one that was among the matched at the fewest events (the public code); a new one starts at 0
-    fifo         the oldest
-    k-means      none at once: EAMs wait beside the collection, unmatched, until `capacity` wait; then all are grouped,
-                 and one stays for each of `capacity` groups (v1)
-
+Of a full collection a new EAM replaces the `nearest` stored one, by the same cosine as a match over all layers (v3);
+the `least-used`, among the matched at the fewest events (the public code); the oldest (`fifo`); or, with `k-means`
+(v1), none until `capacity` EAMs wait, unmatched: then all are grouped, and one stays of each of `capacity` groups.
 Ties go to the oldest. An EAM that is all zero teaches nothing.
 """
 

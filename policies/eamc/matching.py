@@ -1,21 +1,9 @@
 """Running requests against stored EAMs: similarities kept up to date by touching only what an event changes.
 
-Theory. A matrix Q of the running request (the iEAM of its step, or its rEAM so far) meets C stored matrices S row by
-row: `dots[l, c]` = Q_l . S_l is a whole number, to which an event of layer l adds its experts' columns of counts.
-Which rows count in a match depends on the current layer alone, so three sums suffice: over the rows before it
-(`past`, which grows from layer to layer within a step), the current row, and the rows after it (`future`, which the
-step has not touched yet: summed once when it begins, from the last row backwards). What is summed is
-
-    flat   Q_l . S_l; the sum is divided by the norms of Q and S over the same rows (of the whole of S for `all`)
-    rows   the cosine of Q_l and S_l, 0 where either is all zero; their sum orders entries as their mean does
-
-`inverse[l, c]` is the 1 / norm of S that a match at layer l needs, so an event costs O(k C + C), and a step O(L C)
-once. Whole numbers are exact, `dots` below 2**63 and their sums below 2**53.
-
-Every request is matched by itself, so all but what is stored has an axis of batch_slots.
-
-Ties go to the oldest entry: equal are similarities within TIE of the greatest, relatively, since so near only
-rounding differs, as between an EAM and its double. Functions are loops over arrays that compiled engines can call.
+`dots[l, c]` = Q_l . S_l, a whole number, for each row l of the running matrix Q and each stored S. `flat` divides its
+sum by the norms of Q and S over the same rows (of the whole of S for `all`); `rows` adds the cosines of the rows, 0
+where either is all zero. policies/README.md (How a match is kept up to date) has the theory. Ties go to the oldest
+entry: equal are similarities within TIE of the greatest, relatively, as between an EAM and its double.
 """
 
 from typing import NamedTuple
