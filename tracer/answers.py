@@ -18,7 +18,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tracer.blaming import blaming
@@ -127,12 +126,6 @@ class LoadedModel:
                             numbers = weight.detach().flatten()[:: max(1, weight.numel() // sample) if sample else 1]
                             digest.update(numbers.float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
-
-    def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
-        with torch.inference_mode():
-            rows = self.model.get_input_embeddings()(torch.tensor([list(tokens)], device=self.device))
-        embedding: NDArray[np.float16] = rows[0].float().mean(0).half().cpu().numpy()
-        return embedding
 
     @contextmanager
     def observed(self, wanted: Wanted, on_step: Callable[[int], None]) -> "Iterator[Runner]":

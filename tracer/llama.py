@@ -105,9 +105,6 @@ class GgufModel:
                 return text[:size].tobytes().decode("utf-8", "replace")
             text = np.empty(-size, np.uint8)
 
-    def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
-        raise NotImplementedError("llama.cpp shows no embeddings of its input")
-
     @contextmanager
     def observed(self, wanted: Wanted, on_step: Callable[[int], None]) -> "Iterator[GgufRunner]":
         """Probe the model, and yield what lets it answer; gate probabilities are not read."""

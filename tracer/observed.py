@@ -147,8 +147,5 @@ class Loaded(Protocol):
 
     def text(self, tokens: Sequence[int]) -> str: ...
 
-    def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
-        """Return the mean of the input embeddings of tokens, float16 [H]."""
-
     def observed(self, wanted: Wanted, on_step: Callable[[int], None]) -> AbstractContextManager[ObservedModel]:
         """Observe the model, and what is wanted besides the ids; `on_step` hears how many tokens a pass gave."""

@@ -66,7 +66,6 @@ class Options:
     scores: Annotated[
         Positive | None, Option("Candidates of a token in a layer whose scores are recorded, its choices first.", KEEP)
     ] = None
-    embedding: Annotated[bool, Option("Record a mean embedding of each prompt.", KEEP)] = False
     no_tokens: Annotated[bool, Option("Leave token ids out: prompts may be private.", KEEP)] = False
 
     def __post_init__(self) -> None:
@@ -226,7 +225,6 @@ class Recording:
         columns = in_turn(prompt + decoded, prompt)  # but that answers of a batch run at once
         after = columns["position"].astype(np.int64) - np.repeat(prompt, prompt + decoded) + 1
         columns["step"] = (first_step + np.maximum(after, 0)).astype(np.uint32)
-        embedding = [self._loaded.embed(answer.prompt) for answer in answers] if options.embedding else None
         tokens = [token for answer in answers for token in (*answer.prompt, *answer.output[:-1])]
         optional: dict[str, Any] = {}
         for name in OPTIONAL:
@@ -247,7 +245,6 @@ class Recording:
             ),
             experts=meta.stored(experts),
             token_id=np.array(tokens, np.int32) if not options.no_tokens else None,
-            embedding=np.stack(embedding) if embedding else None,
             drafted=np.concatenate(drafted).astype(np.int16) if drafted else None,
             **columns,
             **optional,

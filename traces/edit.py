@@ -76,7 +76,7 @@ def join(
     if (repeated := kept.duplicated()).any():
         advice = "give each trace once, in folders of different names" if prefix else "--prefix-ids tells traces apart"
         raise InputError(f"the request id {kept[repeated].iloc[0]!r} would occur twice; {advice}")
-    held = [{"token_id", *of.optional, *["embedding"] * (of.embedding is not None)} for of in folders]
+    held = [{"token_id", *of.optional} for of in folders]
     left_out = () if meta.candidates else ("candidates", "scores")
     known = [name for name in EXTRA if meta.lookahead or not name.startswith("lookahead")]
     columns = [name for name in known if name not in left_out and all(name in each for each in held)]

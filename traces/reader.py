@@ -32,7 +32,7 @@ from traces.schema import (
     routing_schema,
 )
 
-EXTRA = (*OPTIONAL, "token_id", "embedding")
+EXTRA = (*OPTIONAL, "token_id")
 """What is read only when it is requested."""
 
 RUN = ("token_id", "weights", "lookahead", "lookahead_scores", "drafted", "candidates", "scores")
@@ -117,7 +117,6 @@ class Folder:
     listed: Files  # the requests
     routing: Files
     optional: tuple[str, ...]  # those of OPTIONAL that the routing files hold
-    embedding: int | None  # size of the prompts' embeddings; None: the trace has none
     fingerprint: str  # of the files' names, sizes and last bytes: a trace that took this one's place has another
 
     @property
@@ -129,7 +128,7 @@ class Folder:
         return [*CORE, *(name for name in extra if name == "token_id" or name in self.optional)]
 
     def listing(self) -> pd.DataFrame:
-        """Return the requests without their EAMs and embeddings. Raises InputError."""
+        """Return the requests without their EAMs. Raises InputError."""
         return frame(self.listed.table([name for name in self.listed.schema.names if name not in self.list_columns]))
 
     @property
@@ -150,8 +149,7 @@ def open_folder(path: Path | str) -> Folder:
         footers = dict(zip(names, pool.map(partial(_footer, location), names), strict=True))
     where, first = location.within(requests[0]), footers[requests[0]].schema
     meta = TraceMeta.decode(first.metadata, where)
-    embedding = first.field("embedding").type.list_size if "embedding" in first.names else None
-    listed = requests_schema(meta, embedding)
+    listed = requests_schema(meta)
     for name, footer in footers.items():
         place = location.within(name)
         if TraceMeta.decode(footer.schema.metadata, place) != meta:
@@ -173,7 +171,6 @@ def open_folder(path: Path | str) -> Folder:
         listed=files(requests, listed, where),
         routing=files(parts, routing_schema(meta, optional), location.within(ROUTING)),
         optional=optional,
-        embedding=embedding,
         fingerprint=digest.hexdigest()[:16],
     )
     if not len(folder.listed):

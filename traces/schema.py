@@ -163,8 +163,8 @@ def routing_schema(meta: TraceMeta, optional: Iterable[str] = ()) -> pa.Schema:
     return pa.schema(columns, metadata=meta.encode())
 
 
-def requests_schema(meta: TraceMeta, embedding: int | None = None) -> pa.Schema:
-    """Return the columns of requests.parquet, by request number; embedding: size of the prompts' embeddings."""
+def requests_schema(meta: TraceMeta) -> pa.Schema:
+    """Return the columns of requests.parquet, by request number."""
     eam = pa.list_(pa.uint32(), meta.layers * meta.experts)
     columns = [
         pa.field("id", pa.string(), nullable=False),
@@ -177,8 +177,6 @@ def requests_schema(meta: TraceMeta, embedding: int | None = None) -> pa.Schema:
         pa.field("eam_prefill", eam, nullable=False),
         pa.field("eam_decode", eam, nullable=False),
     ]
-    if embedding is not None:
-        columns.append(pa.field("embedding", pa.list_(pa.float16(), embedding), nullable=False))
     return pa.schema(columns, metadata=meta.encode())
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traces.check import check_finite, check_rows, count_eams, first_fault
+from traces.check import check_rows, count_eams, first_fault
 from traces.drafts import Drafts
 from traces.errors import InputError, refuse
 from traces.index import Index
@@ -160,7 +160,6 @@ class Trace(AnyTrace):
     gate_probs: NDArray[np.float16] | None = None  # [T, L, E] the router's distribution over all experts
     drafted: NDArray[np.int16] | None = None  # [T] tokens drafted behind this one; -1: it was drafted, and accepted
     hits: NDArray[np.int8] | None = None  # as experts: 1, the recorded engine had it in its cache; 0, not; -1, not said
-    embedding: NDArray[np.float16] | None = None  # [R, H] mean input embedding of each prompt
     aggregate: NDArray[np.uint32] | None = None  # [2, R, L * E] EAMs of a trace that holds no sequences (T is 0)
 
     @staticmethod
@@ -181,7 +180,7 @@ class Trace(AnyTrace):
         """Return requests and all their rows, as tables of `folder`, checked. The first request is number `first`."""
         meta, where = folder.meta, folder.path
         lists = {name: numpy(requests.column(name)) for name in folder.list_columns}
-        listing, embedding = frame(requests.drop_columns(folder.list_columns)), lists.get("embedding")
+        listing = frame(requests.drop_columns(folder.list_columns))
         eams = np.stack([lists["eam_prefill"], lists["eam_decode"]])
         arrays: dict[str, Any] = {name: numpy(rows.column(name)) for name in folder.row_columns(columns)}
         request, index = arrays["request"].astype(np.int64) - first, Index(len(listing))
@@ -194,14 +193,11 @@ class Trace(AnyTrace):
         offsets, aggregate = index.offsets, eams if meta.mode == AGGREGATE else None
         if aggregate is None:
             check_rows(meta, arrays, offsets, eams, where, first)
-        if embedding is not None:
-            check_finite("embedding", embedding, where, first)
         return Trace(
             name=folder.location.name,
             meta=meta,
             requests=listing,
             offsets=offsets,
-            embedding=embedding if "embedding" in columns else None,
             aggregate=aggregate,
             **arrays,
         )
@@ -301,7 +297,6 @@ class Trace(AnyTrace):
         is_range = len(numbers) and numbers[-1] - numbers[0] + 1 == len(numbers)
         rows = slice(numbers[0], numbers[-1] + 1) if is_range else numbers  # views instead of copies
         return {name: getattr(self, name)[rows] for name in self.columns} | {
-            "embedding": None if self.embedding is None else self.embedding[requests],
             "aggregate": None if self.aggregate is None else self.aggregate[:, requests],
         }
 
@@ -366,7 +361,7 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
         return None if getattr(first, name) is None else np.concatenate([getattr(each, name) for each in parts], axis)
 
     offsets = [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
-    arrays: dict[str, Any] = {name: joined(name) for name in (*PER_ROW, "embedding")}
+    arrays: dict[str, Any] = {name: joined(name) for name in PER_ROW}
     return replace(
         first,
         requests=pd.concat([part.requests for part in parts], ignore_index=True),

@@ -107,8 +107,8 @@ class TraceWriter:
 
     def add(self, trace: Trace) -> None:
         """Append the requests of `trace`, a piece of the whole, its rows in the order of their steps."""
-        optional = {name for name in (*OPTIONAL, "embedding") if getattr(trace, name) is not None}
-        for name in (FLOATS | {"embedding"}) & optional:
+        optional = {name for name in OPTIONAL if getattr(trace, name) is not None}
+        for name in FLOATS & optional:
             check_finite(name, getattr(trace, name), f"{self.folder}, not written")
         self._rows.limit = _rows_of_a_file(self.meta, optional)
         self._rows.add(_routing_table(trace, first=self.added))
@@ -260,13 +260,10 @@ def _routing_table(trace: Trace, first: int) -> pa.Table:
 
 
 def _requests_table(trace: Trace) -> pa.Table:
-    size = None if trace.embedding is None else trace.embedding.shape[1]
-    schema = requests_schema(trace.meta, size)
+    schema = requests_schema(trace.meta)
     columns = [pa.array(trace.requests[name], from_pandas=True).cast(schema.field(name).type) for name in _LISTED]
     width = trace.layers * trace.num_experts
     columns += [_lists(trace.eams(phase).astype(np.uint32), width) for phase in (PREFILL, DECODE)]
-    if trace.embedding is not None:
-        columns.append(_lists(trace.embedding, trace.embedding.shape[1]))
     return pa.Table.from_arrays(columns, schema=schema)
 
 

@@ -246,15 +246,6 @@ def test_a_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path) -> 
     assert plain.requests["prompt_tokens"].tolist() == [2]
 
 
-def test_an_embedding_is_the_mean_over_the_prompt(tmp_path: Path) -> None:
-    loaded = tiny("mixtral")
-    trace = recorded(loaded, tmp_path / "t", embedding=True)
-    assert trace.embedding is not None
-    rows = loaded.model.get_input_embeddings().weight.detach().numpy()
-    for text, made in zip(TEXTS, trace.embedding, strict=True):
-        np.testing.assert_allclose(made, rows[list(text.encode())].astype(np.float64).mean(0), atol=1e-3)
-
-
 def test_what_predictors_need_is_recorded_beside_the_routing(tmp_path: Path) -> None:
     trace = recorded(tiny("mixtral"), tmp_path / "t", weights=True, gate_probs=True, lookahead="1,2", batch_size=2)
     assert trace.gate_probs is not None

@@ -146,12 +146,12 @@ def test_steps_that_do_not_follow_each_other(folder: Path, change: Callable[[lis
             read(folder)
 
 
-@pytest.mark.parametrize("name", ["weights", "gate_probs", "embedding"])
+@pytest.mark.parametrize("name", ["weights", "gate_probs"])
 def test_a_value_that_is_no_number(tmp_path: Path, name: str) -> None:
-    shapes = {"weights": GOOD.experts.shape, "gate_probs": (len(GOOD.experts), 2, 6), "embedding": (3, 2)}
+    shapes = {"weights": GOOD.experts.shape, "gate_probs": (len(GOOD.experts), 2, 6)}
     array: Any = np.full(shapes[name], 0.5, np.float16)
     write_trace(replace(GOOD, **{name: array}), tmp_path / "t")
-    file = tmp_path / "t" / (REQUESTS if name == "embedding" else PART)
+    file = tmp_path / "t" / PART
     rewrite(file, with_column(name, lambda rows: [rows[0], [*rows[1][:-1], np.float16(np.nan)], *rows[2:]]))
     for read in (Trace.read, lambda path, columns: list(pieces(path, columns))):
         with pytest.raises(InputError, match=f"row 1 of {name}"):

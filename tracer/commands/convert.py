@@ -104,9 +104,7 @@ def export(
         return
     columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id", "hits")}[to]
     held = of_phase(Trace.read(trace, columns), phase)
-    folder = open_folder(trace)
-    recorded = [*folder.optional, *(["embedding"] if folder.embedding is not None else [])]
-    if to == "npz" and (lost := [name for name in recorded if name not in columns]):
+    if to == "npz" and (lost := [name for name in open_folder(trace).optional if name not in columns]):
         console.warn(f"{out} has no place for {', '.join(lost)}: left out")
     size = {} if expert_bytes is None else {"expert_bytes": expert_bytes}
     written = FORMATS[to](held, out, overwrite=overwrite, **size)

@@ -94,12 +94,9 @@ def record(
         ((model or "").endswith(".gguf"), f"{model} is a GGUF file: give it with --gguf"),
     )
     if gguf:
-        more = options.gate_probs or options.embedding
+        more = "--gate-probs is for --model: --weights, --lookahead and --scores work with both"
         refuse(
-            (
-                more,
-                "--gate-probs and --embedding are for --model: --weights, --lookahead and --scores work with both",
-            ),
+            (options.gate_probs, more),
             (options.batch_size > 1, "--batch-size is for --model: llama.cpp is given one prompt at a time"),
         )
     if prompts is None:
