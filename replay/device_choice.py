@@ -49,9 +49,6 @@ class DeviceChoice:
         REQUIRE
     )
     dense: Annotated[str, Option("Dense part of the model: real, or none (experts only).", names=DENSE)] = DENSE[0]
-    weights: Annotated[
-        Path | None, Option("Folder of a safetensors checkpoint. Default: random weights of its shapes.")
-    ] = None
     verify: Annotated[bool, Option("Compare slots with the host at each use (slow).")] = False
 
     def __post_init__(self) -> None:
@@ -61,7 +58,7 @@ class DeviceChoice:
         if self.device == "auto":
             return
         if self.device == "virtual":
-            self._refuse("the virtual device moves and computes nothing", "host_dedup", "verify", "weights", "dense")
+            self._refuse("the virtual device moves and computes nothing", "host_dedup", "verify", "dense")
         if self.device in ("virtual", "cuda"):
             self._refuse(f"only a CPU computes with them, and the device is {self.device}", "threads")
         if self.device != "disk":
@@ -80,8 +77,8 @@ class DeviceChoice:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "DeviceChoice":
         """Return the choice of options as users write them, resolved. Raise InputError."""
-        paths = {name: Path(value) for name in ("store", "weights") if (value := values.get(name)) is not None}
-        return typed(cls, {**values, **paths}).resolved()
+        store = values.get("store")
+        return typed(cls, {**values, "store": None if store is None else Path(store)}).resolved()
 
     def resolved(self) -> "DeviceChoice":
         """Return the choice with CUDA, or else the CPU, for `auto`. Raise InputError for a GPU that is not there."""

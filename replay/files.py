@@ -38,7 +38,6 @@ SCHEMA = pa.schema(
         ("computed_in", TEXT),  # packed experts: the type of the matrices that are multiplied in their place
         ("dense", TEXT),  # real or none
         ("fallbacks", TEXT),  # what is launched kernel by kernel for lack of graphs or a fused kernel, and why
-        ("dense_loaded", SHARE),  # of the dense parameters, those that --weights gave
         ("predicted_for", TEXT),
         *[(f"predicted_{name}", MS) for name in ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms")],
         ("predicted_hit_rate", SHARE),

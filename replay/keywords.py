@@ -17,5 +17,4 @@ class ReplayKeywords(RunKeywords, total=False):
     host_dedup: int | None
     pin: str
     dense: str
-    weights: Path | str | None
     verify: bool

@@ -18,7 +18,7 @@ from policies.core.grammar import split_list
 from replay.comparison.errors import in_words
 from replay.comparison.record import ERROR, Record
 from replay.device_choice import require_cuda
-from replay.model.weights import stored_dtype
+from replay.model.network import stored_dtype
 from sim.results.metrics import Row
 from terminal import console, program
 from traces.errors import InputError, unknown

@@ -78,7 +78,7 @@ def run(
         raise InputError("name the file of the timeline whose tracks are chosen: --timeline out.json")
     replayed |= typed(hardware=hardware)
     target = chosen(on, replayed)
-    if target.device != "virtual" and not (from_ or cell.trace or target.weights or "model_profile" in replayed):
+    if target.device != "virtual" and not (from_ or cell.trace or "model_profile" in replayed):
         replayed |= {"model_profile": STAND_IN}
         output.note(f"taking the experts of {STAND_IN}: the shipped trace's own are too small to be timed")
     if from_:

@@ -141,8 +141,6 @@ def notes(outcome: Outcome) -> list[str]:
         )
     if row.get("fallbacks"):
         lines.append(f"launched kernel by kernel, and slower: {row['fallbacks']}")
-    if (loaded := row.get("dense_loaded")) is not None and loaded < 1:
-        lines.append(f"--weights gave {loaded:.0%} of the dense parameters; the others are random")
     experts = row["all_experts"]
     distinct = row.get("host_experts") or experts
     if distinct < experts:

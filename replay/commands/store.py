@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from replay.commands.shown import typed_again
-from replay.devices.expert_file import Fill, write
+from replay.devices.expert_file import write
 from replay.devices.lanes import page_up
 from replay.devices.store import Stamps
 from sim.experiment import OPTIONS
@@ -27,9 +27,6 @@ def store(
     ] = None,
     trace: Annotated[str | None, typer.Option(help="Folder or URL of a trace, whose model is used.")] = None,
     expert_sizes: Annotated[str | None, typer.Option(help=OPTIONS["expert_sizes"].help)] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="Folder of a safetensors checkpoint. Default: random weights of the shapes.")
-    ] = None,
     dedup: Annotated[
         int | None, typer.Option(help="Write N experts only, which all others share. Default: all of the model.")
     ] = None,
@@ -44,8 +41,6 @@ def store(
     model as for the run: by its profile, by a trace, and with the file that gives experts' sizes by layer.
 
     [b]moe-replay store olmoe.experts --model-profile olmoe-1b-7b[/b]
-
-    [b]moe-replay store olmoe.experts --model-profile olmoe-1b-7b --weights ~/models/OLMoE-1B-7B[/b]
 
     [b]moe-replay store qwen3.experts --model-profile qwen3-30b-a3b --dedup 1024[/b]
     """
@@ -62,13 +57,7 @@ def store(
     distinct = experts if dedup is None else dedup
     if not 1 <= distinct <= experts:
         raise InputError(f"--dedup {dedup}: must be 1 to {experts}, the number of experts of {profile.name}")
-    fill: Fill
-    if weights:
-        from replay.model.weights import Checkpoint  # needs torch, which random weights do not
-
-        fill, source = Checkpoint(weights, profile).fill, f"weights of {weights.name}"
-    else:
-        fill, source = Stamps(distinct, profile.expert_bytes, seed).write, f"random weights, seed {seed}"
+    fill, source = Stamps(distinct, profile.expert_bytes, seed).write, f"random weights, seed {seed}"
     with progress(distinct, quiet, "experts written") as advance:
         write(file, profile, fill, source, distinct, lambda: advance(1), overwrite, typed_again())
     if not quiet:

@@ -4,11 +4,9 @@ its network; and devices over both.
 A stage is opened once for a model and serves one run after another, each with a device of its own number of slots.
 """
 
-import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
@@ -22,7 +20,6 @@ from replay.devices.gpu import Gpu, pinned
 from replay.devices.lanes import knee, rates
 from replay.devices.store import ExpertSource, HostMemory, HostStore, require_memory, stride_of
 from replay.model.network import Network
-from replay.model.weights import Checkpoint
 from sim.loop.device import Device
 from sim.probe.cores import processor
 from sim.quantities import show_bytes
@@ -59,7 +56,6 @@ class Stage:
             "past_cache": self.store.past_cache if isinstance(self.store, ExpertFile) else None,
             "computed_in": self.network.computed_in,
             "dense": self.target.dense,
-            "dense_loaded": self.network.loaded_share if self.target.weights else None,
         }
 
     @contextmanager
@@ -97,8 +93,6 @@ class Stage:
         if isinstance(self.store, ExpertFile):
             self.store.require_unchanged()
             return f"with --verify, experts in {self.store.path} are compared with their checksums"
-        if folder := self.target.weights:
-            return f"the checkpoint in {folder} does not fit, or is damaged"
         return "try another --seed"
 
 
@@ -116,14 +110,13 @@ def open_stage(
     """Take memory, pin it, fill it, make the network. most_tokens: of a step; most_context: of a KV cache, in tokens.
 
     memory: one that exists, and is registered where `gpu` is passed with it, for models that come one after another.
-    Raise InputError where memory does not suffice, and for weights that cannot be multiplied.
+    Raise InputError where memory does not suffice.
     """
-    checkpoint = Checkpoint(target.weights, profile) if target.weights else None
     if target.device == "cuda" and gpu is None:
         gpu = Gpu()
 
-    def network_on(device: torch.device, loaded: Checkpoint | None = None) -> Network:
-        return Network(profile, device, most_tokens, most_context, seed, target.dense, loaded)
+    def network_on(device: torch.device) -> Network:
+        return Network(profile, device, most_tokens, most_context, seed, target.dense)
 
     network_bytes = network_on(torch.device("meta")).nbytes
     if memory is None:
@@ -134,7 +127,7 @@ def open_stage(
             store: HostStore | ExpertFile = opened.enter_context(closing(ExpertFile(target.store, profile)))
             lanes = target.lanes or knee(rates(store))
         else:
-            store = _host_store(profile, memory, seed, target.host_dedup, checkpoint)
+            store = _host_store(profile, memory, seed, target.host_dedup)
             if gpu and not memory:
                 is_pinned = opened.enter_context(pinned(store.memory, target.pin, gpu))
         if gpu is None:
@@ -142,7 +135,7 @@ def open_stage(
             torch.set_num_threads(target.threads or max(1, torch.get_num_threads() - 1))  # one for driver and link
         try:
             opened.enter_context(torch.inference_mode())
-            network = network_on(gpu.device if gpu else torch.device("cpu"), checkpoint)
+            network = network_on(gpu.device if gpu else torch.device("cpu"))
             yield Stage(target, store, network, is_pinned, gpu, Launches(gpu, network) if gpu else None, lanes)
             if isinstance(store, ExpertFile):
                 store.require_unchanged()
@@ -150,17 +143,11 @@ def open_stage(
             raise _out_of_memory("the dense weights and the KV cache", network_bytes, advice=FEWER) from None
 
 
-def _host_store(
-    profile: ModelProfile, memory: HostMemory | None, seed: int, distinct: int | None, checkpoint: Checkpoint | None
-) -> HostStore:
-    """Return every expert in host memory, with the checkpoint's weights."""
+def _host_store(profile: ModelProfile, memory: HostMemory | None, seed: int, distinct: int | None) -> HostStore:
+    """Return every expert in host memory."""
     total, size = profile.moe_layers * profile.experts, profile.expert_bytes
     sizes = [profile.bytes_of(expert // profile.experts) for expert in range(total)]
-    store = HostStore(memory, total, size, sizes=sizes) if memory else HostStore.of(total, size, seed, distinct, sizes)
-    if checkpoint:
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(lambda expert: checkpoint.fill(expert, store[expert]), range(store.distinct)))
-    return store
+    return HostStore(memory, total, size, sizes=sizes) if memory else HostStore.of(total, size, seed, distinct, sizes)
 
 
 def _require_host_memory(target: DeviceChoice, profile: ModelProfile, network_bytes: int) -> None:

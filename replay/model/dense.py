@@ -5,38 +5,31 @@ causal among its tokens; any other attends to the whole cache. Latent attention 
 and absorbed otherwise. Left out: rotation and norms of queries and keys, biases, attention sinks (next to no time).
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch.nn import functional
 
-from replay.model.weights import Checkpoint
 from traces.models.profile import LayerKind, ModelProfile
 
 Weights = tuple[torch.Tensor, torch.Tensor]  # (gate and up, or up: [n * I, H]; down: [H, I])
 
 
 class Source:
-    """Where tensors come from: the checkpoint, where it has one of that name and shape, else random numbers."""
+    """Makes random tensors, and counts their parameters."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int, loaded: Checkpoint | None = None) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         self.device, self.dtype = device, dtype
-        self.parameters = self.loaded_parameters = self.cached = 0
+        self.parameters = self.cached = 0
         self._rng = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-        self._loaded = loaded
 
-    def linear(self, inputs: int, parts: Mapping[str, int], scale: float | None = None) -> torch.Tensor:
-        """Return matrices of so many rows, one under the other: [sum of rows, inputs]; scale: standard deviation."""
-        made = self._normal((sum(parts.values()), inputs), scale or inputs**-0.5)
-        for (name, rows), place in zip(parts.items(), torch.split(made, list(parts.values())), strict=True):
-            self._load(name, place, rows * inputs)
-        return made
+    def linear(self, inputs: int, outputs: int, scale: float | None = None) -> torch.Tensor:
+        """Return a matrix [outputs, inputs]; scale: standard deviation."""
+        self.parameters += inputs * outputs
+        return self._normal((outputs, inputs), scale or inputs**-0.5)
 
-    def norm(self, name: str, size: int) -> torch.Tensor:
-        """Return the weights of an RMS norm: ones unless loaded."""
-        made = torch.ones(size, device=self.device, dtype=self.dtype)
-        self._load(name, made, size)
-        return made
+    def norm(self, size: int) -> torch.Tensor:
+        """Return the weights of an RMS norm: ones."""
+        self.parameters += size
+        return torch.ones(size, device=self.device, dtype=self.dtype)
 
     def matrices(self, experts: int, numbers: int) -> torch.Tensor:
         """Return so many random numbers for each of some experts, small enough that activations stay finite."""
@@ -52,26 +45,19 @@ class Source:
         made = torch.empty(shape, device=self.device, dtype=self.dtype)
         return made.normal_(std=scale, generator=self._rng) if self._rng else made  # on meta it would take a second
 
-    def _load(self, name: str, place: torch.Tensor, parameters: int) -> None:
-        self.parameters += parameters
-        if self._loaded and (loaded := self._loaded.dense(name, tuple(place.shape))) is not None:
-            place.copy_(loaded)
-            self.loaded_parameters += parameters
-
 
 class GroupedQueryAttention:
     """Heads share keys and values in groups; a token attends to at most `window` tokens, itself included (0: all)."""
 
     def __init__(
-        self, profile: ModelProfile, source: Source, name: str, positions: int, window: int = 0, causal: bool = True
+        self, profile: ModelProfile, source: Source, positions: int, window: int = 0, causal: bool = True
     ) -> None:
         self.heads, self.head_size = profile.heads, profile.head_size
         self.kv_heads = profile.kv_heads or profile.heads
         self.window, self.causal = window, causal
         self.queries, each = self.heads * self.head_size, self.kv_heads * self.head_size
-        parts = {f"{name}.q_proj": self.queries, f"{name}.k_proj": each, f"{name}.v_proj": each}
-        self.projection = source.linear(profile.hidden_size, parts)
-        self.output = source.linear(self.queries, {f"{name}.o_proj": profile.hidden_size})
+        self.projection = source.linear(profile.hidden_size, self.queries + 2 * each)
+        self.output = source.linear(self.queries, profile.hidden_size)
         # An encoder's tokens are all there at once.
         self.cache = source.cache(2, self.kv_heads, positions, self.head_size) if causal else None
 
@@ -114,26 +100,22 @@ class LatentAttention:
     Where the profile has a `query_latent_size`, queries pass a latent of their own; without, one projection makes them.
     """
 
-    def __init__(self, profile: ModelProfile, source: Source, name: str, positions: int) -> None:
+    def __init__(self, profile: ModelProfile, source: Source, positions: int) -> None:
         H, self.heads, self.head_size = profile.hidden_size, profile.heads, profile.head_size
         self.shared, self.latent = profile.rope_head_size, profile.kv_latent_size
         query = self.head_size + self.shared
         cached, compressed = self.latent + self.shared, profile.query_latent_size
         self.parts = [compressed or self.heads * query, self.latent, self.shared]
-        first = f"{name}.q_a_proj" if compressed else f"{name}.q_proj"
-        self.projection = source.linear(H, {first: self.parts[0], f"{name}.kv_a_proj_with_mqa": cached})
-        self.query_norm = source.norm(f"{name}.q_a_layernorm", compressed) if compressed else None
-        self.query = (
-            source.linear(compressed, {f"{name}.q_b_proj": self.heads * query})
-            if compressed
-            else self.projection[: self.parts[0]]
-        )
+        self.projection = source.linear(H, self.parts[0] + cached)
+        self.query_norm = source.norm(compressed) if compressed else None
+        queries = source.linear(compressed, self.heads * query) if compressed else self.projection[: self.parts[0]]
+        self.query = queries
         self.query *= query**-0.5  # the scale of the scores
-        self.norm = source.norm(f"{name}.kv_a_layernorm", self.latent)
-        self.expand = source.linear(self.latent, {f"{name}.kv_b_proj": self.heads * 2 * self.head_size})
+        self.norm = source.norm(self.latent)
+        self.expand = source.linear(self.latent, self.heads * 2 * self.head_size)
         by_part = self.expand.view(self.heads, 2 * self.head_size, self.latent)
         self.keys, self.values = torch.split(by_part, self.head_size, dim=1)  # each [heads, head_size, latent]
-        self.output = source.linear(self.heads * self.head_size, {f"{name}.o_proj": H})
+        self.output = source.linear(self.heads * self.head_size, H)
         self.cache = source.cache(positions, cached)
 
     def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int) -> None:
@@ -170,10 +152,10 @@ class OtherMixer:
     It has as many weights, and a step reads as much of its cache and reads and writes its state.
     """
 
-    def __init__(self, source: Source, name: str, hidden_size: int, kind: LayerKind, own: int, positions: int) -> None:
+    def __init__(self, source: Source, hidden_size: int, kind: LayerKind, own: int, positions: int) -> None:
         inner = max(1, own // (2 * hidden_size))
-        self.projection = source.linear(hidden_size, {f"{name}.in_proj": inner})
-        self.output = source.linear(inner, {f"{name}.out_proj": hidden_size})
+        self.projection = source.linear(hidden_size, inner)
+        self.output = source.linear(inner, hidden_size)
         self.each, self.window = kind.kv or kind.windowed, 0 if kind.kv else kind.window
         self.cache = source.cache(round(positions * self.each))
         self.state = source.cache(kind.state // source.dtype.itemsize)
@@ -205,36 +187,27 @@ def _is_plain(profile: ModelProfile, kind: LayerKind, own: int, causal: bool) ->
 class Layer:
     """A transformer layer but for its routed experts; where it has some, it has a router and perhaps shared ones."""
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        source: Source,
-        number: int,
-        positions: int,
-        moe_layer: int,
-        kind: LayerKind,
-    ) -> None:
-        H, name, encoder = profile.hidden_size, f"layers.{number}", profile.encoder_moe_layers
+    def __init__(self, profile: ModelProfile, source: Source, positions: int, moe_layer: int, kind: LayerKind) -> None:
+        H, encoder = profile.hidden_size, profile.encoder_moe_layers
         self.top_k = profile.top_k
-        causal, mixer = moe_layer >= encoder, f"{name}.self_attn"
+        causal = moe_layer >= encoder
         self.attention: LatentAttention | GroupedQueryAttention | OtherMixer | None = None
         own = kind.parameters - kind.mlp - kind.shared - kind.routed * profile.experts * H
         if kind.mixes and not _is_plain(profile, kind, own, causal):
-            self.attention = OtherMixer(source, mixer, H, kind, own, positions)
+            self.attention = OtherMixer(source, H, kind, own, positions)
         elif kind.mixes and profile.kv_latent_size:
-            self.attention = LatentAttention(profile, source, mixer, positions)
+            self.attention = LatentAttention(profile, source, positions)
         elif kind.mixes:
-            self.attention = GroupedQueryAttention(profile, source, mixer, positions, kind.window, causal)
-        self.norms = [source.norm(f"{name}.{place}_layernorm", H) for place in ("input", "post_attention")]
+            self.attention = GroupedQueryAttention(profile, source, positions, kind.window, causal)
+        self.norms = [source.norm(H), source.norm(H)]
         self.cross = None
         if 0 < encoder <= moe_layer:
-            self.cross = CrossAttention(profile, source, f"{name}.cross", positions)
-            self.cross_norm = source.norm(f"{name}.cross_layernorm", H)
+            self.cross = CrossAttention(profile, source, positions)
+            self.cross_norm = source.norm(H)
         self.matrices = profile.expert_matrices
         size = (kind.shared + kind.mlp) // (self.matrices * H)
-        place = "shared" if kind.routed else "mlp"
-        self.feed_forward = feed_forward(source, f"{name}.{place}", H, size, self.matrices) if size else None
-        self.router = source.linear(H, {f"{name}.router": profile.experts}) if kind.routed else None
+        self.feed_forward = feed_forward(source, H, size, self.matrices) if size else None
+        self.router = source.linear(H, profile.experts) if kind.routed else None
 
     def __call__(
         self, residual: torch.Tensor, hidden: torch.Tensor, context: int, encoded: torch.Tensor | None
@@ -259,18 +232,13 @@ class Stack:
     def __init__(self, profile: ModelProfile, source: Source, positions: int, max_tokens: int) -> None:
         H, self.encoder = profile.hidden_size, profile.encoder_moe_layers
         tied = not profile.embedding_parameters
-        self.embedding = source.linear(H, {"embed_tokens": profile.vocabulary}, scale=None if tied else 1.0)
-        self.stretches: list[list[Layer]] = []
-        number = 0
-        for moe_layer in range(profile.moe_layers + 1):  # the last stretch has no router
-            layers = [
-                Layer(profile, source, number + place, positions, moe_layer, kind)
-                for place, kind in enumerate(profile.stretch(moe_layer))
-            ]
-            self.stretches.append(layers)
-            number += len(layers)
-        self.norm = source.norm("norm", H)
-        self.vocabulary = self.embedding if tied else source.linear(H, {"lm_head": profile.vocabulary})
+        self.embedding = source.linear(H, profile.vocabulary, scale=None if tied else 1.0)
+        self.stretches = [
+            [Layer(profile, source, positions, moe_layer, kind) for kind in profile.stretch(moe_layer)]
+            for moe_layer in range(profile.moe_layers + 1)  # the last stretch has no router
+        ]
+        self.norm = source.norm(H)
+        self.vocabulary = self.embedding if tied else source.linear(H, profile.vocabulary)
         self.encoded = torch.zeros(max_tokens if self.encoder else 0, H, device=source.device, dtype=source.dtype)
         self.token = torch.zeros(max_tokens, dtype=torch.int64, device=source.device)
         self.token.copy_(torch.arange(max_tokens) % profile.vocabulary)
@@ -297,11 +265,9 @@ class Stack:
         self.token[:1].copy_(logits.argmax(dim=-1))
 
 
-def feed_forward(source: Source, name: str, hidden: int, intermediate: int, matrices: int) -> Weights:
+def feed_forward(source: Source, hidden: int, intermediate: int, matrices: int) -> Weights:
     """Return the matrices of an MLP, as an expert has them."""
-    parts = ("gate_proj", "up_proj")[3 - matrices :]
-    first = source.linear(hidden, {f"{name}.{part}": intermediate for part in parts})
-    return first, source.linear(intermediate, {f"{name}.down_proj": hidden})
+    return source.linear(hidden, (matrices - 1) * intermediate), source.linear(intermediate, hidden)
 
 
 def activated(first: torch.Tensor, tokens: torch.Tensor, matrices: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The matrices that are really multiplied: a model's shapes on any torch device, with random or loaded weights.
+"""The matrices that are really multiplied: a model's shapes on any torch device, with random weights.
 
 `dense` never asks the device for a value, so it can be captured in a CUDA graph. Routing comes from the trace, and
 experts count with equal weights. Experts whose bytes are no float32 or bfloat16 are packed: their bytes are moved, and
@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional
 
 from replay.model.dense import Source, Stack, Weights, activated, rms_norm
-from replay.model.weights import Checkpoint, stored_dtype
 from traces.models.profile import ModelProfile
 
 BUCKET = 256
@@ -24,12 +23,20 @@ READY_BYTES = 256 << 20
 """Of matrices that lie ready for packed experts: more than caches hold."""
 
 
+def stored_dtype(profile: ModelProfile) -> torch.dtype | None:
+    """Return the type of an expert's matrices, perhaps with biases; None: they are packed, or of several sizes."""
+    for dtype in () if profile.differing_bytes else (torch.float32, torch.bfloat16):
+        if dtype.itemsize <= profile.expert_bytes / profile.expert_parameters < dtype.itemsize * 1.05:
+            return dtype
+    return None
+
+
 class Network:
     """One state that steps flow through, of at most `max_tokens` tokens each, in contexts of at most `max_context`.
 
     hidden: [max_tokens, H], what experts get. experts_out: float32[max_tokens, H], the sum of their outputs, each times
-    `router_weight`. dense: "real", or "none" to replay experts alone. loaded: a checkpoint, whose tensors are taken
-    where names and shapes agree. ready: of packed experts uint8[n, bytes], matrices that are multiplied in their place.
+    `router_weight`. dense: "real", or "none" to replay experts alone. ready: of packed experts uint8[n, bytes],
+    matrices that are multiplied in their place.
     """
 
     def __init__(
@@ -40,7 +47,6 @@ class Network:
         max_context: int,
         seed: int,
         dense: str = "real",
-        loaded: Checkpoint | None = None,
     ) -> None:
         if device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for each shape, in the middle of a run
@@ -50,7 +56,7 @@ class Network:
         self.expert_dtype = stored or dtype
         self.router_weight = 1 / profile.top_k
         self._positions = -(-max(max_context, max_tokens) // BUCKET) * BUCKET
-        self._source = Source(device, dtype, seed, None if profile.encoder_moe_layers else loaded)
+        self._source = Source(device, dtype, seed)
         self._stack = Stack(profile, self._source, self._positions, max_tokens) if dense == "real" else None
         self.ready = None if stored else self._source.matrices(*_ready_shape(profile, dtype)).view(torch.uint8)
         self._residual = torch.ones(max_tokens, profile.hidden_size, device=device, dtype=dtype)
@@ -62,14 +68,6 @@ class Network:
         """Return the bytes of all that is not in slots; a network on the device `meta` takes none."""
         ready = 0 if self.ready is None else self.ready.numel()
         return (self._source.parameters + self._source.cached) * self._source.dtype.itemsize + ready
-
-    @property
-    def parameters(self) -> int:
-        return self._source.parameters
-
-    @property
-    def loaded_share(self) -> float:
-        return self._source.loaded_parameters / max(1, self._source.parameters)
 
     @property
     def computed_in(self) -> str | None:

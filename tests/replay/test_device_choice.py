@@ -13,7 +13,6 @@ from traces import InputError
     ("device", "options"),
     [
         ("virtual", {"host_dedup": 3}),
-        ("virtual", {"weights": Path("checkpoint")}),
         ("virtual", {"verify": True}),
         ("virtual", {"dense": "none"}),
         ("virtual", {"threads": 2}),

@@ -66,7 +66,7 @@ def shallow() -> list[ModelProfile]:
 @pytest.mark.parametrize("profile", [*shipped(), *ALL], ids=lambda profile: profile.name)
 def test_as_many_parameters_are_held_as_the_profile_counts(profile: ModelProfile) -> None:
     network = made(profile, META)
-    assert network.parameters * profile.dense_bytes_per_parameter == pytest.approx(
+    assert network._source.parameters * profile.dense_bytes_per_parameter == pytest.approx(
         profile.dense_bytes, rel=0.01 if profile.hidden_size > 100 else 0.05
     )
 
@@ -75,7 +75,7 @@ def test_as_many_parameters_are_held_as_the_profile_counts(profile: ModelProfile
 def test_the_kv_cache_holds_what_the_profile_says_for_each_layer_and_position(profile: ModelProfile) -> None:
     """An encoder's layers keep none, its decoder's two."""
     network = made(profile, META, most=300)
-    cache = network.nbytes - network.parameters * profile.dense_bytes_per_parameter
+    cache = network.nbytes - network._source.parameters * profile.dense_bytes_per_parameter
     decoder = profile.order[profile.encoder_layers :]
     rows = sum(kind.kv or kind.windowed for kind in decoder) * (1 + (profile.encoder_layers > 0))
     states = sum(kind.state for kind in decoder)
@@ -107,7 +107,9 @@ def test_a_decoded_token_is_multiplied_once_with_every_weight_but_the_embedding(
         if isinstance(layer.attention, GroupedQueryAttention | LatentAttention) and (kind.kv or kind.windowed)
     )
     pairs = 2 * profile.heads * wide * seen
-    once = 2 * (network.parameters - (profile.vocabulary * profile.hidden_size if profile.embedding_parameters else 0))
+    once = 2 * (
+        network._source.parameters - (profile.vocabulary * profile.hidden_size if profile.embedding_parameters else 0)
+    )
     assert counter.get_total_flops() == pytest.approx(once + pairs, rel=0.002)
 
 
@@ -292,7 +294,7 @@ def test_a_context_is_rounded_up_to_a_bucket_and_a_prefill_is_not() -> None:
 
 def test_without_the_dense_part_there_are_no_weights_and_no_cache() -> None:
     network = made(LATENT, dense="none")
-    assert network.nbytes == network.parameters == 0
+    assert network.nbytes == network._source.parameters == 0
     assert made(LATENT).nbytes > 0
     through(network, 1, 200)
     assert network.finite()
