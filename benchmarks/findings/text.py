@@ -4,7 +4,7 @@ Intervals are 95% percentile bootstraps over requests, drawn with replacement. A
 """
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ from benchmarks.findings.studies import (
     USERS,
     WINDOW,
 )
-from replay.live.quality import figure as bent_figure
 from sim.results import plot
+from sim.results.drawing import Drawing
 from sim.results.files import write_figure
 
 NAME = "FINDINGS.md"
@@ -660,6 +660,28 @@ def activation_figure(points: "dict[str, tuple[Any, Any]]") -> "Figure":
     axes.set_ylim(bottom=0)
     axes.set_xscale("log")
     axes.legend(frameon=False, fontsize=8)
+    return drawing
+
+
+def bent_figure(rows: Sequence[dict[str, Any]]) -> "Figure":
+    """Return fetches against what perplexity rises by, a line for each kind of rule, policy and size."""
+    drawing = Drawing(figsize=(6.4, 4.0), layout="constrained")
+    axes, lines = drawing.subplots(), dict[str, list[dict[str, Any]]]()
+    for row in rows:
+        kind = row["routing"].partition(":")[0]
+        lines.setdefault(f"{kind}, {row['policy']}, {row['cache_fraction']:.1%}", []).append(row)
+    for number, (name, points) in enumerate(lines.items()):
+        points = sorted(points, key=lambda row: row["fetches"])
+        more, low, high = (
+            np.array([100 * row[f"perplexity_more{end}"] for row in points]) for end in ("", "_low", "_high")
+        )
+        x, colour = [row["fetches"] for row in points], plot.COLOURS[number % len(plot.COLOURS)]
+        axes.errorbar(x, more, [more - low, high - more], fmt="o-", color=colour, label=name, capsize=2, markersize=4)
+        axes.axvline(points[0]["fetches_whole"], color=colour, linewidth=0.8, linestyle=":")
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set_xlabel("experts fetched a token (dotted: by the whole model)")
+    axes.set_ylabel("perplexity, % more than of the whole model")
+    axes.legend(fontsize=8)
     return drawing
 
 

@@ -104,12 +104,8 @@ def _run(comparison: Comparison, record: Record, output: options.OutputOptions) 
 def _report(comparison: Comparison, record: Record, max_error: float | None, output: options.OutputOptions) -> None:
     cells = [record[key] for key in comparison.cells()]
     finished, failed = ([cell for cell in cells if (ERROR in cell) is wrong] for wrong in (False, True))
-    wrote = ", ".join([record.path.name, *[f"{TOKENS}/"] * bool(finished)])
-    last = [last_line(finished)] if finished else []
-    output.show(
-        lambda: json.loads(record.text()),
-        lambda: (*_shown(record, finished, failed), f"wrote {wrote} to {comparison.folder}", *last),
-    )
+    wrote, last = options.written((RECORD, TOKENS), comparison.folder), [last_line(finished)] if finished else []
+    output.show(lambda: json.loads(record.text()), lambda: (*_shown(record, finished, failed), wrote, *last))
     if failed:
         text = f"{len(failed)} of {len(cells)} cells failed, the first: {named(failed[0])}: {failed[0][ERROR]}"
         console.fail("moe-replay", text, 1)

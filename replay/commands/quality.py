@@ -11,9 +11,8 @@ from policies.core.grammar import split_list
 from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
 from replay.live.model import LiveModel
-from replay.live.quality import figure, prices, sentence
+from replay.live.quality import prices, sentence
 from sim.commands import options
-from sim.results.files import write_figure
 from sim.sweeps.config import seeded
 from terminal import console
 from terminal.console import progress
@@ -45,8 +44,6 @@ def quality(
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text that are read, at most.")] = 512,
-    figure_file: Annotated[Path | None, typer.Option("--figure", help="File for a figure of fetches and loss.")] = None,
-    overwrite: options.Overwrite = False,
     output: options.OutputOptions,
 ) -> None:
     """Measure what a rule that bends the routing costs and saves, on a text that is read token by token.
@@ -57,7 +54,6 @@ def quality(
     """
     rules = split_list(opened.routing)
     refuse((not rules, "name the rules whose price is measured: --routing drop:below=0.75/k"))
-    options.check_figure(figure_file, overwrite)
 
     def opening(policy: str, size: str, rule: str | None) -> LiveModel:
         here = replace(opened, cache_size=size, routing=rule)
@@ -65,8 +61,6 @@ def quality(
 
     asked = read_prompts(text or demo.PROMPTS, Columns())
     rows = prices(opening, asked, split_list(opened.policy), split_list(opened.cache_size), rules, tokens)
-    if figure_file:
-        write_figure(figure(rows), figure_file)
     table = console.table("rule", "policy", "cache", *SHOWN, left=2)
     for row in rows:
         share = f"{row['cache_fraction']:.1%}"

@@ -6,7 +6,7 @@ Both read the text token by token and give a probability to each next one. Inter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, product, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +16,8 @@ from policies.core.policy import Float
 from replay.live.memory import kv_name_in
 from replay.live.model import LiveModel
 from sim.results.compare import Sample, interval
-from sim.results.plot import COLOURS
 from tracer.prompts import Prompt
 from traces.errors import refuse
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STRETCH = 16
 """Tokens that are drawn together: those that lie side by side are alike."""
@@ -115,30 +111,6 @@ def sentence(row: dict[str, Any]) -> str:
         f"experts; perplexity {row['perplexity']:.2f} instead of {row['perplexity_whole']:.2f} ({more}%; 95%: {low} to "
         f"{high}) on {row['tokens']:,} tokens, and {row['agreement']:.1%} of the likeliest next tokens are the same."
     )
-
-
-def figure(rows: Sequence[dict[str, Any]]) -> "Figure":
-    """Return fetches against what perplexity rises by, a line for each kind of rule, policy and size."""
-    from sim.results.drawing import Drawing
-
-    drawing = Drawing(figsize=(6.4, 4.0), layout="constrained")
-    axes, lines = drawing.subplots(), dict[str, list[dict[str, Any]]]()
-    for row in rows:
-        kind = row["routing"].partition(":")[0]
-        lines.setdefault(f"{kind}, {row['policy']}, {row['cache_fraction']:.1%}", []).append(row)
-    for number, (name, points) in enumerate(lines.items()):
-        points = sorted(points, key=lambda row: row["fetches"])
-        more, low, high = (
-            np.array([100 * row[f"perplexity_more{end}"] for row in points]) for end in ("", "_low", "_high")
-        )
-        x, colour = [row["fetches"] for row in points], COLOURS[number % len(COLOURS)]
-        axes.errorbar(x, more, [more - low, high - more], fmt="o-", color=colour, label=name, capsize=2, markersize=4)
-        axes.axvline(points[0]["fetches_whole"], color=colour, linewidth=0.8, linestyle=":")
-    axes.axhline(0, color="grey", linewidth=0.8)
-    axes.set_xlabel("experts fetched a token (dotted: by the whole model)")
-    axes.set_ylabel("perplexity, % more than of the whole model")
-    axes.legend(fontsize=8)
-    return drawing
 
 
 def prices(

@@ -17,15 +17,22 @@ import pytest
 
 from policies.core import parse
 from replay import commands as cli
-from replay.calibration import Around, Measurement, middle
-from replay.calibration.measure import DIFFER, NOISE, Factors
+from replay.calibration.measure import DIFFER, NOISE, Around, Factors, Measurement, middle
 from replay.choice import Choice
-from replay.comparison import CLOSED_LOOP, LOCKSTEP, MODES, Lockstep, LoopRecorder, accuracy, in_words, rankings
 from replay.comparison import sweep as comparison
-from replay.comparison.cell import WithoutPolicy, counted_steps, run_cell
-from replay.comparison.errors import DECIDED
+from replay.comparison.cell import (
+    CLOSED_LOOP,
+    LOCKSTEP,
+    MODES,
+    Lockstep,
+    LoopRecorder,
+    WithoutPolicy,
+    counted_steps,
+    run_cell,
+)
+from replay.comparison.errors import DECIDED, accuracy, in_words, rankings
 from replay.device_choice import DeviceChoice
-from replay.devices import Pace
+from replay.devices.waiting import Pace
 from replay.run import under_contention
 from sim.engines import SimpyDevice, compiled_engine
 from sim.experiment import Experiment
@@ -348,7 +355,7 @@ def read(folder: Path) -> Any:
     return json.loads((folder / "compare.json").read_text())
 
 
-def test_the_command_writes_the_record_tokens_and_a_picture_and_says_the_worst_last(command, tmp_path: Path) -> None:
+def test_the_command_writes_the_record_and_tokens_and_says_the_worst_last(command, tmp_path: Path) -> None:
     status, out, err = command("--device", "virtual", "--requests", "3", "--policies", "lru,eamc", "--out", "here")
     assert status == 0, err
     found = read(tmp_path / "here")
