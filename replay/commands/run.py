@@ -61,7 +61,6 @@ def run(
         Path | None, typer.Option(help="File for a timeline, measured and predicted (.json, .json.gz).")
     ] = None,
     no_slots: options.NoSlots = False,
-    min_gb_per_s: Annotated[float | None, typer.Option(help="Fail if the link, while busy, is slower (GB/s).")] = None,
     output: options.ResumableOptions,
 ) -> None:
     """Run a trace through a policy on a device, one request after another.
@@ -104,13 +103,6 @@ def run(
     )
     outcome = _replay(choice, folder, timeline, not no_slots, output)
     output.show(lambda: shown.as_json(outcome), lambda: _shown(outcome, folder))
-    reached = outcome.row["copy_gb_per_s"]
-    if min_gb_per_s is not None and reached is not None and reached < min_gb_per_s:
-        console.fail(
-            "moe-replay",
-            f"the link reached {reached:.4g} GB/s while busy, less than --min-gb-per-s {min_gb_per_s:g}",
-            1,
-        )
 
 
 @dataclass(frozen=True)

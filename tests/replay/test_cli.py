@@ -216,17 +216,6 @@ def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: P
     assert (status, "has ended" in err) == (2, True)
 
 
-def test_a_link_below_the_least_bandwidth_fails_when_all_is_written(command, tmp_path: Path) -> None:
-    asked = ("--policy", "lru", "--device", "virtual", "--requests", "1", "--out", "here", "-q")
-    assert command(*asked, "--min-gb-per-s", "1")[0] == 0
-    status, _, err = command(*asked, "--min-gb-per-s", "1000")
-    assert status == 1
-    assert re.fullmatch(
-        r"moe-replay: error: the link reached [\d.]+ GB/s while busy, less than --min-gb-per-s 1000\n", err
-    )
-    assert (tmp_path / "here" / "results.parquet").exists()
-
-
 def test_a_line_of_steps_that_was_cut_off_is_not_counted(tmp_path: Path) -> None:
     requests = list(Requests(Trace.read(demo_trace()).head(3)))
     with files.step_writer(tmp_path, "a key") as write:
