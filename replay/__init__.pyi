@@ -1,4 +1,4 @@
 from .api import ReplayResult as ReplayResult
 from .api import replay as replay
-from .live import attach as attach
-from .live import load_model as load_model
+from .live.opening import attach as attach
+from .live.opening import load_model as load_model

@@ -2,7 +2,3 @@
 
 `replay.load_model` gives a transformers model that is called as any other. Its experts go the way of a
 replay: the same session, policies, pump and lanes."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

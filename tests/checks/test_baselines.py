@@ -6,9 +6,11 @@ import torch
 
 from benchmarks.checks.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
 from policies.core import Shape, parse
-from replay.comparison import FixedOrder
+from replay.comparison.cell import FixedOrder
 from replay.device_choice import REQUIRE
-from replay.devices import HostStore, Launches, pinned
+from replay.devices.cuda import Launches
+from replay.devices.gpu import pinned
+from replay.devices.store import HostStore
 from replay.model.network import Network
 from sim.engines import SimpyDevice
 from sim.loop import Requests, Run

@@ -21,8 +21,10 @@ from benchmarks.checks.limits import page_cache_of
 from benchmarks.checks.live import ACCELERATE, ALONE, CACHED, LIVE, LLAMA, LRU, READ_AHEAD_KIB, REPLAY, LiveCheck
 from benchmarks.checks.runner import Check
 from replay.choice import Choice, first_tokens
-from replay.comparison import ERROR, Machine, Record
-from replay.devices import Stamps, write
+from replay.comparison.record import ERROR, Record
+from replay.comparison.sweep import Machine
+from replay.devices.expert_file import write
+from replay.devices.store import Stamps
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop import Requests

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from policies.core import parse
 from policies.eamc import SavedEamc
-from replay.devices import ExpertFile, anonymous
+from replay.devices.expert_file import ExpertFile
+from replay.devices.store import anonymous
 from sim.engines import count
 from tests.support.same import assert_same
 from tests.support.tiny import PROFILE

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from policies.core import parse
 from replay import commands as cli
-from replay.calibration import Calibration, Measurement, calibrate, choices, middle, profile, rates, toml
-from replay.calibration.calibrate import steps_ns
+from replay.calibration import calibrate, rates, toml
+from replay.calibration.calibrate import Calibration, choices, profile, steps_ns
+from replay.calibration.measure import Measurement, middle
 from replay.device_choice import DeviceChoice
 from sim import commands as sim_cli
 from sim.experiment import Experiment

@@ -12,11 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from policies.core import Shape, parse
-from replay.calibration import pausing
+from replay.calibration.pace import pausing
 from replay.device_choice import DeviceChoice
-from replay.devices import HostMemory, HostStore, Pace, cpu, open_stage
+from replay.devices import cpu
 from replay.devices import store as store_module
-from replay.devices.store import STAMP_BYTES
+from replay.devices.stage import open_stage
+from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
+from replay.devices.waiting import Pace
 from replay.model.network import Network, expert_output
 from sim.engines import count
 from sim.loop import Driver, Requests, RunLog

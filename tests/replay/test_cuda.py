@@ -12,7 +12,11 @@ import torch
 
 from policies.core import Shape, parse
 from replay.device_choice import BEST_EFFORT, REQUIRE, DeviceChoice
-from replay.devices import Gpu, HostMemory, HostStore, Launches, cuda, open_stage, pinned
+from replay.devices import cuda
+from replay.devices.cuda import Launches
+from replay.devices.gpu import Gpu, pinned
+from replay.devices.stage import open_stage
+from replay.devices.store import HostMemory, HostStore
 from replay.model.network import Network
 from sim.engines import count
 from sim.loop import Requests, RunLog

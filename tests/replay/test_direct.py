@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from replay.live import attach
 from replay.live.experts import TRIALS, Direct
+from replay.live.opening import attach
 from tests.support.architectures import tiny_model
 
 ARCHITECTURES = ("olmoe", "aria", "gpt_oss", "nemotron_h", "muse_spark", "deepseek_v3")

@@ -24,20 +24,11 @@ from benchmarks.checks.limits import read_through
 from policies.core import Shape, parse
 from replay.commands import main
 from replay.device_choice import DeviceChoice
-from replay.devices import (
-    PAGE,
-    CpuDevice,
-    ExpertFile,
-    HostStore,
-    Stamps,
-    anonymous,
-    knee,
-    open_stage,
-    page_up,
-    rates,
-    write,
-)
-from replay.devices.lanes import parts
+from replay.devices.cpu import CpuDevice
+from replay.devices.expert_file import ExpertFile, write
+from replay.devices.lanes import PAGE, knee, page_up, parts, rates
+from replay.devices.stage import open_stage
+from replay.devices.store import HostStore, Stamps, anonymous
 from replay.model.network import Network
 from sim.commands import main as report
 from sim.loop import Requests

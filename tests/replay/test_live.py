@@ -22,10 +22,13 @@ from policies.blend.profile import Profile
 from policies.eamc import SavedEamc
 from replay.commands import main
 from replay.device_choice import DeviceChoice
-from replay.devices import Gpu
-from replay.live import LiveModel, Shard, open_live, opening
+from replay.devices.gpu import Gpu
+from replay.live import opening
 from replay.live.layout import ShardStore
 from replay.live.memory import kv_name_in
+from replay.live.model import LiveModel
+from replay.live.opening import open_live
+from replay.live.shards import Shard
 from sim.loop import COLUMNS
 from tests.support.command import run
 from tests.support.fake_gpu import FakeGpu

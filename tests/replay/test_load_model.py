@@ -16,9 +16,10 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from replay import attach, device_choice, load_model
-from replay.devices import Gpu
-from replay.live import LiveModel, opening
+from replay.devices.gpu import Gpu
+from replay.live import opening
 from replay.live.layout import ShardStore
+from replay.live.model import LiveModel
 from sim.loop import COLUMNS
 from tests.replay.test_live import ARCHITECTURES, GPU, OTHERS
 from tests.support.fake_gpu import FakeGpu

@@ -11,7 +11,7 @@ import pytest
 from policies.core import PolicyResidency, PolicySpec, Script, Shape, parse
 from policies.core import residency_compiled as core
 from policies.core.script import Act, Decision
-from replay.comparison import Lockstep, LoopRecorder
+from replay.comparison.cell import Lockstep, LoopRecorder
 from replay.warmup import undisturbed
 from sim.engines import SimpyDevice
 from sim.engines.simpy_engine import simulate

@@ -9,7 +9,7 @@ import torch
 
 from replay.commands import main
 from replay.device_choice import DeviceChoice
-from replay.live import open_live
+from replay.live.opening import open_live
 from sim import simulate
 from tests.support.command import run
 from tests.support.live_models import saved, whole_model

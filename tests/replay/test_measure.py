@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import Shape, parse
-from replay.calibration import Meter, effective, measure_model, policy_ns, rising, transfers, under_policy
 from replay.calibration.in_loop import (
     FIRST_STEPS,
     at_most_as_beside,
+    effective,
     half_missing,
     half_missing_in_loop,
     parts_ns,
@@ -25,9 +25,12 @@ from replay.calibration.in_loop import (
     tokens_in_loop,
     with_host,
 )
-from replay.calibration.measure import PASSES, combined, one_pass
-from replay.calibration.parts import _pumped, decoded_contexts, ladder, slowed, top_k
-from replay.devices import CudaDevice, HostStore, Launches, Pace
+from replay.calibration.measure import PASSES, combined, measure_model, one_pass, policy_ns, under_policy
+from replay.calibration.meter import Meter, rising
+from replay.calibration.parts import _pumped, decoded_contexts, ladder, slowed, top_k, transfers
+from replay.devices.cuda import CudaDevice, Launches
+from replay.devices.store import HostStore
+from replay.devices.waiting import Pace
 from replay.model.network import Network
 from sim.engines import SimpyDevice
 from sim.engines.compiled_engine import simulate

@@ -12,7 +12,7 @@ from policies import Event, Policy, ScorePolicy, make_policy
 from policies.core.spec import parse
 from replay import replay
 from replay.device_choice import DeviceChoice
-from replay.live import open_live
+from replay.live.opening import open_live
 from sim import simulate
 from sim.engines import simpy_engine
 from sim.experiment import Experiment

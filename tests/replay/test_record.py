@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replay.comparison import Record
-from replay.comparison.record import CELLS, TOP
+from replay.comparison.record import CELLS, TOP, Record
 from replay.keys import key_of
 from traces import InputError
 

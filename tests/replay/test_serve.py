@@ -25,9 +25,10 @@ from transformers.cli.serving import chat_completion, completion, model_manager,
 
 from replay.commands import main
 from replay.device_choice import DeviceChoice
-from replay.live import Generation, Shard, application, open_live
 from replay.live.memory import resident_bytes
-from replay.live.server import MOST_SENT
+from replay.live.opening import open_live
+from replay.live.server import MOST_SENT, Generation, application
+from replay.live.shards import Shard
 from tests.support.command import run
 from tests.support.live_models import saved, whole_model
 from tests.support.tokenizer import byte_tokenizer

@@ -16,17 +16,11 @@ from safetensors import safe_open
 
 from policies.core import Shape, parse
 from policies.core.residency_compiled import places_of
-from replay.calibration import measure_model, under_policy
-from replay.devices import (
-    PAGE,
-    ExpertFile,
-    HostStore,
-    Launches,
-    Stamps,
-    anonymous,
-    page_up,
-    write,
-)
+from replay.calibration.measure import measure_model, under_policy
+from replay.devices.cuda import Launches
+from replay.devices.expert_file import ExpertFile, write
+from replay.devices.lanes import PAGE, page_up
+from replay.devices.store import HostStore, Stamps, anonymous
 from replay.model.network import Network
 from sim.commands import main as simulator
 from sim.engines import SimpyDevice, compiled_engine

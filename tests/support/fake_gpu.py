@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from replay.devices import Gpu, Stream, Task
-from replay.devices.gpu import Event
+from replay.devices.gpu import Event, Gpu, Stream, Task
 
 
 class FakeEvent:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from replay.devices import CpuDevice, CudaDevice
+from replay.devices.cpu import CpuDevice
+from replay.devices.cuda import CudaDevice
 from tests.support.devices import Watch, Watching
 
 
