@@ -90,7 +90,6 @@ class Choice:
 
     @property
     def machine(self) -> str | None:
-        """Return the name of the device; None for the virtual one."""
         if self.device == "virtual":
             return None
         from replay.devices.stage import machine_name
@@ -117,7 +116,6 @@ class Choice:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Device, Row]]:
-        """Open the device; yield it and facts about it. It is closed afterwards, whatever happens."""
         if self.device == "virtual":
             yield SimpyDevice.of(self.run), {"device_name": None}
             return
@@ -132,12 +130,10 @@ class Choice:
 
     @property
     def run(self) -> Run:
-        """Return the run, on the machine of the hardware profile."""
         return self.loaded.run(self.policy, self.slots)
 
     @property
     def described(self) -> Described:
-        """Return the machine of the hardware profile, under this policy."""
         return self.loaded.timing(self.policy), self.loaded.link
 
     def on(self, timing: Timing, link: Link) -> Run:
@@ -161,7 +157,6 @@ class Choice:
 
     @property
     def contexts(self) -> list[int]:
-        """Return the contexts at which single tokens are decoded."""
         contexts: list[int] = self.steps[self.steps[:, 0] == 1, 1].tolist()
         return contexts
 

@@ -124,7 +124,6 @@ def bookkeeping_us(driver: Driver, log: RunLog, resumed: int = 0) -> float | Non
 
 
 def copy_gb_per_s(log: RunLog) -> float | None:
-    """Return the link's rate over the time in which it was busy."""
     busy_ns = int(log.link_busy_ns.sum())
     return int(log.demand_bytes.sum() + log.prefetch_bytes.sum()) / busy_ns if busy_ns else None
 
@@ -167,7 +166,6 @@ def predict(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -
 
 
 def simulated_row(choice: Choice, cell: Cell, described: Described, machine: str) -> Row:
-    """Return the figures of a choice on a machine of that name."""
     timing, link = described
     there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
     return summarise(compiled_engine.simulate(choice.on(timing, link)), there, choice.loaded.trace.requests)[0]

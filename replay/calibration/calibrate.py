@@ -210,7 +210,6 @@ def add_model(
 
 
 def profile(result: Calibration) -> str:
-    """Return the hardware profile as TOML."""
     models = [result.model(name) for name in result.models]
     facts: dict[str, Any] = {key: value for key, value in result.facts.items() if value is not None}
     scalars: dict[str, Any] = {"title": str(facts["device_name"]), **middle([asdict(one) for one in result.rates])}

@@ -209,7 +209,6 @@ class Factors:
         return Factors(*factors)
 
     def scale(self, model: MeasuredModel) -> MeasuredModel:
-        """Return the model of a machine that is so much slower."""
         transfer, latency = round(model.transfer_ns * self.reads), round(model.latency_ns * self.reads)
         fields = {"transfer_ns": transfer, "latency_ns": min(latency, transfer)}
         launch_ns = max(model.launch_ns, -round(model.expert[0][-1] * self.computes))

@@ -61,7 +61,6 @@ class Meter:
         return self.mean(took)
 
     def mean(self, took: Sequence[int]) -> int:
-        """Return the mean of repeats, and keep their spread."""
         mean = fmean(took)
         self.spreads.append(median_low([abs(each - mean) for each in took]) / max(mean, 1))
         return round(mean)

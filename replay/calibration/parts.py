@@ -56,7 +56,6 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
     together = min(top_k(run), places)
 
     def experts(tokens: int, number: int) -> None:
-        """Launch them at once, going round the slots."""
         group = [(number * together + one) % places for one in range(together)]
         device.experts([(place, place, tokens) for place in group])
 
@@ -81,7 +80,6 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
 
 
 def cycle_slots(run: Run, top_k: int) -> int:
-    """Return how many slots repeats go round."""
     return min(run.gpu.experts, max(2 * top_k, -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
 
 

@@ -14,7 +14,6 @@ class RunByDefault(TyperGroup):
     """Options without a command belong to `run`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # ctx: click's, or typer's own copy of it
-        """Put `run` in front, unless help is requested."""
         if not args or (args[0].startswith("-") and args[0] != "--help"):
             args = ["run", *args]
         return super().parse_args(ctx, args)

@@ -155,7 +155,6 @@ def table(cells: list[Row], ceiling_gb_per_s: float | None) -> Table:
 
 
 def ranking_line(ranking: Row) -> str:
-    """Return how well the policies of one size and mode are ordered."""
     correlation = "all equal" if ranking["spearman"] is None else f"rank correlation {ranking['spearman']:.2f}"
     pairs = f"{ranking['pairs_as_measured']} of {ranking['pairs_that_differ']} pairs"
     noise = "" if ranking["noise"] is None else f" by more than {ranking['noise']:.1%}"
@@ -166,7 +165,6 @@ def ranking_line(ranking: Row) -> str:
 
 
 def last_line(cells: list[Row]) -> str:
-    """Return the worst TPOT mean in words."""
     worst = max(cells, key=off_by)
     predicted, measured = (worst[side]["tpot_mean_ms"] for side in ("predicted", "measured"))
     return (

@@ -42,25 +42,14 @@ class LiveOptions:
     profile: Annotated[
         Path | None, typer.Option(help="File for what the policy learns: it starts from it the next time.")
     ] = None
-
     lookahead: Annotated[
         int, typer.Option(min=0, help="Layers ahead whose routers run on a layer's input, as for gate. Default: 0.")
     ] = 0
-
     routing: Annotated[str | None, typer.Option(help=OPTIONS["routing"].help)] = None
 
     def live(self, model: str | None, on: options.Stated, policy: str | PolicySpec, progress: Progress) -> LiveModel:
-        live = open_live(
-            model,
-            DeviceChoice.of(on),
-            policy=policy,
-            cache_size=self.cache_size,
-            dtype=self.dtype,
-            profile=self.profile,
-            progress=progress,
-            on_note=console.warn,
-            lookahead=self.lookahead,
-            routing=self.routing,
-        )
-        live.draft = self.draft
+        options = {**vars(self), "policy": policy, "progress": progress, "on_note": console.warn}
+        draft = options.pop("draft")
+        live = open_live(model, DeviceChoice.of(on), **options)
+        live.draft = draft
         return live

@@ -84,7 +84,6 @@ class Record:
         self.write()
 
     def fail(self, key: str, cell: Mapping[str, Any], error: Exception) -> None:
-        """Write the file with a cell that could not be run."""
         self.put(key, {**cell, ERROR: " ".join(str(error).split())})
 
     def write(self) -> None:

@@ -107,7 +107,6 @@ class Comparison:
 
 
 def _sum_up(record: Record) -> None:
-    """Write what all cells together say, unless the file says so already."""
     cells = list(record)
     facts = {"copy_gb_per_s": copy_gb_per_s(record), "rankings": rankings(cells), "accuracy": accuracy(cells)}
     if any(record.facts.get(name) != fact for name, fact in facts.items()):
@@ -145,7 +144,6 @@ class Machine:
         return outcome.predicted_again(around, lambda model: self._described(choice, model))
 
     def _measure(self) -> float:
-        """Measure the machine once more; return the noise."""
         from replay.calibration.measure import measure_model
 
         assert self._stage
@@ -175,7 +173,6 @@ class Machine:
 
 
 def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
-    """Return what a recorded cell says it is."""
     loaded, policy = choice.loaded, choice.policy
     return {
         "model": loaded.profile.name if loaded.profile else loaded.trace.meta.model,

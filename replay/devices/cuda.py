@@ -101,13 +101,7 @@ class CudaDevice(Device):
     tail_bytes = TAIL_BYTES
 
     def __init__(
-        self,
-        store: HostStore,
-        network: Network,
-        slots: int,
-        gpu: Gpu,
-        launches: Launches,
-        verify: bool = False,
+        self, store: HostStore, network: Network, slots: int, gpu: Gpu, launches: Launches, verify: bool = False
     ) -> None:
         self.store = store
         self.gpu = gpu
@@ -216,7 +210,6 @@ class CudaDevice(Device):
         return False
 
     def discard_copies(self) -> None:
-        """Let the pieces under way end, and forget them."""
         self._link.synchronize()
         while self._copies:
             self._ended(self._copies)
@@ -232,7 +225,6 @@ class CudaDevice(Device):
         return [[work] for work in works]
 
     def _launch(self, works: list[Work]) -> None:
-        """Launch once."""
         slots = [slot for _, slot, _ in works]
         tokens = works[0][2]
         if self._verify:

@@ -47,7 +47,6 @@ class Stage:
 
     @property
     def facts(self) -> Row:
-        """Return the columns of a replay's row that the stage decides."""
         return {
             **facts(self.gpu, self.store),
             "fallbacks": "; ".join(self.launches.fallbacks) or None if self.launches else None,
@@ -144,14 +143,12 @@ def open_stage(
 
 
 def _host_store(profile: ModelProfile, memory: HostMemory | None, seed: int, distinct: int | None) -> HostStore:
-    """Return every expert in host memory."""
     total, size = profile.moe_layers * profile.experts, profile.expert_bytes
     sizes = [profile.bytes_of(expert // profile.experts) for expert in range(total)]
     return HostStore(memory, total, size, sizes=sizes) if memory else HostStore.of(total, size, seed, distinct, sizes)
 
 
 def _require_host_memory(target: DeviceChoice, profile: ModelProfile, network_bytes: int) -> None:
-    """Raise InputError before anything is taken."""
     if target.store:
         require_memory(network_bytes, "the dense part with its KV cache", FEWER)
         return

@@ -117,12 +117,7 @@ class HostStore:
 
     @classmethod
     def of(
-        cls,
-        total: int,
-        expert_bytes: int,
-        seed: int,
-        distinct: int | None = None,
-        sizes: Sequence[int] | None = None,
+        cls, total: int, expert_bytes: int, seed: int, distinct: int | None = None, sizes: Sequence[int] | None = None
     ) -> "HostStore":
         """Return a store for one model, with memory of its own. Raise InputError for more buffers than experts."""
         buffers = total if distinct is None else distinct

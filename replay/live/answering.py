@@ -16,6 +16,7 @@ import numpy as np
 from replay.calibration.in_loop import effective
 from replay.calibration.measure import middle, steady_ns
 from replay.live.model import LiveModel
+from replay.live.rows import measured
 from replay.run import Outcome, Prediction, host_ms
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import PREDICTOR, RunLog
@@ -45,7 +46,6 @@ class TextStream:
         self._shown = 0
 
     def add(self, token: int) -> str:
-        """Return the text that is new with this token."""
         self.tokens.append(token)
         return self._new(self._loaded.text(self.tokens).rstrip(UNFINISHED))
 
@@ -129,7 +129,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
         return replace(run.on(timing, link, window), requests=Requests(trace))
 
     machine = effective(replace(middle(machines), transfer_slowed=slowed), lambda model: simulate(on(model)))
-    row, by_request, cell = live.measured(trace, log)
+    row, by_request, cell = measured(live, trace, log)
     row["host_ms"] = host_ms(log, np.ones(len(log.step_ns), np.bool_))
     predicted = summarise(simulate(on(machine)), cell, trace.requests)[0]
     return Outcome(row, log, by_request, [Prediction("this machine as timed", predicted)])
@@ -157,12 +157,10 @@ class TokenIds:
         return [int(token) for token in ids]
 
     def decode(self, tokens: Sequence[int], **options: Any) -> str:
-        """Return the text of ids: numbers where nothing else is known."""
         return ",".join(map(str, tokens)) if self._own is None else str(self._own.decode(tokens, **options))
 
 
 def reading_ids(loaded: LoadedModel) -> LoadedModel:
-    """Return the model as one that is asked with token ids."""
     vocabulary = loaded.model.config.get_text_config().vocab_size
     return replace(loaded, tokenizer=TokenIds(vocabulary, loaded.tokenizer))
 

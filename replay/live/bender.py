@@ -72,7 +72,7 @@ class Bender:
 
     def _chosen(self, layer: int, candidates: Candidates, k: int) -> NDArray[np.int64]:
         """Return what tokens choose, [T, k]; candidates: of one layer."""
-        bending, present = self._live.bending(layer)
+        bending, present = self._live.loop.bending(layer)
         none, chosen = np.zeros((0, 0), np.int64), np.empty((len(candidates.ids), k), np.int64)
         choose_all(bending.over(candidates, k, none, none, np.zeros((0, 0))), present, chosen)
         return chosen
@@ -94,7 +94,6 @@ class TopK(TorchFunctionMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Bend the result of `topk` over all experts."""
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[1] != self._experts:
             return result

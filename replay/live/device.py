@@ -90,7 +90,6 @@ class LiveDevice(LinkThreads):
             self._outcomes.get()
 
     def copied(self) -> None:
-        """Forget the oldest copy, which has ended, good or bad."""
         self._copies.popleft()
 
     def await_landing(self, expert: int) -> bool:

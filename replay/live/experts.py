@@ -29,7 +29,6 @@ class Added(TorchFunctionMode):
     dtype = torch.float32  # of the output
 
     def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        """Take note of `output.index_add_(0, tokens, values)`."""
         if func is torch.Tensor.index_add_:
             self.dtype, self.values = args[0].dtype, args[3]
             return args[0]
@@ -72,7 +71,6 @@ class Direct:
         return values @ matrix if bias is None else values @ matrix + bias
 
     def compare(self, added: Added, hidden: Tensor, weight: Tensor, rows: dict[str, Tensor]) -> None:
-        """Try it once more beside what the module's code has added."""
         assert added.values is not None
         self.dtype = added.dtype
         self._trials += 1

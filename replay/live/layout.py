@@ -48,7 +48,6 @@ class ExpertLayer:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one in a slot."""
         return end_of(self.stored)
 
 
@@ -132,7 +131,6 @@ class ShardStore(ExpertSource):
         self.past_cache = all(shard.past_cache for shard in self._shards)
 
     def places(self, expert: int) -> tuple[int, ...]:
-        """Return where in its slot each row of an expert lies."""
         return self._experts[expert].places
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
@@ -148,7 +146,6 @@ class ShardStore(ExpertSource):
                 shard.read(offset, slot[place : place + high - low])
 
     def require_unchanged(self) -> None:
-        """Raise InputError if one of the files was written to since it was opened."""
         for shard in self._shards:
             shard.require_unchanged()
 

@@ -66,9 +66,7 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
 
     def load(model: Any, state_dict: Any, files: Any, load_config: Any, expected_keys: Any = None) -> Any:
         is_whole = files and all(str(file).endswith(".safetensors") for file in files)
-        refuse(
-            (not is_whole, f"{checkpoint.name} is no safetensors checkpoint: its experts cannot be read one by one"),
-        )
+        refuse((not is_whole, f"{checkpoint.name} is no safetensors checkpoint: its experts cannot be read one by one"))
         layers.extend(expert_layers(model))
         with_experts = model.state_dict()
         own, tensors = open_shards(Path(file) for file in files)

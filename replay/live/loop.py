@@ -166,7 +166,6 @@ class LiveLoop:
     # Lanes
 
     def _copied(self, outcome: Outcome) -> None:
-        """Handle the end, or the failure, of a piece of a transfer."""
         with self._changed:
             self._device.copied()
             if not self._failure:

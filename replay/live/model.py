@@ -20,13 +20,11 @@ from typing import Any, Self
 from weakref import ref
 
 import numpy as np
-import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from policies.core.bent import Bending
-from policies.core.policy import NO_INTS, Int, Listener
+from policies.core.policy import NO_INTS, Listener
 from policies.core.spec import Part, PolicySpec
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
@@ -45,7 +43,6 @@ from sim.loop.run import Run
 from sim.probe.limits import available_memory_bytes
 from sim.profiles.policy_overhead import cost_us
 from sim.results import steps
-from sim.results.metrics import Cell, Row
 from tracer.answers import LoadedModel, Runner
 from tracer.hook import ExpertsHook
 from traces.errors import InputError, refuse
@@ -108,7 +105,7 @@ class LiveModel:
         self._kv: Callable[[], object] = ref(self)  # the KV cache that it gave back, if any
         self._top_k = hook.top_k
         self.parts = Parts()
-        self._loop = LiveLoop(self.run, device, on_note)
+        self.loop = LiveLoop(self.run, device, on_note)
         self._next = next_routers
         distances = len(next_routers.picks.distances) if next_routers else 0
         self._recorder = Recorder(len(layers), self._experts, self._top_k, distances)
@@ -149,11 +146,6 @@ class LiveModel:
         """Write the profile, end what is under way, close files. Raise InputError where what was read has changed."""
         self.__exit__(None, None, None)
 
-    def __reduce__(self) -> Any:
-        raise InputError(
-            f"{self.loaded.name} has a cache of experts, which cannot be copied or sent: load it again there"
-        )
-
     def __repr__(self) -> str:
         run, what = self.run, "closed" if self._is_closed else self.device.name
         return (
@@ -163,7 +155,7 @@ class LiveModel:
     @property
     def counters(self) -> dict[str, int]:
         """Return `steps` since the last `clear`, and sums over them as results count them (`sim.loop.log.COLUMNS`)."""
-        self._end_request()
+        self._end_pass(ends_request=True)
         sums = np.array([row.numbers for row in self.rows], np.int64).reshape(-1, len(COLUMNS)).sum(0)
         counted = dict(zip(COLUMNS, sums.tolist(), strict=True))
         bytes_ = {moved: counted[count] * self.run.gpu.link.expert_bytes for moved, count in MOVED.items()}
@@ -174,12 +166,8 @@ class LiveModel:
         """Return the steps since the last `clear` as they were measured: totals, a table of steps, one of requests."""
         trace = self.trace
         log = RunLog.of_rows(self.rows, self.run.gpu.link.expert_bytes, ())
-        row, requests, _ = self.measured(trace, log)
+        row, requests, _ = measured(self, trace, log)
         return RunResult(row, steps.frame(log, trace.requests["id"]), requests.to_pandas())
-
-    def measured(self, trace: Trace, log: RunLog) -> tuple[Row, pa.Table, Cell]:
-        """Return the row of a log of the requests of `trace`, in its order, their table, and what it is a row of."""
-        return measured(self.loaded.name, self.run, self.device, self.lanes, self.draft, trace, log)
 
     def free_bytes(self) -> int:
         """Return the memory that is left for requests, where nothing but program, dense part and slots is taken."""
@@ -192,7 +180,7 @@ class LiveModel:
     @property
     def trace(self) -> Trace:
         """Return what was routed since the last `clear`, a request for each row. Raise InputError of nothing."""
-        self._end_request()
+        self._end_pass(ends_request=True)
         meta = self.as_stored(Runner(self.loaded, self.hook, lambda rows: None).meta())
         return self._recorder.trace(replace(meta, lookahead=self._next.picks if self._next else None))
 
@@ -213,19 +201,15 @@ class LiveModel:
             meta = replace(meta, settings={**meta.settings, "routing": rule.text})
         return replace(meta, expert_bytes=self.run.gpu.link.expert_bytes) if self._is_packed else meta
 
-    def bending(self, layer: int) -> tuple[Bending, Int]:
-        """Return what bends the routing, and the states of the experts of a layer."""
-        return self._loop.bending(layer)
-
     def clear(self) -> None:
         """Forget counters, steps and trace, which take some hundred bytes a token. The cache stays as it is."""
-        self._end_request()
+        self._end_pass(ends_request=True)
         self.rows.clear()
         self._recorder.clear()
 
     def time_transfers(self) -> tuple[tuple[int, int], float]:
         """Time transfers again, alone, and how many times as long beside compute. Cache and policy start again."""
-        self._loop.stop()  # a prefetch may be under way
+        self.loop.stop()  # a prefetch may be under way
         alone = self._time_transfers(self.run)
         with self._computing():
             beside = self._time_transfers(self.run)
@@ -277,31 +261,26 @@ class LiveModel:
 
     def end_request(self) -> None:
         """End a request after its last forward pass. Raise InputError if a file of its experts was written to."""
-        self._end_request()
+        self._end_pass(ends_request=True)
         if not self._is_closed:
             self._require_unchanged()
-
-    def _end_request(self) -> None:
-        with self._turn:
-            self._end_pass(ends_request=True)
 
     def end(self) -> None:
         """Write what the policy has learned, and end what it has under way; the model is as it was before."""
         try:
             self._end_pass(ends_request=True)
             if self._profile:
-                decider = self._loop.decider
+                decider = self.loop.decider
                 write_learned((decider.retention, decider.prefetcher), self.loaded.name, self._profile)
         finally:
             with suppress(InputError):  # what is under way never ends, as the last pass has said
-                self._loop.stop()
+                self.loop.stop()
 
     def until_closed(self, opening: ExitStack) -> None:
         """Keep open what `opening` holds, until this is closed."""
         self._opening = opening.pop_all()
 
     def detach(self) -> None:
-        """Give the model its own class and forward pass back."""
         self.model.__class__ = self._kind
         del self.model.forward, self.model.expert_cache
 
@@ -331,7 +310,7 @@ class LiveModel:
         known = NO_INTS if ids is None else ids.reshape(-1)
         is_prompt = before == 0 or (columns > 1 and not self.draft)
         phase = PREFILL if is_prompt else DECODE
-        self._loop.begin(phase, rows, columns, before + columns, not continues, known, request)
+        self.loop.begin(phase, rows, columns, before + columns, not continues, known, request)
         was, self._tokens, self._context, self._requests = self._tokens, rows * columns, before + columns, rows
         took = self.parts.lap()
         if continues:
@@ -339,15 +318,16 @@ class LiveModel:
 
     def _end_pass(self, ends_request: bool) -> bool:
         """End the forward pass that was begun last, if it has come to its end and was not ended before."""
-        row = self._loop.end(ends_request)
-        if row:
-            self.rows.append(row)
-            self._recorder.keep()
-        return row is not None
+        with self._turn:
+            row = self.loop.end(ends_request)
+            if row:
+                self.rows.append(row)
+                self._recorder.keep()
+            return row is not None
 
     def _event(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Compute the experts of a layer: everything between its router and its sum."""
-        if layer != self._loop.layer:
+        if layer != self.loop.layer:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
         parts, experts, rows = self.parts, self._experts, self._requests
         ids = index.cpu().numpy()
@@ -357,18 +337,17 @@ class LiveModel:
         is_routed = (ids >= 0) & (ids < experts)
         tokens = np.bincount(own[is_routed.reshape(rows, -1)], minlength=rows * experts).reshape(rows, experts)
         self._recorder.put(np.where(is_routed, ids, -1), ahead)
-        self._loop.route(tokens, picked(ahead, (layer + 1) * experts, experts))
+        self.loop.route(tokens, picked(ahead, (layer + 1) * experts, experts))
         chosen = int(np.count_nonzero(tokens.sum(0)))
         output = self._computed(self._layers[layer], layer * experts, chosen, (hidden, index, weights))
         if not bool(output.isfinite().all()) and bool((~output.isfinite()[hidden.isfinite().all(-1)]).any()):
             raise InputError(f"the experts of {self._names[layer]} give NaN or infinity: the checkpoint is damaged")
-        self._loop.combined()
+        self.loop.combined()
         self.parts.combine[self._tokens].add(self.parts.lap())
         return output
 
     def _computed(self, experts: LayerExperts, first: int, count: int, event: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Compute `count` experts as they come, and return their sum."""
-        loop, parts, output, left = self._loop, self.parts, None, count
+        loop, parts, output, left = self.loop, self.parts, None, count
         experts.begin(*event)
         if not count:
             loop.computed((), is_last=True)
@@ -419,7 +398,6 @@ def entered(kind: type) -> Any:
         "__doc__": kind.__doc__,
         "__enter__": lambda model: model,
         "__exit__": lambda model, *error: model.expert_cache.__exit__(*error),
-        "__reduce_ex__": lambda model, _: model.expert_cache.__reduce__(),
         "_valid_auto_compile_criteria": lambda model, *_: False,  # of static caches on a GPU
     }
     return type(kind.__name__, (kind,), own)
@@ -427,9 +405,9 @@ def entered(kind: type) -> Any:
 
 def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
     """Return the policy as it starts from what `file` holds, if that is there. Raise InputError for one that cannot."""
-    saving = sum(bool(half.cls.starts_from) for half in (policy.evict, policy.prefetch))
     if not file:
         return policy
+    saving = sum(bool(half.cls.starts_from) for half in (policy.evict, policy.prefetch))
     apart = saving == 2 and not (policy.shares and policy.prefetch.cls.shares_state_with(policy.evict.cls))
     refuse(
         (not saving, f"--profile: {policy.text} does not save what it learns; eamc and eamc-blend do"),
@@ -438,16 +416,15 @@ def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
     check_file(file, overwrite=True)  # better now than when all is learned
     if not file.exists():
         return policy
-    evict, prefetch = _from(policy.evict, file), _from(policy.prefetch, file)
+
+    def learned(half: Part) -> Part:
+        return half.having({half.cls.starts_from: str(file)}) if half.cls.starts_from else half
+
+    evict, prefetch = learned(policy.evict), learned(policy.prefetch)
     return replace(PolicySpec.of(evict, prefetch, policy.scope, policy.placement), typed=policy.typed)
 
 
-def _from(half: Part, file: Path) -> Part:
-    return half.having({half.cls.starts_from: str(file)}) if half.cls.starts_from else half
-
-
 def write_learned(halves: tuple[Listener, Listener], model: str, file: Path) -> None:
-    """Write what the policy has learned from runs of `model`."""
     for half in halves:
         if half.starts_from:
             with replacing(file) as part, part.open("wb") as written:

@@ -95,7 +95,7 @@ def load_model(
     `clear()` and `close()`, and `with load_model(...) as model:` closes it. Raise InputError, a ValueError, for a
     model, a device or a policy that cannot run so, and where memory does not suffice.
     """
-    live = open_live(
+    return open_live(
         None if source is None else str(source),
         DeviceChoice.of({"device": device, **options}),
         policy=seeded(policy, seed),
@@ -104,8 +104,7 @@ def load_model(
         profile=Path(profile) if profile else None,
         lookahead=lookahead,
         routing=routing,
-    )
-    return live.model
+    ).model
 
 
 def attach(
@@ -134,10 +133,9 @@ def attach(
     with ExitStack() as opening:
         layers = expert_layers(model)
         opening.callback(_unhook, model, layers, model.get_experts_implementation())
-        whole = Opened(LoadedModel(name, model, None), layers, {}, [])
-        gpu = Gpu() if memories == {"cuda"} else None
-        size = cache_text(cache_size)
-        live = _cached(opening, whole, lambda layers: nullcontext(held_store(layers)), gpu, 1, spec, size, kept)
+        whole, gpu = Opened(LoadedModel(name, model, None), layers, {}, []), Gpu() if memories == {"cuda"} else None
+        source, size = lambda layers: nullcontext(held_store(layers)), cache_text(cache_size)
+        live = _cached(opening, whole, source, gpu, 1, spec, size, kept)
         opening.callback(live.detach)
         live.until_closed(opening)
     return model
@@ -176,20 +174,9 @@ def open_live(
         )
         if gpu:
             _move(without.loaded.model, gpu.device)
-        live = _cached(
-            opening,
-            without,
-            lambda layers: expert_store(without, layers, target.store, progress),
-            gpu,
-            target.lanes,
-            spec,
-            cache_size,
-            profile,
-            progress,
-            on_note,
-            lookahead,
-            rule,
-        )
+        source = partial(expert_store, without, file=target.store, progress=progress)
+        more = progress, on_note, lookahead, rule
+        live = _cached(opening, without, source, gpu, target.lanes, spec, cache_size, profile, *more)
         live.until_closed(opening)
     return live
 
@@ -230,7 +217,9 @@ def _cached(
     shape = Shape(len(layers), layers[0].experts)
     stride = stride_of(store.expert_bytes) if gpu else store.stride
     if cache_size == MOST:
-        slots = min(max(1, _free_for_slots(gpu, layers) // stride), shape.total)
+        free = gpu.free_bytes() if gpu else available_memory_bytes()
+        free -= RESERVE_BYTES + EXPERTS * max(end_of(layer.rows) for layer in layers)  # of any forward pass
+        slots = min(max(1, free // stride), shape.total)
     else:
         slots = parse_cache_size(cache_size, shape.total, stride, shape.layers)
     spec.divide(shape, slots)
@@ -246,8 +235,7 @@ def _cached(
     beside = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"
     require_memory(memory.slots + memory.workspace(0), beside, SMALLER, 0, gpu.free_bytes() if gpu else None)
     if gpu:
-        host = opening.enter_context(host_experts(store, layers, gpu, progress))
-        device: LiveDevice = LiveGpu(host, slots, gpu)
+        device: LiveDevice = LiveGpu(opening.enter_context(host_experts(store, layers, gpu, progress)), slots, gpu)
     else:
         device = LiveDevice(store, slots)
     opening.callback(device.close)
@@ -263,7 +251,6 @@ def _cached(
 
 
 def _unhook(model: Any, layers: Sequence[ExpertLayer], implementation: dict[str, str]) -> None:
-    """Let a model compute its experts as it did before."""
     model.set_experts_implementation(implementation)
     for layer in layers:
         layer.module.__dict__.pop(HOOK, None)
@@ -276,18 +263,12 @@ def _move(model: nn.Module, device: torch.device) -> None:
             tensor.data = tensor.data.to(device, copy=True)
 
 
-def _free_for_slots(gpu: Gpu | None, layers: Sequence[ExpertLayer]) -> int:
-    """Return the bytes that slots may take: RESERVE_BYTES are left, and what any forward pass takes of experts."""
-    free = available_memory_bytes() if gpu is None else gpu.free_bytes()
-    return free - RESERVE_BYTES - EXPERTS * max(end_of(layer.rows) for layer in layers)
-
-
 def require_causal(policy: PolicySpec, lookahead: int = 0) -> None:
     """Raise InputError for a policy that a model which runs now cannot serve."""
-    ahead = "goes by the next layers' routers: say how many layers ahead by `lookahead`"
+    ahead = f"{policy.text} goes by the next layers' routers: say how many layers ahead by `lookahead`"
     refuse(
         (policy.oracle, f"{policy.text} knows the future, which a live model does not: choose another policy"),
-        (policy.needs_lookahead and not lookahead, f"{policy.text} {ahead}"),
+        (policy.needs_lookahead and not lookahead, ahead),
         (policy.uses_host, f"{policy.text}: a live model fetches every miss: leave the placement out"),
         (policy.admits is not None, f"{policy.text}: a live model keeps what it fetches: leave the admission out"),
     )

@@ -101,7 +101,6 @@ def price(routing: str, requests: Sequence[Sequence[int]], whole: Reading, bent:
 
 
 def sentence(row: dict[str, Any]) -> str:
-    """Return what a rule saves and costs."""
     low, more, high = (f"{100 * row[f'perplexity_more{end}']:+.1f}" for end in ("_low", "", "_high"))
     share = f"{100 * row['cache_fraction']:.3g}%"
     saved = 1 - row["fetches"] / row["fetches_whole"] if row["fetches_whole"] else 0.0

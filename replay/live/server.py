@@ -68,7 +68,6 @@ class RefusedError(HTTPException):
 
 
 async def refusal(_: object, error: Any) -> JSONResponse:
-    """Return an error as OpenAI's clients read it."""
     if isinstance(error, ValidationError | RequestValidationError):
         first = error.errors()[0]
         place = [str(part) for part in first["loc"]]
@@ -128,7 +127,6 @@ class Answer(DirectStreamer):  # type: ignore[misc]  # transformers has no types
         """Do nothing, as `generate` calls it: `finish` ends the answer after the last check."""
 
     def finish(self) -> None:
-        """Queue what is left of the text, and the end."""
         if not self.is_cut and self._parser is None:
             tokens = [token for token in self.tokens if token not in self._ends]
             self._text = self._tokenizer.decode(tokens, skip_special_tokens=True)  # letters that are not whole, too
@@ -205,7 +203,6 @@ class Generation(GenerateManager):  # type: ignore[misc]
         live.clear()
 
     def stop(self) -> None:
-        """End all requests with an error."""
         for answer in list(self._answers):
             answer.fail(503, "the server is shutting down")
             answer.cancel()
@@ -272,7 +269,6 @@ class CheckedHandler:
     requested: type[Requested]
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
-        """Answer a request. Raise RefusedError, or ValidationError."""
         try:
             response: Response = await super().handle_request(body, request_id)  # type: ignore[misc]
         except (HTTPException, ValidationError):

@@ -39,7 +39,6 @@ class Row:
 
 
 def end_of(rows: Sequence[Row]) -> int:
-    """Return the bytes of an expert with these rows."""
     return rows[-1].begin + rows[-1].nbytes
 
 

@@ -27,7 +27,6 @@ class Source:
         return self._normal((outputs, inputs), scale or inputs**-0.5)
 
     def norm(self, size: int) -> torch.Tensor:
-        """Return the weights of an RMS norm: ones."""
         self.parameters += size
         return torch.ones(size, device=self.device, dtype=self.dtype)
 
@@ -119,7 +118,6 @@ class LatentAttention:
         self.cache = source.cache(positions, cached)
 
     def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int) -> None:
-        """Add the attention of tokens [n, H] to residual [n, H]."""
         n = len(tokens)
         queries, latent, shared = torch.split(functional.linear(tokens, self.projection), self.parts, dim=-1)
         if self.query_norm is not None:
@@ -161,7 +159,6 @@ class OtherMixer:
         self.state = source.cache(kind.state // source.dtype.itemsize)
 
     def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int) -> None:
-        """Add what it makes of tokens [n, H] to residual [n, H]."""
         self.state.mul_(0.5)
         residual.addmm_(functional.linear(tokens, self.projection), self.output.T)
         seen = round(min(context, self.window or context) * self.each)
@@ -294,11 +291,7 @@ def by_token(values: torch.Tensor) -> torch.Tensor:
 
 
 def attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    causal: bool = False,
-    scale: float | None = None,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool = False, scale: float | None = None
 ) -> torch.Tensor:
     """Return [heads, n, d2] of queries [heads, n, d], keys [kv heads, m, d] and values [kv heads, m, d2]."""
     return functional.scaled_dot_product_attention(

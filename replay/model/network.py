@@ -110,7 +110,6 @@ class Network:
         self.experts_out.zero_()
 
     def combine(self, tokens: int) -> None:
-        """Add the experts' outputs to the residual stream."""
         out = self.experts_out[:tokens]
         self._residual[:tokens] += out
         out.zero_()

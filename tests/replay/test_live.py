@@ -350,10 +350,10 @@ def test_a_prefetch_that_fails_between_two_passes_is_reported_and_the_next_pass_
             live.model(input_ids=prompt(1, seed=seed), **{name: cache})
             hook.remove()
             until = monotonic() + 0.05
-            while not live._loop._failure and monotonic() < until:
+            while not live.loop._failure and monotonic() < until:
                 sleep(0.001)
             broken.clear()
-            if live._loop._failure:
+            if live.loop._failure:
                 break
         assert not notes
         assert_equal(wanted, live, prompt(9))
@@ -371,7 +371,7 @@ def test_a_pass_that_is_left_in_the_middle_does_not_harm_the_next_one(tmp_path: 
         norm = live.model.model.layers[1].post_attention_layernorm
 
         def leave(*_: Any) -> None:
-            live._loop._failure = IndexError("as a lane raises that finds half a state")
+            live.loop._failure = IndexError("as a lane raises that finds half a state")
             raise KeyboardInterrupt
 
         for _ in range(2):
@@ -454,7 +454,7 @@ def test_a_policy_that_fails_fails_that_pass_and_the_next_one_works(
         def fails(*_: object) -> None:
             raise InputError("this policy fails")
 
-        monkeypatch.setattr(live._loop.decider, where, fails)
+        monkeypatch.setattr(live.loop.decider, where, fails)
         with pytest.raises(InputError, match="this policy fails"):
             assert_equal(wanted, live, prompt(9))
         assert_equal(wanted, live, prompt(9))

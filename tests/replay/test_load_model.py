@@ -1,9 +1,7 @@
 """`load_model` and `attach`: everything that `generate` does gives what it gives with the whole model, to the bit."""
 
-import copy
 import gc
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -290,11 +288,8 @@ def test_two_models_and_threads_at_once_give_what_each_gives_alone(folder: Path,
     assert model.expert_cache.counters["steps"] == 4 * 5
 
 
-def test_a_closed_model_a_copy_and_another_process_get_one_clear_error(folder: Path, whole: Any) -> None:
+def test_a_closed_model_and_another_process_get_one_clear_error(folder: Path, whole: Any) -> None:
     with load_model(folder, cache_size="25%", lanes=1) as model:
-        for copied in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(InputError, match="cannot be copied or sent: load it again there"):
-                copied(model)
         if (child := os.fork()) == 0:
             try:
                 model(**ONE)
