@@ -23,9 +23,9 @@ def probe(
 ) -> None:
     """Measure this machine in about a minute, and keep it as a hardware profile.
 
-    It reads memory (STREAM Triad) by threads and kinds of cores, copies to the GPU if there is one, alone and beside
-    them, and reads a file of 2 GiB past the page cache. moe-sim plan takes the profile by itself, --hardware and a row
-    of the back-test by its name. On a busy machine it measures nothing.
+    It reads memory (STREAM Triad) by threads and kinds of cores, copies to the GPU if there is one, and reads a file of
+    2 GiB past the page cache. moe-sim plan takes the profile by itself, --hardware and a row of the back-test by its
+    name. On a busy machine it measures nothing.
 
     [b]moe-sim probe[/b]
 
@@ -52,10 +52,7 @@ def _show(found: Probe) -> None:
         memory.add_row(each.cores, str(each.threads), f"{each.gb_per_s:.1f}")
     console.say(memory)
     if found.link:
-        link = table("at a time", "GB/s alone", "GB/s beside the other", gap=2)
-        link.add_row("link to the GPU", f"{found.link:.1f}", f"{found.link_beside_memory:.1f}")
-        link.add_row("memory", f"{found.triad:.1f}", f"{found.memory_beside_link:.1f}")
-        console.say(link)
+        console.say(f"link to the GPU: {found.link:.1f} GB/s")
     disk = table("reads of", "1 at a time, GB/s", "4 at a time, GB/s", gap=2)
     rates = {(each.size, each.lanes): each.gb_per_s for each in found.disk}
     for size in sorted({size for size, _ in rates}):

@@ -5,62 +5,44 @@ Source: NVIDIA's CUDA driver API, "Memory Management". The GPU is the one that C
 
 import ctypes
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
-BYTES = 256 << 20
+BYTES = ctypes.c_size_t(256 << 20)
 PASSES = 5
 NAMES = ("libcuda.so.1", "nvcuda.dll")
 
 
-@contextmanager
-def copies() -> Iterator["Copies | None"]:
-    """Yield what copies to the GPU; None where there is no CUDA GPU, or no memory for a copy."""
-    opened = None
+def link_gb_per_s() -> float:
+    """Return the rate of a large copy to the GPU, the median of a few; 0 without a CUDA GPU or memory for a copy."""
     for name in NAMES:
         with suppress(OSError):
-            opened = Copies(ctypes.CDLL(name))
-            break
-    try:
-        yield opened
-    finally:
-        if opened:
-            opened.close()
+            return _measured(ctypes.CDLL(name))
+    return 0.0
 
 
-class Copies:
-    """A buffer of pinned memory and one of the GPU's."""
-
-    def __init__(self, cuda: Any) -> None:
-        self._cuda, self._device, self._context = cuda, ctypes.c_int(), ctypes.c_void_p()
-        self._host, self._gpu = ctypes.c_void_p(), ctypes.c_uint64()
-        self._call("cuInit", 0)
-        self._call("cuDeviceGet", ctypes.byref(self._device), 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
-        self._call("cuCtxSetCurrent", self._context)
-        self._call("cuMemHostAlloc", ctypes.byref(self._host), ctypes.c_size_t(BYTES), 0)
-        self._call("cuMemAlloc_v2", ctypes.byref(self._gpu), ctypes.c_size_t(BYTES))
-        ctypes.memset(self._host, 1, BYTES)
-
-    def gb_per_s(self) -> float:
-        """Return the rate of a large copy to the GPU: the median of a few."""
-        self.copy()
-        return median(BYTES / self.copy() / 1e9 for _ in range(PASSES))
-
-    def copy(self) -> float:
-        """Return the seconds of a copy; from any thread."""
-        self._call("cuCtxSetCurrent", self._context)
-        began = time.perf_counter()
-        self._call("cuMemcpyHtoD_v2", self._gpu, self._host, ctypes.c_size_t(BYTES))
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        self._call("cuMemFree_v2", self._gpu)
-        self._call("cuMemFreeHost", self._host)
-        self._call("cuDevicePrimaryCtxRelease_v2", self._device)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._cuda, name)(*arguments):
+def _measured(cuda: Any) -> float:
+    def call(name: str, *arguments: Any) -> None:
+        if status := getattr(cuda, name)(*arguments):
             raise OSError(f"{name} ended with status {status}")
+
+    def copy() -> float:
+        began = time.perf_counter()
+        call("cuMemcpyHtoD_v2", gpu, host, BYTES)
+        return BYTES.value / (time.perf_counter() - began) / 1e9
+
+    device, context, host, gpu = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), 0)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    call("cuCtxSetCurrent", context)
+    call("cuMemHostAlloc", ctypes.byref(host), BYTES, 0)
+    call("cuMemAlloc_v2", ctypes.byref(gpu), BYTES)
+    ctypes.memset(host, 1, BYTES.value)
+    copy()
+    rate = median(copy() for _ in range(PASSES))
+    call("cuMemFree_v2", gpu)
+    call("cuMemFreeHost", host)
+    call("cuDevicePrimaryCtxRelease_v2", device)
+    return rate

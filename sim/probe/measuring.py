@@ -1,6 +1,5 @@
 """A minute's measurement of this machine as a hardware profile, which sweeps, plans and the back-test take."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -34,8 +33,6 @@ class Probe:
     copy: float  # of a thread, from memory to memory
     disk: list[disk.Reads]
     link: float
-    link_beside_memory: float
-    memory_beside_link: float
 
     @property
     def triad(self) -> float:
@@ -50,18 +47,12 @@ class Probe:
 
 def measured(folder: Path, say: Callable[[str], None]) -> Probe:
     """Measure memory, link and the disk of a folder. Raise InputError where that cannot be read."""
-    classes = core_classes()
     say("memory")
-    memory, copy = stream.by_threads(classes), _copy()
-    link = beside = together = 0.0
-    with cuda.copies() as copies:
-        if copies:
-            say("the link to the GPU")
-            link = copies.gb_per_s()
-            say("link and memory at once")
-            beside, together = _at_once(copies, classes[0].cpus)
+    memory, copy = stream.by_threads(core_classes()), _copy()
+    say("the link to the GPU")
+    link = cuda.link_gb_per_s()
     say("the disk")
-    return Probe(memory, copy, disk.reads(folder), link, beside, together)
+    return Probe(memory, copy, disk.reads(folder), link)
 
 
 def profile(probe: Probe, facts: Facts, was_busy: bool) -> str:
@@ -97,7 +88,6 @@ def profile(probe: Probe, facts: Facts, was_busy: bool) -> str:
         "plan": plan,
         "memory": [asdict(each) for each in probe.memory],
         "disk": [asdict(each) for each in probe.disk],
-        "at_once": {"link": probe.link_beside_memory, "memory": probe.memory_beside_link},
     }
     head = (
         "# Written by moe-sim probe. Measured: memory (STREAM Triad), link (without a GPU a copy in memory), disk\n"
@@ -110,21 +100,3 @@ def _copy() -> float:
     """Return GB/s of a copy in memory by one thread: bytes copied, read once and written once."""
     source, target = np.ones(COPIED_BYTES, np.uint8), np.zeros(COPIED_BYTES, np.uint8)
     return COPIED_BYTES / min(repeat(lambda: np.copyto(target, source), number=1)) / 1e9
-
-
-def _at_once(copies: cuda.Copies, cpus: tuple[int, ...]) -> tuple[float, float]:
-    """Return GB/s of the link beside all cores that read memory, and theirs beside the link."""
-    ended, rates = threading.Event(), list[float]()
-
-    def keep_on() -> None:
-        while not ended.is_set():
-            rates.append(cuda.BYTES / copies.copy() / 1e9)
-
-    thread = threading.Thread(target=keep_on)
-    thread.start()
-    try:
-        memory = stream.triad(cpus)
-    finally:
-        ended.set()
-        thread.join()
-    return float(np.median(rates)), memory

@@ -157,7 +157,7 @@ def test_a_probes_profile_is_a_machine_of_sweeps_and_plans(tmp_path: Path, monke
     from sim.probe.measuring import READ, Probe, profile
     from sim.probe.stream import Rate
 
-    found = Probe([Rate("cores", 1, 10.0), Rate("cores", 2, 18.0)], 5.0, [Reads(*READ, 0.6)], 0, 0, 0)
+    found = Probe([Rate("cores", 1, 10.0), Rate("cores", 2, 18.0)], 5.0, [Reads(*READ, 0.6)], 0)
     cpu = "AMD Ryzen 7 7800X3D 8-Core Processor"
     facts = {"gpu_memory": detection.Fact("0", ""), "threads": detection.Fact(2, ""), "cpu": detection.Fact(cpu, "")}
     facts["host_memory"] = detection.Fact("20480MiB", "")
