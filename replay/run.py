@@ -25,9 +25,10 @@ from sim.loop.log import PREDICTOR, RunLog, StepRow, counting
 from sim.probe import busy
 from sim.profiles.measured import MeasuredModel
 from sim.results.metrics import Cell, Row, summarise
-from sim.timeline import Timeline, TimelineObserver
-from sim.timeline import play as play_simulated
 from sim.timeline import window as timeline_window
+from sim.timeline.file import Timeline
+from sim.timeline.observer import TimelineObserver
+from sim.timeline.observer import play as play_simulated
 
 PREDICTED = ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms", "hit_rate")
 """Figures of the simulator that stand in a replay's row."""

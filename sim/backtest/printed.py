@@ -11,11 +11,7 @@ from sim.quantities import show_share
 Cells = list[str]
 
 
-def rows_of(test: Backtest) -> list[dict[str, Any]]:
-    return [_row(result) for result in test.results]
-
-
-def _row(result: Result) -> dict[str, Any]:
+def row_of(result: Result) -> dict[str, Any]:
     row = result.row
     unit = UNITS[row.metric][row.unit]
     in_unit = {

@@ -28,6 +28,6 @@ def backtest(
     with progress(sum(not row.unsimulated for row in rows), as_json, "rows run") as advance:
         test = score.backtest(rows, ended=lambda: advance(1), warn=console.warn)
     if as_json:
-        console.say_json({"rows": printed.rows_of(test), "summary": score.summary(test)})
+        console.say_json({"rows": list(map(printed.row_of, test.results)), "summary": score.summary(test)})
     else:
         console.say(printed.text(test, every_row))

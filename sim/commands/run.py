@@ -18,9 +18,9 @@ from sim.results.compare import swept_run
 from sim.results.metrics import LATENCIES, Row, Summary, cell_text, engine_words, users_text
 from sim.sweeps import notes, verdict
 from sim.sweeps.grid import LRU, Grid, grid_of, measures, run_grid, summed
-from sim.timeline import play as play_onto
 from sim.timeline import window as timeline_window
-from sim.timeline import writing
+from sim.timeline.file import writing
+from sim.timeline.observer import play as play_onto
 from sim.timeline.window import Window
 from terminal.console import progress
 from traces.errors import InputError

@@ -23,9 +23,6 @@ RESULTS_FILE, REQUESTS_FILE = "results.parquet", "requests.parquet"
 
 A_SWEEP = "name a folder that moe-sim sweep has written, of several sweeps in one the folder of one"
 
-Drawn = Callable[[], "Figure"]
-"""What draws a figure."""
-
 
 def write_rows(rows: Rows, schema: pa.Schema, path: Path) -> None:
     write_table(pa.Table.from_pylist(list(rows), schema=schema), path)
@@ -80,7 +77,7 @@ def write_figure(figure: "Figure", path: Path) -> None:
         figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
 
 
-def write_figures(figures: Mapping[str, "Drawn"], folder: Path) -> list[Path]:
+def write_figures(figures: Mapping[str, Callable[[], "Figure"]], folder: Path) -> list[Path]:
     """Draw figures and write each as a PNG of its name; return the files. Without matplotlib: warn, and write none."""
     if figures and not find_spec("matplotlib"):
         warnings.warn(f"{', '.join(figures)} not drawn: {missing_extra('matplotlib')}", stacklevel=2)
@@ -91,7 +88,10 @@ def write_figures(figures: Mapping[str, "Drawn"], folder: Path) -> list[Path]:
 
 
 def save(
-    folder: Path, maker: str, tables: Mapping[str, tuple[Rows, pa.Schema]], figures: Mapping[str, "Drawn"]
+    folder: Path,
+    maker: str,
+    tables: Mapping[str, tuple[Rows, pa.Schema]],
+    figures: Mapping[str, Callable[[], "Figure"]],
 ) -> list[Path]:
     """Write tables (rows and schema) and figures by their names, as the command `maker` does; the files.
 

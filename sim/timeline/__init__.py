@@ -1,5 +1,1 @@
 """A run moment by moment, as a file for Perfetto."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

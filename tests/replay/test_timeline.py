@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from sim.timeline import WHOLE, Timeline, TimelineObserver
+from sim.timeline.file import Timeline
+from sim.timeline.observer import TimelineObserver
+from sim.timeline.window import WHOLE
 from tests.support.devices import AnyOrder, Watch
 from tests.support.driven import play
 from tests.support.replay_runs import draw

@@ -14,8 +14,8 @@ from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.loop import Requests
 from sim.results import summarise
-from sim.timeline import Window
 from sim.timeline import window as timeline_window
+from sim.timeline.window import Window
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces import PREFILL, InputError, write_trace

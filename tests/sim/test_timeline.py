@@ -18,9 +18,10 @@ from policies.core import Shape, parse
 from sim.engines import simpy_engine
 from sim.loop import STALLS, Completion, Ended, Kind, Run, RunLog, gpu_run, joined
 from sim.profiles.timing import FixedTiming, Link
-from sim.timeline import WHOLE, Timeline, Window, writing
-from sim.timeline import play as play_onto
+from sim.timeline.file import Timeline, writing
+from sim.timeline.observer import play as play_onto
 from sim.timeline.tracks import ComputeTrack, LinkTrack, Scene
+from sim.timeline.window import WHOLE, Window
 from tests.support.logs import assert_logs_equal
 from tests.support.runs import Drawn, draw_run, draw_tiers_run
 from tests.support.timelines import Shown, Slice, nests, ns, parsed
