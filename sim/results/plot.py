@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from policies.core.grammar import pieces, policy_title
 from sim.loop.log import STALLS
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from sim.results.compare import Difference
-
-Float = NDArray[np.float64]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -228,13 +225,6 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
     return drawing
 
 
-def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"]) -> None:
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel(xlabel)
-    axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def single(
     size: tuple[float, float], title: str, xlabel: str, grid: Literal["x", "both"] = "both"
 ) -> "tuple[Figure, Axes]":
@@ -287,7 +277,10 @@ def panels(
     drawing = Drawing(figsize=size or (max(WIDTH, 3.4 * columns + 1.2), height * lines), layout="constrained")
     every = drawing.subplots(lines, columns, sharex=share, sharey=share, squeeze=False).ravel().tolist()
     for axes, title in zip(every, titles, strict=False):
-        frame(axes, title, xlabel, grid)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel(xlabel)
+        axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
     for axes in every[len(titles) :]:
         axes.set_visible(False)
     return drawing, every[: len(titles)]
