@@ -16,7 +16,6 @@ import numpy as np
 from replay.calibration.in_loop import effective
 from replay.calibration.measure import middle, steady_ns
 from replay.live.model import LiveModel
-from replay.live.rows import measured
 from replay.run import Outcome, Prediction, host_ms
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import PREDICTOR, RunLog
@@ -129,7 +128,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
         return replace(run.on(timing, link, window), requests=Requests(trace))
 
     machine = effective(replace(middle(machines), transfer_slowed=slowed), lambda model: simulate(on(model)))
-    row, by_request, cell = measured(live, trace, log)
+    row, by_request, cell = live.measured(trace, log)
     row["host_ms"] = host_ms(log, np.ones(len(log.step_ns), np.bool_))
     predicted = summarise(simulate(on(machine)), cell, trace.requests)[0]
     return Outcome(row, log, by_request, [Prediction("this machine as timed", predicted)])

@@ -20,6 +20,7 @@ from typing import Any, Self
 from weakref import ref
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,6 +29,7 @@ from policies.core.policy import NO_INTS, Listener
 from policies.core.spec import Part, PolicySpec
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
+from replay.devices.stage import facts
 from replay.live.device import LiveDevice
 from replay.live.experts import TRIALS, LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, places_of
@@ -36,13 +38,15 @@ from replay.live.memory import KV_NAMES, Memory, resident_bytes
 from replay.live.next_routers import NextRouters, picked
 from replay.live.parts import Parts
 from replay.live.recorder import Recorder
-from replay.live.rows import measured
+from replay.run import copy_gb_per_s
 from sim.api import RunResult
-from sim.loop.log import COLUMNS, MOVED, RunLog, StepRow
+from sim.experiment import RECORDED
+from sim.loop.log import COLUMNS, MOVED, PREDICTOR, RunLog, StepRow
 from sim.loop.run import Run
 from sim.probe.limits import available_memory_bytes
 from sim.profiles.policy_overhead import cost_us
 from sim.results import steps
+from sim.results.metrics import Cell, Row, summarise
 from tracer.answers import LoadedModel, Runner
 from tracer.hook import ExpertsHook
 from traces.errors import InputError, refuse
@@ -166,8 +170,41 @@ class LiveModel:
         """Return the steps since the last `clear` as they were measured: totals, a table of steps, one of requests."""
         trace = self.trace
         log = RunLog.of_rows(self.rows, self.run.gpu.link.expert_bytes, ())
-        row, requests, _ = measured(self, trace, log)
+        row, requests, _ = self.measured(trace, log)
         return RunResult(row, steps.frame(log, trace.requests["id"]), requests.to_pandas())
+
+    def measured(self, trace: Trace, log: RunLog) -> tuple[Row, pa.Table, Cell]:
+        """Return the row of a run with the columns of a replay's, the table of its requests, and what they are of.
+
+        log: of the requests of `trace`, in its order.
+        """
+        run, device, draft = self.run, self.device, self.draft
+        known, policy, most = facts(device.gpu, device.store), run.policy, int(np.bincount(log.by_request.step).max())
+        cell = Cell(
+            policy=policy.text,
+            options=policy.options(),
+            oracle=False,
+            trace="this run",
+            phase=trace.phases,
+            model=self.loaded.name,
+            hardware=str(known["device_name"]),
+            predictor_us=int(log.stall_ns[:, PREDICTOR].sum()) / max(1, len(log.step_ns) * run.shape.layers) / 1_000,
+            cache_experts=run.gpu.slots,
+            cache_bytes=run.gpu.slots * run.gpu.link.expert_bytes,
+            all_experts=run.shape.total,
+            layers=run.shape.layers,
+            draft=draft or None,
+            acceptance=RECORDED if draft else None,
+            routing=lossy.text if (lossy := run.routing) and lossy.is_lossy(trace.top_k) else None,
+            max_batch=most if most > 1 else None,
+            arrivals="closed" if most > 1 else None,
+            seed=policy.seed,
+        )
+        row, requests = summarise(log, cell, trace.requests)
+        past_cache = getattr(device.store, "past_cache", None)
+        row |= {"device": device.name, **known, "lanes": None if device.gpu else self.lanes, "past_cache": past_cache}
+        row["copy_gb_per_s"] = copy_gb_per_s(log)
+        return row, requests, cell
 
     def free_bytes(self) -> int:
         """Return the memory that is left for requests, where nothing but program, dense part and slots is taken."""

@@ -174,9 +174,9 @@ def open_live(
         )
         if gpu:
             _move(without.loaded.model, gpu.device)
-        source = partial(expert_store, without, file=target.store, progress=progress)
+        experts = partial(expert_store, without, file=target.store, progress=progress)
         more = progress, on_note, lookahead, rule
-        live = _cached(opening, without, source, gpu, target.lanes, spec, cache_size, profile, *more)
+        live = _cached(opening, without, experts, gpu, target.lanes, spec, cache_size, profile, *more)
         live.until_closed(opening)
     return live
 

@@ -10,7 +10,13 @@ from replay.model.dense import GroupedQueryAttention, LatentAttention, Source
 from tests.support.profiles import plain
 
 H = 32
-SHAPE = {"experts": 4, "hidden_size": H, "expert_intermediate_size": 24, "head_size": 8, "vocabulary": 64}
+SHAPE: dict[str, Any] = {
+    "experts": 4,
+    "hidden_size": H,
+    "expert_intermediate_size": 24,
+    "head_size": 8,
+    "vocabulary": 64,
+}
 COMMON = {
     "hidden_size": H,
     "num_hidden_layers": 2,
