@@ -16,9 +16,6 @@ from sim.experiment import Option, options_of
 from traces.errors import InputError, unknown
 from traces.typed import typed
 
-REQUIRE, BEST_EFFORT = "require", "best-effort"
-PINS = (REQUIRE, BEST_EFFORT)
-
 DEVICES = ("auto", "virtual", "cpu", "disk", "cuda")
 
 MOST_THREADS = 256
@@ -45,9 +42,6 @@ class DeviceChoice:
         Annotated[int, Meta(ge=1)] | None,
         Option("Share N host buffers between all experts. Default: one buffer per expert."),
     ] = None
-    pin: Annotated[str, Option("Pinned memory: require, or best-effort (slower copies if refused).", names=PINS)] = (
-        REQUIRE
-    )
     dense: Annotated[str, Option("Dense part of the model: real, or none (experts only).", names=DENSE)] = DENSE[0]
     verify: Annotated[bool, Option("Compare slots with the host at each use (slow).")] = False
 
@@ -63,8 +57,6 @@ class DeviceChoice:
             self._refuse(f"only a CPU computes with them, and the device is {self.device}", "threads")
         if self.device != "disk":
             self._refuse(f"it needs the device disk, not {self.device}", "store", "lanes")
-        if self.device != "cuda":
-            self._refuse(f"it needs the device cuda, not {self.device}", "pin")
         if self.device == "disk":
             self._refuse("for experts in a file, use moe-replay store --dedup", "host_dedup")
 

@@ -15,6 +15,5 @@ class ReplayKeywords(RunKeywords, total=False):
     lanes: int | None
     threads: int | None
     host_dedup: int | None
-    pin: str
     dense: str
     verify: bool

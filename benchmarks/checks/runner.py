@@ -37,7 +37,7 @@ from replay.comparison.cell import MODES
 from replay.comparison.errors import accuracy, rankings
 from replay.comparison.record import Record
 from replay.comparison.sweep import Machine, ceiling_gb_per_s, copy_gb_per_s, head_of
-from replay.device_choice import REQUIRE, DeviceChoice
+from replay.device_choice import DeviceChoice
 from replay.devices.expert_file import write
 from replay.devices.gpu import Gpu, Task, pinned
 from replay.devices.lanes import page_up
@@ -170,7 +170,7 @@ class Check:
                 self.say(f"{show_bytes(wanted)} of host memory")
                 memory = HostMemory(max(1, wanted // BUFFER_BYTES), BUFFER_BYTES, seed=0)
                 try:
-                    opened.enter_context(pinned(memory, REQUIRE, self.gpu))
+                    opened.enter_context(pinned(memory, self.gpu, is_required=True))
                     break
                 except InputError:
                     if wanted // 2 < least:

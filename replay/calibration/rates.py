@@ -13,7 +13,6 @@ import numpy as np
 import psutil
 import torch
 
-from replay.device_choice import BEST_EFFORT
 from replay.devices.gpu import Gpu, pinned
 from replay.devices.store import HostMemory
 
@@ -120,7 +119,7 @@ def of_gpu(gpu: Gpu, memory_gib: float, buffers: int, n: int) -> Rates:
         copy(slice(0, LARGE))
         copy(slice(LARGE, LARGE + SMALL))
 
-    with pinned(memory, BEST_EFFORT, gpu):
+    with pinned(memory, gpu):
         copies = _copied_gb_per_s(len(source), copy, wait)
         large = seconds(lambda _: copy(slice(0, LARGE)), wait)
         latency = max(0.0, seconds(behind, wait) - large)

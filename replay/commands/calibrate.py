@@ -1,6 +1,5 @@
 """`moe-replay calibrate`: measure this machine and models on it, and write the profile that `moe-sim` takes."""
 
-from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ from replay.calibration.calibrate import AGREES, Calibration, choices, profile, 
 from replay.calibration.calibrate import calibrate as measured
 from replay.commands.device_options import Calibrated
 from replay.device_choice import DeviceChoice
-from replay.devices.stage import machine_name
 from sim import defaults
 from sim.commands import options
 from terminal import console
@@ -33,7 +31,7 @@ def calibrate(
     on: Calibrated,
     policies: Annotated[str, typer.Option(help="Policies whose overhead is measured.")] = defaults.POLICIES,
     repeat: Annotated[int, typer.Option(max=10_000, help="Passes over everything; the medians count.")] = 2,
-    out: Annotated[Path | None, typer.Option(help="The profile to write; else named by the device, here.")] = None,
+    out: Annotated[Path, typer.Option(help="The profile to write.")] = Path("this-machine.toml"),
     strict: Annotated[
         bool, typer.Option("--strict", help="Write nothing where the passes differ by more than 3%.")
     ] = False,
@@ -58,9 +56,8 @@ def calibrate(
     traces = trace or ([] if model_profile else [str(demo_trace())])
     wanted = [parse(text) for text in dict.fromkeys(split_list(policies))]
     chosen = choices(model_profile or [], traces, target)
-    path = out or _free(_slug(machine_name(target.device)), overwrite)
-    check_file(path, overwrite)  # better now than when all is measured
-    with replacing(path, overwrite=overwrite) as part:  # locks the file while it measures
+    check_file(out, overwrite)  # better now than when all is measured
+    with replacing(out, overwrite=overwrite) as part:  # locks the file while it measures
         with progress(
             steps_of(chosen, wanted, repeat), quiet, "", done=-1
         ) as advance:  # a step is shown when it starts
@@ -71,9 +68,9 @@ def calibrate(
             console.fail("moe-replay", f"{noisy}; nothing was written", 1)
         part.write_text(profile(found), encoding="utf-8")
     if not quiet:
-        _print_calibration(found, path)
+        _print_calibration(found, out)
     if apart > AGREES:
-        console.fail("moe-replay", f"{noisy}; {path} was written all the same", 1)
+        console.fail("moe-replay", f"{noisy}; {out} was written all the same", 1)
 
 
 def _print_calibration(found: Calibration, path: Path) -> None:
@@ -89,15 +86,3 @@ def _print_calibration(found: Calibration, path: Path) -> None:
     apart, what = found.disagreement()
     console.say(f"passes differ by at most {apart:.1%} ({what})")
     console.say(f"wrote {path}: moe-sim --hardware {path}")
-
-
-def _free(name: str, overwrite: bool) -> Path:
-    """Return the file of that name or, unless one may be replaced, the first one behind it that is free."""
-    names = (Path(f"{name}.toml" if n == 1 else f"{name}-{n}.toml") for n in count(1))
-    return next(path for path in names if overwrite or not path.exists())
-
-
-def _slug(name: str) -> str:
-    """Return a name for a file: `NVIDIA H200 SXM` -> `nvidia-h200-sxm`."""
-    words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in name.lower()).split()
-    return "-".join(words) or "this-machine"

@@ -16,7 +16,7 @@ def device(*names: str, default: str = "auto", **help: str) -> Fields:
     return options.some(*names, of=DeviceChoice, defaults={**_SHOWN, "device": default}, **help)
 
 
-_REPLAYED = ("device", "store", "lanes", "threads", "host_dedup", "pin", "dense")
+_REPLAYED = ("device", "store", "lanes", "threads", "host_dedup", "dense")
 
 Replayed = Annotated[
     options.Stated,

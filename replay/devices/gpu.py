@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from replay.device_choice import REQUIRE
 from sim.quantities import show_bytes
 from traces.errors import InputError
 
@@ -145,10 +144,10 @@ def _runtime() -> Any:
 
 
 @contextmanager
-def pinned(memory: "HostMemory", pin: str, gpu: Gpu) -> Iterator[bool]:
+def pinned(memory: "HostMemory", gpu: Gpu, is_required: bool = False) -> Iterator[bool]:
     """Register all slabs, and give them back however this ends, unless the GPU is stuck; yields whether they are.
 
-    Where the driver refuses one: InputError, or with best effort none is registered and copies are slower.
+    Where the driver refuses one: InputError if it is required, else none is registered and copies are slower.
     """
 
     def give_back(slab: NDArray[np.uint8]) -> None:
@@ -158,11 +157,11 @@ def pinned(memory: "HostMemory", pin: str, gpu: Gpu) -> Iterator[bool]:
     with ExitStack() as registered:
         for number, slab in enumerate(memory.slabs):
             if refused := gpu.register(slab):
-                if pin == REQUIRE:
+                if is_required:
                     raise InputError(
                         f"the driver refused to pin host memory (CUDA error {refused}) after {number} of "
                         f"{len(memory.slabs)} slabs, {show_bytes(memory.nbytes)} in all: raise the limit of locked "
-                        "memory, share buffers with --host-dedup, or continue without with --pin best-effort"
+                        "memory, or share buffers with --host-dedup"
                     )
                 registered.close()
                 break

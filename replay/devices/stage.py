@@ -126,9 +126,14 @@ def open_stage(
             store: HostStore | ExpertFile = opened.enter_context(closing(ExpertFile(target.store, profile)))
             lanes = target.lanes or knee(rates(store))
         else:
-            store = _host_store(profile, memory, seed, target.host_dedup)
+            total, size = profile.moe_layers * profile.experts, profile.expert_bytes
+            sizes = [profile.bytes_of(expert // profile.experts) for expert in range(total)]
+            if memory:
+                store = HostStore(memory, total, size, sizes=sizes)
+            else:
+                store = HostStore.of(total, size, seed, target.host_dedup, sizes)
             if gpu and not memory:
-                is_pinned = opened.enter_context(pinned(store.memory, target.pin, gpu))
+                is_pinned = opened.enter_context(pinned(store.memory, gpu, is_required=True))
         if gpu is None:
             opened.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(target.threads or max(1, torch.get_num_threads() - 1))  # one for driver and link
@@ -140,12 +145,6 @@ def open_stage(
                 store.require_unchanged()
         except (torch.OutOfMemoryError, MemoryError):
             raise _out_of_memory("the dense weights and the KV cache", network_bytes, advice=FEWER) from None
-
-
-def _host_store(profile: ModelProfile, memory: HostMemory | None, seed: int, distinct: int | None) -> HostStore:
-    total, size = profile.moe_layers * profile.experts, profile.expert_bytes
-    sizes = [profile.bytes_of(expert // profile.experts) for expert in range(total)]
-    return HostStore(memory, total, size, sizes=sizes) if memory else HostStore.of(total, size, seed, distinct, sizes)
 
 
 def _require_host_memory(target: DeviceChoice, profile: ModelProfile, network_bytes: int) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay.device_choice import BEST_EFFORT
 from replay.devices.cpu import LinkThreads, Outcome, Stream, nothing
 from replay.devices.gpu import Gpu, pinned
 from replay.devices.lanes import TRIED
@@ -181,5 +180,5 @@ def host_experts(
     with progress(total) as advance, ThreadPoolExecutor(max(TRIED)) as threads:
         for _ in threads.map(fetch, range(total)):
             advance(1)
-    with pinned(memory, BEST_EFFORT, gpu):
+    with pinned(memory, gpu):
         yield HostExperts(host, gpu)

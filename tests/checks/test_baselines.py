@@ -7,7 +7,6 @@ import torch
 from benchmarks.checks.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
 from policies.core import Shape, parse
 from replay.comparison.cell import FixedOrder
-from replay.device_choice import REQUIRE
 from replay.devices.cuda import Launches
 from replay.devices.gpu import pinned
 from replay.devices.store import HostStore
@@ -76,7 +75,7 @@ def with_device(kind, slots, decider, seed):
     with torch.inference_mode():
         network, store = Network(PROFILE, gpu.device, 16, 64, seed=0), HostStore.of(L * E, SIZE, seed=0)
         before = [store[expert].copy() for expert in range(L * E)]
-        with pinned(store.memory, REQUIRE, gpu):
+        with pinned(store.memory, gpu, is_required=True):
             device = kind(store, network, slots, gpu, Launches(gpu, network), verify=kind is not ZeroCopy)
             fill(device, slots, SIZE)
             counts, copies = gpu.counts.copy(), device._link.runs

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from policies.core import Shape, parse
-from replay.device_choice import BEST_EFFORT, REQUIRE, DeviceChoice
+from replay.device_choice import DeviceChoice
 from replay.devices import cuda
 from replay.devices.cuda import Launches
 from replay.devices.gpu import Gpu, pinned
@@ -37,7 +37,7 @@ def device(gpu: Gpu, slots: int, profile: ModelProfile = PROFILE) -> Iterator[Wa
     with torch.inference_mode():
         network = Network(profile, gpu.device, max_tokens=16, max_context=64, seed=0)
         store = HostStore.of(L * E, profile.expert_bytes, seed=0)
-        with pinned(store.memory, REQUIRE, gpu):
+        with pinned(store.memory, gpu, is_required=True):
             watch = Watch(Shape(L, E), slots, profile.expert_bytes, profile.expert_bytes // 8)
             device = WatchedCuda(store, network, slots, gpu, Launches(gpu, network), verify=True)
             with watched(device, watch) as made:
@@ -180,10 +180,13 @@ def test_pinning_refused_half_way_gives_everything_back(refused: int, monkeypatc
     monkeypatch.setattr("replay.devices.store.SLAB_BYTES", 4 * SIZE)
     memory, gpu = HostMemory(11, SIZE, seed=0), FakeGpu(0, refuse=refused)
     assert len(memory.slabs) == 3
-    with pytest.raises(InputError, match=rf"after {refused} of 3 slabs.*--host-dedup"), pinned(memory, REQUIRE, gpu):
+    with (
+        pytest.raises(InputError, match=rf"after {refused} of 3 slabs.*--host-dedup"),
+        pinned(memory, gpu, is_required=True),
+    ):
         pass
     assert gpu.registered == []
-    with pinned(memory, BEST_EFFORT, gpu) as is_pinned:
+    with pinned(memory, gpu) as is_pinned:
         assert not is_pinned
         assert gpu.registered == []
 

@@ -19,8 +19,6 @@ from traces import InputError
         ("cuda", {"threads": 2}),
         ("cpu", {"lanes": 2}),
         ("cuda", {"store": Path("experts")}),
-        ("cpu", {"pin": "best-effort"}),
-        ("disk", {"pin": "best-effort"}),
         ("disk", {"host_dedup": 3}),
     ],
 )
@@ -32,7 +30,7 @@ def test_an_option_that_would_do_nothing_on_the_device_is_refused(device: str, o
 
 
 @pytest.mark.parametrize(
-    "options", [{"lanes": 0}, {"threads": 257}, {"host_dedup": 0}, {"pin": "perhaps"}, {"device": "tpu"}, {"lane": 2}]
+    "options", [{"lanes": 0}, {"threads": 257}, {"host_dedup": 0}, {"dense": "perhaps"}, {"device": "tpu"}, {"lane": 2}]
 )
 def test_values_outside_of_the_limits_at_a_field_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
