@@ -5,7 +5,8 @@ each other says whether the machine is quiet enough to be described at all. A mo
 replays it, opened as for a replay (`replay.calibration.measure`); where no trace of it is given, on synthetic routing.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 
 from policies.core.spec import PolicySpec
-from replay.calibration import toml
 from replay.calibration.in_loop import parts_ns
 from replay.calibration.measure import Measurement, combined, middle, one_pass, policy_ns
 from replay.calibration.parts import top_k
@@ -239,4 +239,22 @@ def profile(result: Calibration) -> str:
         f"# other models from the rates: of large copies, the host's turnaround with these models, and {of_disk}.\n"
     )
     tables = {"calibration": calibration, "measured": [asdict(model) for model in models]}
-    return f"{head}{toml.dumps({**scalars, **tables})}\n"
+    return f"{head}{dumps({**scalars, **tables})}\n"
+
+
+def dumps(table: Mapping[str, Any], above: str = "") -> str:
+    """Return a table as TOML, for which a GPU machine has no library; above: what it lies in, as in `a.b.`."""
+    values, headed = [], []
+    for key, value in table.items():
+        name = key if key.isascii() and key.isidentifier() else _value(key)
+        if isinstance(value, Mapping):
+            headed += ["", f"[{above}{name}]", dumps(value, f"{above}{name}.")]
+        elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
+            headed += [line for each in value for line in ("", f"[[{above}{name}]]", dumps(each, f"{above}{name}."))]
+        else:
+            values.append(f"{name} = {_value(value)}")
+    return "\n".join([*values, *headed])
+
+
+def _value(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is

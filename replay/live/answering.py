@@ -143,17 +143,13 @@ class TokenIds:
         self.pad_token_id = getattr(own, "pad_token_id", None)
 
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        return {"input_ids": self.known(text.split(","))}
-
-    def known(self, ids: Sequence[int | str]) -> list[int]:
-        """Return ids, which may be text. Raise InputError for one that the model has not."""
-        for token in ids:
-            if not (re.fullmatch(r"\s*\d{1,18}\s*", str(token)) and int(token) < self._vocabulary):
+        for token in text.split(","):
+            if not (re.fullmatch(r"\s*\d{1,18}\s*", token) and int(token) < self._vocabulary):
                 raise InputError(
-                    f"token ids: the model has no token {str(token)[:40]}, its vocabulary has {self._vocabulary}; "
+                    f"token ids: the model has no token {token[:40]}, its vocabulary has {self._vocabulary}; "
                     "write numbers with commas between them, as in 5,6,7"
                 )
-        return [int(token) for token in ids]
+        return {"input_ids": [int(token) for token in text.split(",")]}
 
     def decode(self, tokens: Sequence[int], **options: Any) -> str:
         return ",".join(map(str, tokens)) if self._own is None else str(self._own.decode(tokens, **options))

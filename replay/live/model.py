@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from policies.core.policy import NO_INTS, Listener
+from policies.core.policy import NO_INTS
 from policies.core.spec import Part, PolicySpec
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
@@ -122,7 +122,11 @@ class LiveModel:
 
         @wraps(forward)
         def one_at_a_time(*args: Any, **kwargs: Any) -> Any:
-            with self._passing(args, kwargs):
+            name = self.loaded.name
+            refuse((self._process != os.getpid(), f"{name} was loaded in another process: load it in this one"))
+            with self._turn, torch.no_grad():
+                refuse((self._is_closed, f"{name} was closed: load it again"))
+                self._begins(args, kwargs)
                 output = forward(*args, **kwargs)
                 parts = output if isinstance(output, tuple) else output.to_tuple()
                 held = (each for each in parts if hasattr(each, "get_seq_length"))
@@ -307,8 +311,9 @@ class LiveModel:
         try:
             self._end_pass(ends_request=True)
             if self._profile:
-                decider = self.loop.decider
-                write_learned((decider.retention, decider.prefetcher), self.loaded.name, self._profile)
+                halves = self.loop.decider.retention, self.loop.decider.prefetcher
+                with replacing(self._profile) as part, part.open("wb") as written:
+                    next(half for half in halves if half.starts_from).save(written, self.loaded.name)
         finally:
             with suppress(InputError):  # what is under way never ends, as the last pass has said
                 self.loop.stop()
@@ -320,16 +325,6 @@ class LiveModel:
     def detach(self) -> None:
         self.model.__class__ = self._kind
         del self.model.forward, self.model.expert_cache
-
-    @contextmanager
-    def _passing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Let one forward pass run. Raise InputError where none can."""
-        name = self.loaded.name
-        refuse((self._process != os.getpid(), f"{name} was loaded in another process: load it in this one"))
-        with self._turn, torch.no_grad():
-            refuse((self._is_closed, f"{name} was closed: load it again"))
-            self._begins(args, kwargs)
-            yield
 
     def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = ("input_ids", "inputs_embeds")
@@ -459,11 +454,3 @@ def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
 
     evict, prefetch = learned(policy.evict), learned(policy.prefetch)
     return replace(PolicySpec.of(evict, prefetch, policy.scope, policy.placement), typed=policy.typed)
-
-
-def write_learned(halves: tuple[Listener, Listener], model: str, file: Path) -> None:
-    for half in halves:
-        if half.starts_from:
-            with replacing(file) as part, part.open("wb") as written:
-                half.save(written, model)
-            return

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from policies.core import parse
 from replay import commands as cli
-from replay.calibration import calibrate, rates, toml
-from replay.calibration.calibrate import Calibration, choices, profile, steps_ns
+from replay.calibration import calibrate, rates
+from replay.calibration.calibrate import Calibration, choices, dumps, profile, steps_ns
 from replay.calibration.measure import Measurement, middle
 from replay.device_choice import DeviceChoice
 from sim import commands as sim_cli
@@ -41,7 +41,7 @@ TABLES = st.recursive(
 
 @given(TABLES)
 def test_what_is_written_as_toml_is_read_back_the_same(table) -> None:
-    assert tomllib.loads(toml.dumps(table)) == table
+    assert tomllib.loads(dumps(table)) == table
 
 
 # The machine
