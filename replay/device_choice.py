@@ -17,9 +17,7 @@ from traces.errors import InputError, unknown
 from traces.typed import typed
 
 DEVICES = ("auto", "virtual", "cpu", "disk", "cuda")
-
-MOST_THREADS = 256
-"""More of them is taken as a typo."""
+MOST_THREADS = 256  # more of them is taken as a typo
 
 Threads = Annotated[int, Meta(ge=1, le=MOST_THREADS)]
 
@@ -83,8 +81,7 @@ class DeviceChoice:
         return replace(self, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-OPTIONS = options_of(DeviceChoice)
-"""The fields, by name."""
+OPTIONS = options_of(DeviceChoice)  # the fields, by name
 
 
 def require_cuda(instead: str) -> None:

@@ -38,11 +38,8 @@ from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.trace import concatenate
 
-AGREES = 0.03
-"""Passes of a quiet machine lie no further from each other."""
-
-LONGEST = {"cuda": 2_048, "cpu": 128, "disk": 128}
-"""Tokens of the longest prompt that is synthetic."""
+AGREES = 0.03  # passes of a quiet machine lie no further from each other
+LONGEST = {"cuda": 2_048, "cpu": 128, "disk": 128}  # tokens of the longest prompt that is synthetic
 REQUESTS, TOKENS = 24, 16
 """Further requests that are synthetic, and what each decodes: for policies to learn from."""
 
@@ -50,9 +47,7 @@ DISTINCT_BYTES = {"cuda": 8 << 30, "cpu": 256 << 20}
 """Host buffers together, unless --host-dedup says: more than a host's caches hold."""
 SLOT_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20, "disk": 1 << 30}
 """Of GPU memory at least taken for slots, where the model has so many experts."""
-FREE_BYTES = 8 << 30
-"""Of GPU memory left to everything else."""
-
+FREE_BYTES = 8 << 30  # of GPU memory left to everything else
 ASSUMED = {"disk_bandwidth_gb_per_s": 6.5, "disk_latency_us": 100.0}
 """Of an NVMe disk on PCIe 4.0 x4: nothing here measures it."""
 

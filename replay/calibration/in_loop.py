@@ -25,12 +25,8 @@ from traces.models.profile import MOST
 from traces.steps import DECODE, RequestSteps
 
 ITERATIONS = 3
-
-EXPOSED = [DEMAND, LATE, BEHIND_PREFETCH]
-"""Stalls in which the link moves bytes and nothing computes."""
-
-FIRST_STEPS = 1
-"""Run before the tokens that count."""
+EXPOSED = [DEMAND, LATE, BEHIND_PREFETCH]  # stalls in which the link moves bytes and nothing computes
+FIRST_STEPS = 1  # run before the tokens that count
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,7 @@ class InLoop:
 
 LOOP = InLoop(least=4, most=192, ns=400_000_000)
 MIXED_LOOP = InLoop(least=6, most=40, ns=5_000_000_000)
-SIMULATED = FIRST_STEPS + 4
-"""Of the tokens that half miss: there each is as long as the one before."""
-
+SIMULATED = FIRST_STEPS + 4  # of the tokens that half miss: there each is as long as the one before
 BOOKKEEPING = 4
 """The host adds at most so many times what the driver itself took. What a token without a miss takes beyond that is the
 parts', which in the loop take longer than alone; of a token with misses it may be a machine that drifts."""

@@ -34,17 +34,13 @@ from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import Link
 from traces.steps import DECODE
 
-PASSES = 3
-"""Over a machine that reports its pace, since it changes."""
-
-FIRST_STEPS = 2
-"""Of a policy's run that are not counted, besides the first tenth."""
+PASSES = 3  # over a machine that reports its pace, since it changes
+FIRST_STEPS = 2  # of a policy's run that are not counted, besides the first tenth
 POLICY_S = 2.0
 SLOWEST = 0.01
 """Of a policy's steps, so many of the slowest are not counted: the machine was elsewhere, or compiled."""
 
 PHASE, PREDICTOR_NS = COLUMNS.index("phase"), COLUMNS.index("stall_predictor_ns")
-
 NOISE = 0.03
 """By what share mean paces of a run and of its calibrations differ, besides what their own repeats show, on a machine
 that does not change its speed. Of two tables of a shared machine (`replay/results`), one hardly depends on it between
@@ -53,8 +49,7 @@ that does not change its speed. Of two tables of a shared machine (`replay/resul
 DIFFER = 0.05
 """Standard deviation of single paces, at least, as a share: a few that happen to be alike are not exact."""
 
-LEAST = 0.1
-"""Of a factor: so that the lower end of an interval stays a duration, however large the error."""
+LEAST = 0.1  # of a factor: so that the lower end of an interval stays a duration, however large the error
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,12 @@ from statistics import fmean, median_low, stdev
 from sim.loop.device import Device
 
 PROBE, LONGEST_SERIES, MOST_HEADS = 4, 64, 64
-HEAD_START = 1.5
-"""The heads take so many times as long as the host does to submit a series."""
-SERIES_NS = 2_000_000
-"""A series takes about so long: how exactly its end is seen then hardly matters."""
+HEAD_START = 1.5  # the heads take so many times as long as the host does to submit a series
+SERIES_NS = 2_000_000  # a series takes about so long: how exactly its end is seen then hardly matters
 REPEATS, AT_LEAST = 15, 3
 ENOUGH_NS = 40_000_000
 """Of one figure: work that takes long is repeated less often than REPEATS, but AT_LEAST times."""
-SURE = 0.01
-"""Standard error of a mean that needs no more repeats."""
+SURE = 0.01  # standard error of a mean that needs no more repeats
 LONGEST_NS, MOST_REPEATS = 2 * ENOUGH_NS, 16
 """Of a figure that is not sure: it is repeated for so long, or for so many of it where that takes longer."""
 

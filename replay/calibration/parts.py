@@ -26,17 +26,13 @@ from sim.profiles.timing import Link
 
 CYCLE_BYTES = 1 << 30
 """Repeats go round so many bytes of slots (and all layers), so that caches hold no more than in a run."""
-TRANSFERS = 8
-"""Of a series."""
-PACES = 12
-"""Series between which the pace is taken, at least in all passes."""
+TRANSFERS = 8  # of a series
+PACES = 12  # series between which the pace is taken, at least in all passes
 ROUNDS, EXPERTS, MOVES = 8, 16, 3
 """Of compute and transfers together: how often they are timed, and how many of each."""
-LEAST, MOST = 1.0, 10.0
-"""Of a slow-down: below is noise, and above something else continues."""
+LEAST, MOST = 1.0, 10.0  # of a slow-down: below is noise, and above something else continues
 CONTEXTS = 6
-LADDER = 4
-"""From one number of tokens to the next."""
+LADDER = 4  # from one number of tokens to the next
 
 
 def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list[Pace]) -> MeasuredModel:

@@ -17,9 +17,7 @@ from replay.devices.gpu import Gpu, pinned
 from replay.devices.store import HostMemory
 
 SERIES, SERIES_S, MOST_CALLS = 5, 0.02, 400
-BUFFER_BYTES = 16 << 20
-"""Of the host's memory that copies come from: it is filled in windows of this size."""
-
+BUFFER_BYTES = 16 << 20  # of the host's memory that copies come from: it is filled in windows of this size
 CPU_BUFFERS, GPU_BUFFERS = 4, 64
 SMALL, LARGE, LARGEST = 64 << 10, 64 << 20, 256 << 20
 

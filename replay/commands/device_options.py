@@ -28,11 +28,9 @@ Replayed = Annotated[
 ]
 """Which requests are run, and how."""
 
-Compared = Annotated[options.Stated, device(*_REPLAYED)]
-"""The device of a comparison."""
+Compared = Annotated[options.Stated, device(*_REPLAYED)]  # the device of a comparison
 
-Measured = Annotated[options.Stated, device(*_REPLAYED, "verify")]
-"""The device of a run."""
+Measured = Annotated[options.Stated, device(*_REPLAYED, "verify")]  # the device of a run
 
 Calibrated = Annotated[
     options.Stated,

@@ -23,9 +23,7 @@ from traces.errors import InputError, refuse
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end the server, unless what started it ignores them, as `nohup` does a closed terminal's SIGHUP."""
 
-GRACE_S = 3
-"""After a signal, how long clients have to read what is left of their answers."""
-
+GRACE_S = 3  # after a signal, how long clients have to read what is left of their answers
 USED = 0.5
 """Of the memory that is free, what a request may be stated to take.
 

@@ -14,9 +14,7 @@ from sim.probe.busy import QUIET
 from sim.quantities import show_bytes
 from sim.results.metrics import Row, cell_text
 
-AMPLE_HOST_BYTES = 8 << 30
-"""Distinct host buffers of less than this may be served by the host's caches."""
-
+AMPLE_HOST_BYTES = 8 << 30  # distinct host buffers of less than this may be served by the host's caches
 JUST = 0.02
 """Of the measured time: a prediction misses its range by so much at most, to be just outside of it."""
 

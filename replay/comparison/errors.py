@@ -20,15 +20,13 @@ from sim.loop.log import RunLog
 from sim.results.metrics import Row
 
 PERCENTILES = {"tpot_p50": 50, "tpot_p95": 95, "tpot_p99": 99}
-
 DECIDED = ("hits", "late", "misses", "demand_transfers", "prefetch_transfers")
 """Columns of a log in which a step shows how it was decided."""
 
 EXACT, TIMES = 0.05, 1.5
 """A TPOT mean is predicted well within that share, or so many times what calibrations of the machine disagree by."""
 
-SAME = ("model", "trace", "requests", "mode", "cache_experts")
-"""Of cells whose policies are ranked."""
+SAME = ("model", "trace", "requests", "mode", "cache_experts")  # of cells whose policies are ranked
 
 
 def relative(predicted: float, measured: float) -> float:

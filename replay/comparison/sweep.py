@@ -35,8 +35,7 @@ RECORD, TOKENS = "compare.json", "tokens"
 MAKER = "moe-replay compare"
 """In the folder of a comparison: the record, and a folder with a CSV file for each cell."""
 
-CEILING_BYTES = 256 << 20
-"""Of one copy, at most."""
+CEILING_BYTES = 256 << 20  # of one copy, at most
 
 
 @dataclass(frozen=True)

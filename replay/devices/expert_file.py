@@ -29,8 +29,7 @@ from traces.output import replacing
 FORMAT = "moe-expert-cache experts 1"
 CHECKSUM = "{:08x}"
 
-Fill = Callable[[int, Bytes], None]
-"""Writes an expert's bytes into a buffer of its size, uint8[n]."""
+Fill = Callable[[int, Bytes], None]  # writes an expert's bytes into a buffer of its size, uint8[n]
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]

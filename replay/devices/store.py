@@ -23,8 +23,7 @@ Bytes = NDArray[np.uint8]
 ALIGNMENT = 256
 SLAB_BYTES = 1 << 30
 STAMP_BYTES = 64
-RESERVE_BYTES = 512 << 20
-"""Host memory left to everything else."""
+RESERVE_BYTES = 512 << 20  # host memory left to everything else
 
 
 class ExpertSource(Protocol):

@@ -11,7 +11,6 @@ from traces.errors import InputError
 P = ParamSpec("P")
 T = TypeVar("T")
 D = TypeVar("D", bound=Device)
-
 WATCHDOG_S = 60.0
 """Seconds without any completion after which something is stuck: no expert's copy or compute takes so long."""
 

@@ -32,8 +32,7 @@ from traces.errors import InputError, refuse
 from traces.trace import Trace, concatenate
 from traces.writer import TraceWriter
 
-UNFINISHED = "\ufffd"
-"""What a tokenizer writes for bytes that are not a whole letter yet."""
+UNFINISHED = "\ufffd"  # what a tokenizer writes for bytes that are not a whole letter yet
 
 
 class TextStream:

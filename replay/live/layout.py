@@ -21,8 +21,7 @@ from replay.live.sources import OfExpert, Readable, Row, add_row, end_of
 from traces.errors import InputError
 from traces.models.sites import find_sites
 
-ALIGNED_WIDTH = 4
-"""Bytes of a number from which on the results of libraries depend on alignment."""
+ALIGNED_WIDTH = 4  # bytes of a number from which on the results of libraries depend on alignment
 
 
 @dataclass(frozen=True)

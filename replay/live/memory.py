@@ -18,12 +18,8 @@ from replay.devices.lanes import TRIED
 from replay.live.shards import BOUNCE_BYTES
 from sim.quantities import show_bytes
 
-LEAST_WORKSPACE = 64 << 20
-"""Of a forward pass: allocators keep so much for themselves."""
-
-EXPERTS = 4
-"""Kernels may reorder an expert's matrices, or widen them: so many experts in any forward pass."""
-
+LEAST_WORKSPACE = 64 << 20  # of a forward pass: allocators keep so much for themselves
+EXPERTS = 4  # kernels may reorder an expert's matrices, or widen them: so many experts in any forward pass
 KV_NAMES = ("cache", "past_key_values")
 """What transformers calls a KV cache: since 5.24, and before. A model with code of its own may still use the second."""
 

@@ -55,8 +55,7 @@ from traces.schema import TraceMeta
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
-HOOK = "moe_expert_cache"
-"""Attribute of a module of experts: what computes them."""
+HOOK = "moe_expert_cache"  # attribute of a module of experts: what computes them
 
 
 class LiveModel:

@@ -55,12 +55,8 @@ from traces.synthetic import synthetic
 DISK = DeviceChoice("disk")
 DEVICES = ("disk", "cuda")
 SMALLER = "choose a smaller --cache-size, or max"
-
-MOST = "max"
-"""A cache of as many experts as fit into memory."""
-
-TRIED_TOKENS = 24
-"""Of a prefill, from which the bytes of KV cache a token are measured."""
+MOST = "max"  # a cache of as many experts as fit into memory
+TRIED_TOKENS = 24  # of a prefill, from which the bytes of KV cache a token are measured
 
 
 def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

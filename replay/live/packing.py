@@ -94,8 +94,7 @@ class Packing:
         return unpacked
 
 
-TILE = 64
-"""Outputs of which numbers are looked up together: they lie together in what is made."""
+TILE = 64  # outputs of which numbers are looked up together: they lie together in what is made
 
 
 @compiled

@@ -13,8 +13,7 @@ import numpy as np
 from replay.calibration.meter import rising
 from sim.profiles.measured import Curve, MeasuredModel, Surface
 
-CONTEXTS = 6
-"""Points along the context, at most."""
+CONTEXTS = 6  # points along the context, at most
 
 
 class Mean:

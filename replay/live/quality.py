@@ -19,8 +19,7 @@ from sim.results.compare import Sample, interval
 from tracer.prompts import Prompt
 from traces.errors import refuse
 
-STRETCH = 16
-"""Tokens that are drawn together: those that lie side by side are alike."""
+STRETCH = 16  # tokens that are drawn together: those that lie side by side are alike
 
 
 @dataclass(frozen=True)

@@ -43,15 +43,9 @@ from replay.live.requests import ChatRequest, CompletionRequest, Requested, not_
 from tracer.lookup import drafting
 from traces.errors import refuse
 
-NEW_TOKENS = 256
-"""Of an answer, at most, where neither the request nor the model's generation config says."""
-
-MOST_WAIT = 64
-"""Requests that run or wait."""
-
-MOST_SENT = 4 << 20
-"""Bytes of a request: about a million tokens."""
-
+NEW_TOKENS = 256  # of an answer, at most, where neither the request nor the model's generation config says
+MOST_WAIT = 64  # requests that run or wait
+MOST_SENT = 4 << 20  # bytes of a request: about a million tokens
 PATHS = ("/health", "/v1/chat/completions", "/v1/completions", "/v1/models")
 """Of transformers' server, what is served here: it could also load and unload models."""
 

@@ -20,8 +20,7 @@ from replay.devices.store import Bytes, anonymous
 from traces.errors import InputError
 from traces.models.safetensors_files import tensors_of
 
-ALIGNMENT = 64
-"""Of what torch allocates, in bytes."""
+ALIGNMENT = 64  # of what torch allocates, in bytes
 BOUNCE_BYTES = 1 << 20
 """Read at once where a place in a file and the place in memory are not equally far behind a page's beginning."""
 

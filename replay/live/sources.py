@@ -62,8 +62,7 @@ class Readable(Protocol):
         """Raise InputError where the content was written to since it was opened."""
 
 
-Range = tuple[Readable, int, int]
-"""Bytes that lie together in a file: from where on, and how many."""
+Range = tuple[Readable, int, int]  # bytes that lie together in a file: from where on, and how many
 
 Converter = Any
 """A WeightConverter or WeightRenaming of transformers, imported where it is used, since that takes a second."""

@@ -1,4 +1,3 @@
 """The model that computes: dense part, experts, kernels, and weights from a checkpoint."""
 
-DENSE = ("real", "none")
-"""Whether a model's dense part is computed beside its experts."""
+DENSE = ("real", "none")  # whether a model's dense part is computed beside its experts

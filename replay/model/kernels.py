@@ -16,8 +16,7 @@ from triton import language as tl
 FUSED_BYTES = 64 << 20
 """Up to this size of an expert the fused kernels are meant to be used; one that is larger fills the GPU by itself."""
 EXPERTS_PER_LAUNCH = 12
-SLOTS = 1 << 21
-"""Ids are below this: three of 21 bits travel in each of four 64-bit arguments."""
+SLOTS = 1 << 21  # ids are below this: three of 21 bits travel in each of four 64-bit arguments
 TILE_ROWS = 4
 WARPS = 4
 LOAD_BYTES = 16  # the widest of a thread

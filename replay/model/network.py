@@ -13,14 +13,9 @@ from torch.nn import functional
 from replay.model.dense import Source, Stack, Weights, activated, rms_norm
 from traces.models.profile import ModelProfile
 
-BUCKET = 256
-"""Contexts are rounded up to multiples of this, so that few CUDA graphs serve all."""
-
-ALIGNMENT = 256
-"""Of an expert's matrices, in bytes."""
-
-READY_BYTES = 256 << 20
-"""Of matrices that lie ready for packed experts: more than caches hold."""
+BUCKET = 256  # contexts are rounded up to multiples of this, so that few CUDA graphs serve all
+ALIGNMENT = 256  # of an expert's matrices, in bytes
+READY_BYTES = 256 << 20  # of matrices that lie ready for packed experts: more than caches hold
 
 
 def stored_dtype(profile: ModelProfile) -> torch.dtype | None:
