@@ -29,8 +29,9 @@ import simpy
 from benchmarks.curves import at_one_size, write_accesses
 from policies.core.policy import Event, Int, Options, Policy, ScorePolicy, Shape
 from policies.core.spec import PolicySpec, parse
-from sim.engines import compiled_engine, count
+from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
+from sim.engines.untimed import count
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop.run import Run, gpu_run

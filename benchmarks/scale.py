@@ -18,7 +18,7 @@ import numpy as np
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines import compiled_engine
-from sim.loop import gpu_run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.synthetic import synthetic
 

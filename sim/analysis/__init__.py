@@ -1,5 +1,1 @@
 """Why a result is as it is: misses by cause, curves."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,5 +1,1 @@
 """Many runs: setup, grid, workers, what is finished on disk, and the winner."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,8 +11,9 @@ from replay.devices.cuda import Launches
 from replay.devices.gpu import pinned
 from replay.devices.store import HostStore
 from replay.model.network import Network
-from sim.engines import SimpyDevice
-from sim.loop import Requests, Run
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.requests import Requests
+from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.driven import play

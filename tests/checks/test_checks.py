@@ -27,7 +27,7 @@ from replay.devices.expert_file import write
 from replay.devices.store import Stamps
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop import Requests
+from sim.loop.requests import Requests
 from sim.profiles.hardware_profile import hardware
 from terminal import program
 from tests.support.fake_gpu import FakeGpu

@@ -20,7 +20,7 @@ from policies.core import parse
 from policies.eamc import SavedEamc
 from replay.devices.expert_file import ExpertFile
 from replay.devices.store import anonymous
-from sim.engines import count
+from sim.engines.untimed import count
 from tests.support.same import assert_same
 from tests.support.tiny import PROFILE
 from tracer import load

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow.parquet as pq
 
-from sim.results import commit
+from sim.results.provenance import commit
 from traces import demo_trace
 
 FOLDER = Path(__file__).parent

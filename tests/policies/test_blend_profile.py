@@ -8,7 +8,7 @@ import pytest
 from policies.blend.build import build
 from policies.blend.decisions import learned
 from policies.core import PolicyRunner, Shape, parse
-from sim.loop import Requests
+from sim.loop.requests import Requests
 from traces import InputError
 from traces.synthetic import synthetic
 

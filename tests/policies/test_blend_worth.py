@@ -8,8 +8,9 @@ from policies.core import Event, ScorePolicy, Shape, parse
 from policies.core.events import Events
 from policies.core.spec import PolicySpec
 from sim.engines import compiled_engine, simpy_engine
-from sim.loop import Requests, Run, gpu_run
 from sim.loop.log import PREDICTOR
+from sim.loop.requests import Requests
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.logs import assert_logs_equal
 from traces.synthetic import synthetic

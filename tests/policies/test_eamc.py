@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from policies.core import Shape, alone, parse
 from policies.eamc import EamcOptions, EamcRetention, predictor_of
-from sim.engines import count
+from sim.engines.untimed import count
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
 from traces import DECODE, PREFILL, RequestSteps
 from traces.synthetic import synthetic

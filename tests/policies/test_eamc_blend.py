@@ -17,7 +17,7 @@ from policies.blend.evidence import CONSTANT, EPS, FOLLOW_RATE, HERE, PRIOR_TOKE
 from policies.blend.learning import ENDS, PASS, WEIGHTS
 from policies.blend.neighbours import LEAST, NEAREST, NOW, PASSES, PRIOR, SHARPNESS, SPANS, WINDOW
 from policies.core import Event, Events, Prefetcher, Shape, alone, parse
-from sim.engines import count
+from sim.engines.untimed import count
 from traces import DECODE, PREFILL, Trace
 from traces.board import FOLDER
 from traces.synthetic import synthetic

@@ -4,7 +4,8 @@ import pytest
 
 from policies.core import Shape, parse
 from sim.engines import compiled_engine
-from sim.loop import Requests, Users, gpu_run
+from sim.loop.requests import Requests
+from sim.loop.run import Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.synthetic import synthetic
 

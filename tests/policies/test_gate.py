@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from policies.core import Shape, parse
 from sim.engines.simpy_engine import simulate
-from sim.loop import gpu_run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.ahead import with_lookahead
 from tests.support.command import moe_sim

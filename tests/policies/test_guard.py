@@ -12,7 +12,7 @@ from policies.core import PolicyError, Shape, parse
 from policies.core.user_file import read_with
 from sim.engines import untimed
 from sim.engines.simpy_engine import simulate
-from sim.loop import gpu_run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES

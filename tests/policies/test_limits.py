@@ -26,7 +26,7 @@ from policies.core.residency_compiled import ABSENT, DEMANDED, LOADING, READY
 from policies.prefetch.layer_stream import AllOptions
 from policies.prefetch.markov import MarkovOptions
 from sim.engines.simpy_engine import simulate
-from sim.loop import gpu_run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
 from traces import DECODE
 from traces.synthetic import synthetic

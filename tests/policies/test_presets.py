@@ -7,7 +7,8 @@ import pytest
 from policies.core import Shape, parse
 from policies.core.systems import presets, systems
 from sim.engines.simpy_engine import simulate
-from sim.loop import Requests, gpu_run
+from sim.loop.requests import Requests
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.ahead import with_lookahead
 from traces import write_trace

@@ -12,9 +12,10 @@ from policies.core import BLOCKED, PolicyResidency, Shape, lru_misses, parse
 from policies.core.per_layer import PerLayer
 from policies.core.residency_compiled import NO_EXPERT
 from policies.core.scope import even, lru_curves, optimal
-from sim.engines import count
 from sim.engines.simpy_engine import simulate
-from sim.loop import Requests, gpu_run
+from sim.engines.untimed import count
+from sim.loop.requests import Requests
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES

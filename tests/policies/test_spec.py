@@ -25,7 +25,7 @@ from policies.core import (
     text_of,
 )
 from policies.core.grammar import Expression, read
-from sim.sweeps import seeded
+from sim.sweeps.config import seeded
 from traces import InputError
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from policies import check_policy
 from policies.core import Shape, parse
-from sim.loop import Requests
+from sim.loop.requests import Requests
 from tests.support.ahead import with_lookahead
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES

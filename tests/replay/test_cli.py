@@ -19,9 +19,11 @@ from replay.choice import first_steps
 from replay.device_choice import DeviceChoice
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop import COLUMNS, Requests, Share, StepRow
-from sim.results import REQUESTS, RESULTS
-from sim.sweeps import Winner, winner
+from sim.loop.log import COLUMNS, Share, StepRow
+from sim.loop.requests import Requests
+from sim.results.metrics import REQUESTS, RESULTS
+from sim.sweeps import winner
+from sim.sweeps.winner import Winner
 from traces import InputError, Trace, demo_trace
 from traces.models.profile import MODELS
 

@@ -34,10 +34,13 @@ from replay.comparison.errors import DECIDED, accuracy, in_words, rankings
 from replay.device_choice import DeviceChoice
 from replay.devices.waiting import Pace
 from replay.run import under_contention
-from sim.engines import SimpyDevice, compiled_engine
+from sim.engines import compiled_engine
+from sim.engines.simpy_engine import SimpyDevice
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop import Device, Driver, Step
+from sim.loop.device import Device
+from sim.loop.driver import Driver
+from sim.loop.schedule import Step
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
 from tests.support.command import Ended, run

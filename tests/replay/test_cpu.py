@@ -20,8 +20,10 @@ from replay.devices.stage import open_stage
 from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
 from replay.devices.waiting import Pace
 from replay.model.network import Network, expert_output
-from sim.engines import count
-from sim.loop import Driver, Requests, RunLog
+from sim.engines.untimed import count
+from sim.loop.driver import Driver
+from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from tests.support.devices import Watch, run_of
 from tests.support.driven import play
 from tests.support.tiny import PROFILE, SIZE, E, K, L

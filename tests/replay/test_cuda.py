@@ -18,8 +18,9 @@ from replay.devices.gpu import Gpu, pinned
 from replay.devices.stage import open_stage
 from replay.devices.store import HostMemory, HostStore
 from replay.model.network import Network
-from sim.engines import count
-from sim.loop import Requests, RunLog
+from sim.engines.untimed import count
+from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from tests.support.devices import Watch, run_of
 from tests.support.driven import play
 from tests.support.fake_gpu import FakeGpu

@@ -31,7 +31,7 @@ from replay.devices.stage import open_stage
 from replay.devices.store import HostStore, Stamps, anonymous
 from replay.model.network import Network
 from sim.commands import main as report
-from sim.loop import Requests
+from sim.loop.requests import Requests
 from tests.support.command import Run, run
 from tests.support.devices import Watch, run_of
 from tests.support.driven import play

@@ -7,21 +7,14 @@ import numpy as np
 import pytest
 
 from policies.core import Shape, parse
-from sim.engines import SimpyDevice, count
-from sim.loop import (
-    COLUMNS,
-    Completion,
-    Driver,
-    Kind,
-    LoopObserver,
-    Requests,
-    Run,
-    RunLog,
-    Share,
-    StepRow,
-    Transfer,
-    gpu_run,
-)
+from sim.engines.simpy_engine import SimpyDevice
+from sim.engines.untimed import count
+from sim.loop.device import Completion, Kind, Transfer
+from sim.loop.driver import Driver
+from sim.loop.log import COLUMNS, RunLog, Share, StepRow
+from sim.loop.observer import LoopObserver
+from sim.loop.requests import Requests
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.driven import play

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replay.comparison import errors
-from sim.loop import COLUMNS, RunLog, Share, StepRow
+from sim.loop.log import COLUMNS, RunLog, Share, StepRow
 
 NS = st.integers(1, 10**6)
 VECTORS = st.integers(1, 30).flatmap(lambda n: st.tuples(*[st.lists(NS, min_size=n, max_size=n)] * 2))

@@ -10,7 +10,8 @@ import tomli_w
 
 import replay.commands
 from sim.report import inputs
-from sim.sweeps import CELLS, winner
+from sim.sweeps import winner
+from sim.sweeps.store import CELLS
 from tests.support.command import moe_sim, run
 from tests.support.tiny import SIZES
 from traces import Shards, write_trace

@@ -29,7 +29,7 @@ from replay.live.memory import kv_name_in
 from replay.live.model import LiveModel
 from replay.live.opening import open_live
 from replay.live.shards import Shard
-from sim.loop import COLUMNS
+from sim.loop.log import COLUMNS
 from tests.support.command import run
 from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import NEW_TOKENS, logits, prompt, saved, whole_model

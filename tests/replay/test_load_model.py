@@ -18,7 +18,7 @@ from replay.devices.gpu import Gpu
 from replay.live import opening
 from replay.live.layout import ShardStore
 from replay.live.model import LiveModel
-from sim.loop import COLUMNS
+from sim.loop.log import COLUMNS
 from tests.replay.test_live import ARCHITECTURES, GPU, OTHERS
 from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import logits, prompt, saved, saved_in_few_bits, saved_in_int4, whole_model

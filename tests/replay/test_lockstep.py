@@ -13,9 +13,10 @@ from policies.core import residency_compiled as core
 from policies.core.script import Act, Decision
 from replay.comparison.cell import Lockstep, LoopRecorder
 from replay.warmup import undisturbed
-from sim.engines import SimpyDevice
-from sim.engines.simpy_engine import simulate
-from sim.loop import Requests, Run, RunLog, gpu_run
+from sim.engines.simpy_engine import SimpyDevice, simulate
+from sim.loop.log import RunLog
+from sim.loop.requests import Requests
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.driven import play

@@ -32,9 +32,12 @@ from replay.devices.cuda import CudaDevice, Launches
 from replay.devices.store import HostStore
 from replay.devices.waiting import Pace
 from replay.model.network import Network
-from sim.engines import SimpyDevice
 from sim.engines.compiled_engine import simulate
-from sim.loop import Completion, Device, Kind, Requests, Run, RunLog, Work
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.device import Completion, Device, Kind, Work
+from sim.loop.log import RunLog
+from sim.loop.requests import Requests
+from sim.loop.run import Run
 from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import FixedTiming, Link, Timing
 from tests.support.devices import AnyOrder, Watch, run_of

@@ -23,11 +23,13 @@ from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import HostStore, Stamps, anonymous
 from replay.model.network import Network
 from sim.commands import main as simulator
-from sim.engines import SimpyDevice, compiled_engine
-from sim.loop import Requests, Run, gpu_run
+from sim.engines import compiled_engine
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.requests import Requests
+from sim.loop.run import Run, gpu_run
 from sim.planner import random_gguf
 from sim.profiles.timing import FixedTiming, Link
-from sim.results import RESULTS
+from sim.results.metrics import RESULTS
 from tests.support.command import run
 from tests.support.devices import Watch
 from tests.support.driven import play

@@ -5,12 +5,11 @@ import pandas as pd
 import pytest
 
 from policies.core import parse
-from sim.analysis import analyse, sentences, to_play
-from sim.analysis.misses import CURVES, SPLITS, figure, save
+from sim.analysis.misses import CURVES, SPLITS, analyse, figure, save, sentences, to_play
 from sim.experiment import Experiment
 from sim.loaded import load
 from sim.results.metrics import Row
-from sim.sweeps import Grid
+from sim.sweeps.grid import Grid
 from tests.support.command import moe_sim
 from traces import MARKER, Trace, write_trace
 from traces.synthetic import synthetic

@@ -16,7 +16,9 @@ from policies.core import Int, Shape, available, parse
 from policies.random_routing import Script, scripts
 from sim.engines import simpy_engine
 from sim.engines.compiled_engine import simulate
-from sim.loop import LoopObserver, gpu_run, whole
+from sim.loop.log import whole
+from sim.loop.observer import LoopObserver
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.logs import assert_logs_equal
 from traces import write_trace

@@ -9,7 +9,8 @@ import pytest
 from policies.core import Shape, parse
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
-from sim.loop import STALLS, RunLog, Tier, Users, gpu_run
+from sim.loop.log import STALLS, RunLog
+from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces import DECODE, RequestSteps, Trace, decode_steps
 

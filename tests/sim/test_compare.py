@@ -12,8 +12,21 @@ from typer.testing import CliRunner
 
 from sim.commands import app
 from sim.report import inputs as report_inputs
-from sim.results import Difference, SweptRun, choose, differences, pairs_across, read, split_name
-from sim.results.compare import MEASURES, Sample, indistinct, interval, paired, sample
+from sim.results.compare import (
+    MEASURES,
+    Difference,
+    Sample,
+    SweptRun,
+    choose,
+    differences,
+    indistinct,
+    interval,
+    paired,
+    pairs_across,
+    read,
+    sample,
+    split_name,
+)
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import SIZES
 from traces import InputError, write_trace

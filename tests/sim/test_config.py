@@ -11,8 +11,7 @@ from policies.core import alternatives
 from sim.commands.run import run as run_command
 from sim.commands.sweep import sweep as sweep_command
 from sim.experiment import OPTIONS, Experiment
-from sim.sweeps import Sweep
-from sim.sweeps.config import KEYS
+from sim.sweeps.config import KEYS, Sweep
 from terminal.options import expanded
 from traces import InputError, read_toml
 

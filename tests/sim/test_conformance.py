@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sim.engines import run_case, run_file
+from sim.engines.cases import run_case, run_file
 from traces import InputError
 
 CASE = {

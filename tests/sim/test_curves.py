@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core import Int, lru_misses, parse
-from sim.analysis import Accesses, belady_misses
-from sim.engines import count
+from sim.analysis.curves import Accesses, belady_misses
+from sim.engines.untimed import count
 from tests.support.strategies import traces
 from tests.support.untimed_oracle import EXPECTED, SHARED, oracle_misses
 from traces.importers import import_dump

@@ -17,8 +17,9 @@ from sim.engines import cases, compiled_engine, simpy_engine
 from sim.experiment import Experiment
 from sim.keywords import RunKeywords
 from sim.loaded import TimedRun
-from sim.loop import RunLog, Users, gpu_run
+from sim.loop.log import RunLog
 from sim.loop.requests import Requests
+from sim.loop.run import Users, gpu_run
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link

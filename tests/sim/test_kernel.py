@@ -41,8 +41,11 @@ from policies.core.guard import PolicyError
 from policies.core.registry import built_in
 from policies.core.residency_compiled import FEW_SLOTS
 from policies.core.runner import AskedRunner
-from sim.engines import compiled_engine, count, simpy_engine
-from sim.loop import Run, RunLog, decider_of, gpu_run, joined, whole
+from sim.engines import compiled_engine, simpy_engine
+from sim.engines.untimed import count
+from sim.loop.log import RunLog, joined, whole
+from sim.loop.run import Run, gpu_run
+from sim.loop.session import decider_of
 from sim.profiles.timing import DurationTables, FixedTiming, Link
 from tests.support.logs import columns
 from tests.support.runs import PLAIN, Draw, Drawn, Lopsided, draw_request, draw_run, draw_tiers_run

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from policies.core import NO_INTS, Shape, parse
-from sim.engines import SimpyDevice, case_request, compiled_engine
-from sim.engines.simpy_engine import simulate
-from sim.loop import Device, Kind, LiveStep, Requests, Run, RunLog, Share, StepRow, gpu_run, whole
-from sim.loop.device import ALL, COPIES, ROUTERS
+from sim.engines import compiled_engine
+from sim.engines.cases import case_request
+from sim.engines.simpy_engine import SimpyDevice, simulate
+from sim.loop.device import ALL, COPIES, ROUTERS, Device, Kind
+from sim.loop.log import RunLog, Share, StepRow, whole
+from sim.loop.requests import Requests
+from sim.loop.run import Run, gpu_run
+from sim.loop.schedule import LiveStep
 from sim.loop.session import Session
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline, host_link

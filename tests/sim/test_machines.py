@@ -15,8 +15,9 @@ from replay.device_choice import DeviceChoice
 from sim.engines import compiled_engine, simpy_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
-from sim.loop import RunLog, joined, users
-from sim.sweeps import Grid, run_grid
+from sim.loop.log import RunLog, joined
+from sim.loop.requests import users
+from sim.sweeps.grid import Grid, run_grid
 from tests.support.logs import assert_logs_equal
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import SIZES

@@ -15,7 +15,8 @@ from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
-from sim.sweeps import Grid, warnings
+from sim.sweeps.grid import Grid
+from sim.sweeps.notes import warnings
 from traces import InputError, demo_trace
 from traces.typed import typed
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from sim.sweeps import CELLS, MAKER
+from sim.sweeps.store import CELLS, MAKER
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces import claim, only_writer, write_trace

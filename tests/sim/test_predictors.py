@@ -13,7 +13,7 @@ from sim.loaded import TimedRun, load
 from sim.profiles import policy_overhead
 from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.roofline import Roofline
-from sim.sweeps import Grid, run_grid
+from sim.sweeps.grid import Grid, run_grid
 from tests.support.tiny import SIZES
 from traces import write_trace
 from traces.synthetic import synthetic

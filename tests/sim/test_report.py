@@ -17,7 +17,7 @@ from policies.core import parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.report import bounds, inputs, page
-from sim.results import summarise
+from sim.results.metrics import summarise
 from sim.sweeps import verdict
 from tests.support.browser import CHROMIUM, opened
 from tests.support.command import moe_sim

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 from policies.core.bent import COUNTS
-from sim.loop import RequestLog, RunLog
-from sim.results import REQUESTS, RESULTS, Cell, summarise, write_rows
+from sim.loop.log import RequestLog, RunLog
+from sim.results.files import write_rows
+from sim.results.metrics import REQUESTS, RESULTS, Cell, summarise
 from traces import DECODE, PREFILL
 
 MS = 1_000_000

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sim.engines import run_case
+from sim.engines.cases import run_case
 from tests.sim.test_conformance import CASE
 
 Routing = list[list[list[int]]]  # of one request: experts of each layer of each step

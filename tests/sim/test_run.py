@@ -12,8 +12,8 @@ import pytest
 from policies.core import parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
-from sim.loop import Requests
-from sim.results import summarise
+from sim.loop.requests import Requests
+from sim.results.metrics import summarise
 from sim.timeline import window as timeline_window
 from sim.timeline.window import Window
 from tests.support.command import moe_sim

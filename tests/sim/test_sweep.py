@@ -11,25 +11,15 @@ from policies.core import PolicySpec, ScorePolicy, parse
 from sim.engines import compiling
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
-from sim.loop import Requests
-from sim.results import REQUESTS_FILE, RESULTS_FILE
+from sim.loop.requests import Requests
+from sim.results.files import REQUESTS_FILE, RESULTS_FILE
 from sim.results.metrics import Summary
-from sim.sweeps import (
-    Grid,
-    Local,
-    Store,
-    Table,
-    Winner,
-    grid_of,
-    key,
-    notes,
-    outcome,
-    run_grid,
-    save,
-    specs,
-    sweep,
-    winner,
-)
+from sim.sweeps import notes, winner
+from sim.sweeps.config import specs
+from sim.sweeps.grid import Grid, Table, grid_of, key, outcome, run_grid, save, sweep
+from sim.sweeps.store import Store
+from sim.sweeps.winner import Winner
+from sim.sweeps.workers import Local
 from tests.support.ahead import with_lookahead
 from tests.support.tiny import SIZES
 from traces import DECODE, MARKER, InputError, Trace, write_trace

@@ -15,7 +15,7 @@ from policies.core.systems import Overheads, systems
 from sim.engines import compiled_engine, simpy_engine
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.loop import gpu_run
+from sim.loop.run import gpu_run
 from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.roofline import Roofline

@@ -16,7 +16,9 @@ import pytest
 
 from policies.core import Shape, parse
 from sim.engines import simpy_engine
-from sim.loop import STALLS, Completion, Ended, Kind, Run, RunLog, gpu_run, joined
+from sim.loop.device import Completion, Kind
+from sim.loop.log import STALLS, Ended, RunLog, joined
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.timeline.file import Timeline, writing
 from sim.timeline.observer import play as play_onto

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.core import Shape, available, parse
-from sim.engines import count, untimed
+from sim.engines import untimed
 from sim.engines.simpy_engine import simulate
-from sim.engines.untimed import play
-from sim.loop import RunLog, gpu_run, joined
+from sim.engines.untimed import count, play
+from sim.loop.log import RunLog, joined
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.strategies import traces
 from tests.support.untimed_oracle import SHARED, accesses, oracle_misses

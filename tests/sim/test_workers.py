@@ -14,8 +14,10 @@ import pytest
 from policies.core import PolicySpec, ScorePolicy, parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
-from sim.results import REQUESTS_FILE, RESULTS_FILE
-from sim.sweeps import Cluster, Grid, Local, Store, Table, Task, outcome, run_grid, save, sweep
+from sim.results.files import REQUESTS_FILE, RESULTS_FILE
+from sim.sweeps.grid import Grid, Table, outcome, run_grid, save, sweep
+from sim.sweeps.store import Store
+from sim.sweeps.workers import Cluster, Local, Task
 from tests.support.tiny import SIZES
 from traces import InputError, write_trace
 from traces.synthetic import synthetic

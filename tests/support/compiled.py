@@ -4,7 +4,8 @@ import numpy as np
 
 from policies.core import Policy, Shape, parse
 from policies.core.dispatch import Native, hooks_of
-from sim.engines import compiled_engine, count
+from sim.engines import compiled_engine
+from sim.engines.untimed import count
 from tests.support.runs import PLAIN
 from traces import RequestSteps
 

@@ -7,7 +7,8 @@ from typing import cast
 
 from policies.core import PolicySpec, Requests, Shape
 from policies.core.residency_compiled import places_of
-from sim.loop import Completion, Device, Kind, Run, Work, gpu_run
+from sim.loop.device import Completion, Device, Kind, Work
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 
 

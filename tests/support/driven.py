@@ -2,7 +2,11 @@
 
 from collections.abc import Callable
 
-from sim.loop import Device, Driver, LoopObserver, Run, RunLog, StepRow
+from sim.loop.device import Device
+from sim.loop.driver import Driver
+from sim.loop.log import RunLog, StepRow
+from sim.loop.observer import LoopObserver
+from sim.loop.run import Run
 from sim.loop.session import Decider
 
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.loop import RequestLog, RunLog
+from sim.loop.log import RequestLog, RunLog
 
 
 def columns(log: RunLog) -> dict[str, NDArray[np.generic]]:

@@ -29,8 +29,8 @@ from policies.core import (
 )
 from policies.core.bent import COUNTS
 from sim.engines import cases
-from sim.loop import Run, RunLog
-from sim.loop.run import gpu_run
+from sim.loop.log import RunLog
+from sim.loop.run import Run, gpu_run
 from traces.steps import Choices, RequestSteps
 
 Case = dict[str, Any]

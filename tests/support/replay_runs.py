@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from policies.core import Event, Float, Int, Part, PolicySpec, Prefetcher, Shape, parse
-from sim.engines import case_request
-from sim.loop import Run, gpu_run
+from sim.engines.cases import case_request
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces import RequestSteps
 

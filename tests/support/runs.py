@@ -9,7 +9,8 @@ import numpy as np
 
 from policies.core import Int, Listener, Policy, PolicyResidency, Prefetcher, Shape, parse, runner
 from policies.core.registry import built_in, is_pair
-from sim.loop import Ended, Run, RunLog, Tier, Users, gpu_run
+from sim.loop.log import Ended, RunLog
+from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces import DECODE, PREFILL, InputError, Lookahead, RequestSteps, Trace
 from traces.drafts import Drafts

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from policies.core import parse
-from sim.engines import count
+from sim.engines.untimed import count
 from tests.support import strategies
 from tests.support.dumps import known
 from traces import DECODE, PREFILL, InputError, Source, Trace, demo_trace, export, join, write_trace
