@@ -42,7 +42,7 @@ class ExpertsHook:
 
     After `probe`, `names` and `modules` list the MoE layers in the order of execution, the encoder's first, and
     `sites` all that is known of them; `experts` is E, `top_k` the largest k, `stacks` 1 or 2, and `notes` are
-    lines that the user should read. Weights, gate probabilities and lookahead are recorded if asked for.
+    lines that the user should read. Weights, scores and lookahead are recorded if asked for.
 
     A forward pass raises InputError at its end if a layer did not choose exactly once.
     """
@@ -58,7 +58,6 @@ class ExpertsHook:
         self.notes: list[str] = []
         self.passes: list[Pass] = []
         self.wanted = wanted or Wanted()
-        self._reads_gates = self.wanted.gate_probs or self.wanted.scores is not None
         self.ahead = Lookahead(self.wanted.lookahead) if self.wanted.lookahead else None  # what tries layers
         self._layers: list[list[Site]] | None = None  # of each stack, in the order of execution
         self._gates: dict[Site, Gate] = {}
@@ -152,7 +151,7 @@ class ExpertsHook:
 
         if self.ahead:
             yield from self.ahead.attach(site)
-        if (self._reads_gates or self.ahead) and site.router is not None:
+        if (self.wanted.scores or self.ahead) and site.router is not None:
             yield site.router.register_forward_hook(scored)
         yield from site.attach(report)
 
@@ -187,7 +186,7 @@ class ExpertsHook:
                 raise InputError(f"{site.name} weighs its experts with values that are not finite: is it damaged?")
             self.experts = site.experts
             self.top_k = max(self.top_k, choice.experts.shape[1])
-            if self._reads_gates:
+            if self.wanted.scores:
                 output = self._router_outputs.get(site)
                 self._gates[site] = find_gate(site, output, choice.experts, choice.weights)
         if self.ahead and self.picks:
@@ -221,16 +220,13 @@ class ExpertsHook:
                 )
         ids, weights = self._sorted(tokens)
         more: dict[str, Any] = {"weights": self._placed(stack, weights.half(), 0)} if self.wanted.weights else {}
-        if self._reads_gates:
+        if count := self.wanted.candidates(self.top_k, self.experts):
             outputs = [self._router_outputs[site] for site in layers]
             gates = [self._gates[site] for site in layers]
             read = read_gates(gates, outputs, tokens) if layers else torch.empty(tokens, 0, self.experts)
-            if self.wanted.gate_probs:
-                more["gate_probs"] = self._placed(stack, read.half(), 0)
-            if count := self.wanted.candidates(self.top_k, self.experts):
-                both = map(torch.from_numpy, candidates_of(ids.cpu().numpy(), read.cpu().numpy(), count))
-                for name, values, empty in zip(("candidates", "scores"), both, (-1, 0), strict=True):
-                    more[name] = self._placed(stack, values, empty)
+            both = map(torch.from_numpy, candidates_of(ids.cpu().numpy(), read.cpu().numpy(), count))
+            for name, values, empty in zip(("candidates", "scores"), both, (-1, 0), strict=True):
+                more[name] = self._placed(stack, values, empty)
         if self.ahead and self.picks:
             picked, device = self.picks, ids.device
             shape = tokens, len(layers), len(picked.distances), picked.count

@@ -45,7 +45,6 @@ class Wanted:
     """What is recorded besides the ids. lookahead: distances; picks: of each, None for twice k."""
 
     weights: bool = False
-    gate_probs: bool = False
     lookahead: tuple[int, ...] = ()
     picks: int | None = None
     scores: int | None = None  # candidates of a token, of which these are recorded
@@ -70,7 +69,6 @@ class Pass:
     stack: int  # 0: the only stack, or the encoder; 1: the decoder
     ids: NDArray[np.int32]  # [T, L, k], best expert first
     weights: NDArray[np.float16] | None = None  # [T, L, k]
-    gate_probs: NDArray[np.float16] | None = None  # [T, L, E]
     lookahead: NDArray[np.int32] | None = None  # [T, L, distances, picks], -1 where there is no layer so far before
     lookahead_scores: NDArray[np.float16] | None = None  # of these
     candidates: NDArray[np.int32] | None = None  # [T, L, C] the ids, then the likeliest others

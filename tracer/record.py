@@ -58,7 +58,6 @@ class Options:
     top_p: Annotated[float, Option("Sample from the likeliest tokens of so much.", RUN)] = 1.0
     seed: Annotated[Natural, Option("Seed of all random numbers.", RUN)] = 0
     weights: Annotated[bool, Option("Record the router's weights.", KEEP)] = False
-    gate_probs: Annotated[bool, Option("Record the router's probabilities of all experts.", KEEP)] = False
     lookahead: Annotated[
         str | None, Option("1,2,3: what routers so many layers ahead pick for a layer's input.", KEEP)
     ] = None
@@ -90,7 +89,7 @@ class Options:
         far = re.fullmatch(r"\d{1,9}(,\d{1,9})*", self.lookahead or "0", re.ASCII)
         distances = sorted({int(each) for each in far[0].split(",")}) if far else [0]
         ahead = tuple(distances) if self.lookahead else ()
-        return Wanted(self.weights, self.gate_probs, ahead, self.picks, self.scores)
+        return Wanted(self.weights, ahead, self.picks, self.scores)
 
     @property
     def sampling(self) -> Sampling:

@@ -22,7 +22,7 @@ Rows = Mapping[str, NDArray[Any]]
 BLOCK = 1 << 20
 """Ids that are looked at together."""
 
-FLOATS = {"weights", "lookahead_scores", "scores", "gate_probs"}
+FLOATS = {"weights", "lookahead_scores", "scores"}
 """Columns that hold floating-point numbers."""
 
 

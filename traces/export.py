@@ -89,7 +89,7 @@ def export_csv(trace: Trace, out: Path, overwrite: bool = True) -> int:
 def export_npz(trace: Trace, out: Path, overwrite: bool = True) -> int:
     """Write `trace` as the arrays that traces.importers.plain reads, a JSON of facts beside; returns its tokens.
 
-    Importing gives it back but for mode, tools, settings, gate probabilities and lookahead.
+    Importing gives it back but for mode, tools, settings, scores and lookahead.
     """
     kind = np.int16 if trace.num_experts < 2**15 else np.int32
     experts = trace.experts.astype(kind)

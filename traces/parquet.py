@@ -27,7 +27,7 @@ def temporary(path: Path) -> Path:
 
 
 _COUNTERS = ("request", "position", "step")  # numbers that mostly go up by little, stored as differences
-_FLOATS = ("weights", "scores", "gate_probs")  # values that hardly repeat; all others are stored by dictionary
+_FLOATS = ("weights", "scores")  # values that hardly repeat; all others are stored by dictionary
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class TraceMeta:
             return self.layers, len(self.lookahead.distances), self.lookahead.count
         if column in ("candidates", "scores") and self.candidates:
             return self.layers, self.candidates
-        return (self.layers, self.experts) if column == "gate_probs" else ()
+        return ()
 
     def encode(self) -> dict[bytes, bytes]:
         return {KEY: json.dumps({"schema_version": VERSION, **asdict(self)}).encode()}
@@ -133,7 +133,6 @@ OPTIONAL: dict[str, Callable[[TraceMeta], pa.DataType]] = {
     "lookahead_scores": lambda meta: pa.list_(FLOAT, prod(meta.shape("lookahead_scores"))),
     "candidates": lambda meta: pa.list_(pa.from_numpy_dtype(meta.id_type), prod(meta.shape("candidates"))),
     "scores": lambda meta: pa.list_(pa.float32(), prod(meta.shape("scores"))),
-    "gate_probs": lambda meta: pa.list_(FLOAT, prod(meta.shape("gate_probs"))),
     "drafted": lambda meta: pa.int16(),
     "hits": lambda meta: pa.list_(pa.int8(), prod(meta.shape("hits"))),
 }

@@ -157,7 +157,6 @@ class Trace(AnyTrace):
     lookahead_scores: NDArray[np.float16] | None = None  # [T, L, distances, picks]; `meta.lookahead` says which
     candidates: NDArray[Any] | None = None  # [T, L, C] ids as experts: the choices, then those of the next best scores
     scores: NDArray[np.float32] | None = None  # [T, L, C] log probabilities by the router; `meta.candidates` is C
-    gate_probs: NDArray[np.float16] | None = None  # [T, L, E] the router's distribution over all experts
     drafted: NDArray[np.int16] | None = None  # [T] tokens drafted behind this one; -1: it was drafted, and accepted
     hits: NDArray[np.int8] | None = None  # as experts: 1, the recorded engine had it in its cache; 0, not; -1, not said
     aggregate: NDArray[np.uint32] | None = None  # [2, R, L * E] EAMs of a trace that holds no sequences (T is 0)

@@ -19,6 +19,19 @@ FINITE = {"Llama4TextExperts", "ZayaExperts"}
 """Experts that are also given tokens with weight 0, which NaN would reach and finite numbers do not."""
 
 
+EVERY = 1 << 30
+"""More candidates than there are experts."""
+
+
+def probabilities(seen: Pass, experts: int) -> NDArray[np.float64]:
+    """Those of all experts, [T, L, E], of a pass with the scores of all."""
+    assert seen.candidates is not None
+    assert seen.scores is not None
+    found = np.zeros((*seen.ids.shape[:2], experts + 1))  # the last: nothing is routed
+    np.put_along_axis(found, seen.candidates.astype(np.int64), np.exp(seen.scores.astype(np.float64)), -1)
+    return found[..., :experts]
+
+
 def run(model: Any, ids: Tensor = IDS, **more: Any) -> Any:
     """A forward pass; of an encoder-decoder, both stacks run over as many tokens."""
     if model.config.is_encoder_decoder:
@@ -29,7 +42,8 @@ def run(model: Any, ids: Tensor = IDS, **more: Any) -> Any:
 
 def asked(names: Sequence[str]) -> Wanted:
     """What a hook is to record: all of these."""
-    values: dict[str, Any] = {name: (1, 2, 3) if name == "lookahead" else True for name in names}
+    values: dict[str, Any] = {"lookahead": (1, 2, 3), "scores": EVERY}
+    values = {name: values.get(name, True) for name in names}
     return Wanted(**values)
 
 

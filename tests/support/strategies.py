@@ -73,7 +73,6 @@ def traces(draw: st.DrawFn, max_requests: int = 4) -> Trace:
         step=np.concatenate(steps).astype(np.uint32),
         weights=rng.random(chosen.shape).astype(np.float16) if draw(st.booleans()) else None,
         token_id=rng.integers(-1, 9, T).astype(np.int32),
-        gate_probs=rng.random((T, meta.layers, meta.experts)).astype(np.float16) if draw(st.booleans()) else None,
         drafted=rng.integers(-1, 5, T).astype(np.int16) if draw(st.booleans()) else None,
     )
     distances = draw(st.sampled_from([(), (1,), (1, 2), (3,)]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.architectures import names, tiny_model
-from tests.support.routing_oracle import IDS, asked, check, merged, observed, run
+from tests.support.routing_oracle import IDS, asked, check, merged, observed, probabilities, run
 from tracer import ExpertsHook
 from tracer.nllb import NOTE
 from traces import InputError
@@ -47,7 +47,7 @@ def test_recorded_experts_are_those_whose_poisoned_weights_reach_the_token(archi
 def test_observing_everything_changes_nothing(architecture: str) -> None:
     """Neither outputs nor buffers nor the random numbers drawn later."""
     model = tiny_model(architecture)
-    wanted = [option for option in ("weights", "gate_probs", "lookahead") if (architecture, option) not in CANNOT]
+    wanted = [option for option in ("weights", "scores", "lookahead") if (architecture, option) not in CANNOT]
     state = torch.random.get_rng_state()
     with ExpertsHook(model) as hook:
         hook.probe()
@@ -63,20 +63,20 @@ def test_observing_everything_changes_nothing(architecture: str) -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-CANNOT = {("phimoe", "gate_probs")}
+CANNOT = {("phimoe", "scores")}
 """What is refused: SparseMixer's weights are no function of one distribution over all experts."""
 
 
 @pytest.mark.parametrize("architecture", RECORDED)
 def test_weights_are_gate_probabilities_up_to_one_factor_a_token(architecture: str) -> None:
-    if (architecture, "gate_probs") in CANNOT:
+    if (architecture, "scores") in CANNOT:
         pytest.skip("refused")
-    hook, passes = observed(tiny_model(architecture), wanted=("weights", "gate_probs"))
+    hook, passes = observed(tiny_model(architecture), wanted=("weights", "scores"))
     for seen in passes:
         assert seen.weights is not None
-        assert seen.gate_probs is not None
-        assert seen.gate_probs.shape == (*seen.ids.shape[:2], hook.experts)
-        weights, probs = seen.weights.astype(float), seen.gate_probs.astype(float)
+        assert seen.scores is not None
+        assert seen.scores.shape == (*seen.ids.shape[:2], hook.experts)
+        weights, probs = seen.weights.astype(float), probabilities(seen, hook.experts)
         assert (np.diff(weights, axis=-1) <= 0).all()
         routed = seen.ids >= 0
         ratio = np.where(routed, weights / np.take_along_axis(probs, np.maximum(seen.ids, 0), -1).clip(1e-9), np.nan)
@@ -107,7 +107,7 @@ def test_a_batch_padded_on_the_left_is_observed_row_by_row(architecture: str) ->
 )
 def test_weights_on_disk_are_observed_like_those_in_memory(architecture: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    wanted = ("weights", "gate_probs", "lookahead")
+    wanted = ("weights", "scores", "lookahead")
     _, at_hand = observed(tiny_model(architecture), wanted=wanted)
     model = tiny_model(architecture)
     accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
@@ -140,7 +140,7 @@ def test_dropped_tokens_are_not_routed(architecture: str, changes: dict[str, Any
 @pytest.mark.parametrize("architecture", ["switch_transformers", "nllb_moe"])
 def test_encoder_and_decoder_share_one_space_of_layers(architecture: str) -> None:
     model = tiny_model(architecture)
-    hook, passes = observed(model, wanted=("weights", "gate_probs", "lookahead"))
+    hook, passes = observed(model, wanted=("weights", "scores", "lookahead"))
     assert hook.stacks == 2
     assert [seen.stack for seen in passes] == [0, 1]
     in_encoder = ["encoder." in name for name in hook.names]
@@ -148,7 +148,7 @@ def test_encoder_and_decoder_share_one_space_of_layers(architecture: str) -> Non
     for seen, own in zip(passes, (np.array(in_encoder), ~np.array(in_encoder)), strict=True):
         assert (seen.ids[:, own] >= 0).any()
         assert (seen.ids[:, ~own] == -1).all()
-        for column, empty in ((seen.weights, 0), (seen.gate_probs, 0), (seen.lookahead, -1)):
+        for column, empty in ((seen.weights, 0), (seen.scores, 0), (seen.lookahead, -1)):
             assert column is not None
             assert (column[:, ~own] == empty).all()
         assert seen.lookahead is not None

@@ -128,7 +128,7 @@ def test_the_command_needs_no_torch_and_refuses_what_llama_cpp_cannot_show(tmp_p
     trace = Trace.read(tmp_path / "t")
     assert (trace.meta.model, trace.requests["output_tokens"].tolist()) == ("m", [4, 4])
     assert {"xllamacpp", "llama.cpp"} <= set(trace.meta.tools)
-    for option in ("--gate-probs", "--batch-size=2", "--offload=disk", "--device=cuda"):
+    for option in ("--batch-size=2", "--offload=disk", "--device=cuda"):
         ended = moe_trace("record", "--gguf", path, option, "--out", tmp_path / "u")
         assert (ended.returncode, (tmp_path / "u").exists()) == (2, False)
         assert option.partition("=")[0] in ended.stderr

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.architectures import tiny
+from tests.support.routing_oracle import EVERY
 from tests.support.same import assert_same
 from tracer import ExpertsHook, LoadedModel, Options, Prompt, Runner, Sampling
 from tracer.observed import Answer
@@ -247,13 +248,14 @@ def test_a_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path) -> 
 
 
 def test_what_predictors_need_is_recorded_beside_the_routing(tmp_path: Path) -> None:
-    trace = recorded(tiny("mixtral"), tmp_path / "t", weights=True, gate_probs=True, lookahead="1,2", batch_size=2)
-    assert trace.gate_probs is not None
+    trace = recorded(tiny("mixtral"), tmp_path / "t", weights=True, scores=EVERY, lookahead="1,2", batch_size=2)
+    assert trace.scores is not None
     assert trace.weights is not None
     assert trace.lookahead is not None
-    chosen = np.take_along_axis(trace.gate_probs, trace.experts.astype(int), -1).astype(float)
+    probabilities = np.exp(trace.scores.astype(float))
+    chosen = probabilities[..., : trace.top_k]
     np.testing.assert_allclose(chosen / chosen.sum(-1, keepdims=True), trace.weights.astype(float), atol=2e-3)
-    np.testing.assert_allclose(trace.gate_probs.astype(float).sum(-1), 1.0, atol=5e-3)
+    np.testing.assert_allclose(probabilities.sum(-1), 1.0, atol=5e-3)
     assert trace.lookahead_scores is not None
     assert trace.meta.lookahead == Picks((1, 2), 2 * trace.top_k)
     for place, far in enumerate((1, 2)):
@@ -294,7 +296,7 @@ def test_an_encoder_and_its_decoder_share_one_layer_space(
     loaded = tiny(architecture, **changes)  # a step of 0: all layers of that stack are dense
     loaded.model.generation_config.decoder_start_token_id = 7
     notes: list[str] = []
-    options = at_most(5, 4, weights=True, gate_probs=True, lookahead="1,2")
+    options = at_most(5, 4, weights=True, scores=EVERY, lookahead="1,2")
     record(loaded, PROMPTS, tmp_path / "t", options, on_note=notes.append)
     trace = Trace.read(tmp_path / "t", EXTRA)
     assert any("prompts run one at a time" in note for note in notes)

@@ -146,19 +146,19 @@ def test_steps_that_do_not_follow_each_other(folder: Path, change: Callable[[lis
             read(folder)
 
 
-@pytest.mark.parametrize("name", ["weights", "gate_probs"])
-def test_a_value_that_is_no_number(tmp_path: Path, name: str) -> None:
-    shapes = {"weights": GOOD.experts.shape, "gate_probs": (len(GOOD.experts), 2, 6)}
-    array: Any = np.full(shapes[name], 0.5, np.float16)
-    write_trace(replace(GOOD, **{name: array}), tmp_path / "t")
-    file = tmp_path / "t" / PART
-    rewrite(file, with_column(name, lambda rows: [rows[0], [*rows[1][:-1], np.float16(np.nan)], *rows[2:]]))
+def test_a_value_that_is_no_number(tmp_path: Path) -> None:
+    array: Any = np.full(GOOD.experts.shape, 0.5, np.float16)
+    write_trace(replace(GOOD, weights=array), tmp_path / "t")
+    rewrite(
+        tmp_path / "t" / PART,
+        with_column("weights", lambda rows: [rows[0], [*rows[1][:-1], np.float16(np.nan)], *rows[2:]]),
+    )
     for read in (Trace.read, lambda path, columns: list(pieces(path, columns))):
-        with pytest.raises(InputError, match=f"row 1 of {name}"):
-            read(tmp_path / "t", [name])
+        with pytest.raises(InputError, match="row 1 of weights"):
+            read(tmp_path / "t", ["weights"])
     array.ravel()[-1] = np.inf
     with pytest.raises(InputError):
-        write_trace(replace(GOOD, **{name: array}), tmp_path / "never")
+        write_trace(replace(GOOD, weights=array), tmp_path / "never")
     assert not (tmp_path / "never").exists()
 
 

@@ -92,13 +92,8 @@ def record(
         (unforced, "--response-column is for --mode teacher-forced: name that mode, or leave the option out"),
         (gguf and model, "--model is run by transformers and --gguf by llama.cpp: give one of them"),
         ((model or "").endswith(".gguf"), f"{model} is a GGUF file: give it with --gguf"),
+        (gguf and options.batch_size > 1, "--batch-size is for --model: llama.cpp is given one prompt at a time"),
     )
-    if gguf:
-        more = "--gate-probs is for --model: --weights, --lookahead and --scores work with both"
-        refuse(
-            (options.gate_probs, more),
-            (options.batch_size > 1, "--batch-size is for --model: llama.cpp is given one prompt at a time"),
-        )
     if prompts is None:
         columns = replace(columns, dataset=columns.dataset or "demo")
     chosen = read_prompts(prompts or demo.PROMPTS, columns)
