@@ -16,7 +16,7 @@ import policies
 import replay
 import sim
 import traces
-from policies.core import PolicySpec
+from policies.core.spec import PolicySpec
 from sim.experiment import Experiment
 from tests import keywords
 

@@ -55,7 +55,7 @@ class Routing:
     @staticmethod
     def of(trace: Trace) -> "Routing":
         """Return that of a trace; only what `moe-trace check` can say of one."""
-        from traces.models import known  # a profile is read only where a trace is checked
+        from traces.models.profile import known  # a profile is read only where a trace is checked
 
         profile = known(trace.meta.model)
         ids = np.where(trace.experts == trace.sentinel, -1, trace.experts.astype(np.int32))

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from benchmarks.checks.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from replay.comparison.cell import FixedOrder
 from replay.devices.cuda import Launches
 from replay.devices.gpu import pinned

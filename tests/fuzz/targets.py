@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from policies.core import parse
-from policies.eamc import SavedEamc
+from policies.core.spec import parse
+from policies.eamc.file import SavedEamc
 from replay.devices.expert_file import ExpertFile
 from replay.devices.store import anonymous
 from sim.engines.untimed import count
 from tests.support.same import assert_same
 from tests.support.tiny import PROFILE
-from tracer import load
+from tracer.commands.convert import load
 from traces import EXTRA, REQUESTS, ROUTING, Trace, write_trace
 from traces.importers import import_dump
 from traces.models.expert_sizes import expert_bytes_by_layer

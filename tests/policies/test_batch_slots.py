@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from policies.blend import neighbours
-from policies.core import Event, Events, Listener, Prefetcher, ScorePolicy, Shape, parse
 from policies.core.dispatch import is_compiled
+from policies.core.events import Events
+from policies.core.policy import Event, Listener, Prefetcher, ScorePolicy, Shape
 from policies.core.registry import built_in
-from policies.eamc import EamcRetention, expert_map
+from policies.core.spec import parse
+from policies.eamc import expert_map
+from policies.eamc.eamc import EamcRetention
 from policies.eamc.matching import REQUEST
 from traces.synthetic import synthetic
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import Events, Options, Shape
-from policies.core.events import routing_of_batch
-from policies.retention import Belady
-from policies.retention.belady import NEVER
+from policies.core.events import Events, routing_of_batch
+from policies.core.policy import Options, Shape
+from policies.retention.belady import NEVER, Belady
 from traces import RequestSteps
 from traces.synthetic import synthetic
 

@@ -6,7 +6,7 @@ import pytest
 from policies.blend import learning, neighbours
 from policies.blend.evidence import CONSTANT, HERE, KINDS
 from policies.blend.learning import APART, BIAS, BIAS_PRIOR, CURVATURE, ENDS, PASS, PRIOR, SAMPLED, THIN, WEIGHTS
-from policies.core import Shape
+from policies.core.policy import Shape
 
 E, K = 16, 4
 EVEN = float(np.log(K / (E - K)))

@@ -7,7 +7,9 @@ import pytest
 
 from policies.blend.build import build
 from policies.blend.decisions import learned
-from policies.core import PolicyRunner, Shape, parse
+from policies.core.policy import Shape
+from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from sim.loop.requests import Requests
 from traces import InputError
 from traces.synthetic import synthetic

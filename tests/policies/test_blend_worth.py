@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from policies.blend import worth
-from policies.core import Event, ScorePolicy, Shape, parse
 from policies.core.events import Events
-from policies.core.spec import PolicySpec
+from policies.core.policy import Event, ScorePolicy, Shape
+from policies.core.spec import PolicySpec, parse
 from sim.engines import compiled_engine, simpy_engine
 from sim.loop.log import PREDICTOR
 from sim.loop.requests import Requests

@@ -13,7 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import Policy, PolicyResidency, ScorePolicy, Shape, alone, parse
+from policies.core.events import alone
+from policies.core.policy import Policy, ScorePolicy, Shape
+from policies.core.residency import PolicyResidency
+from policies.core.spec import parse
 from traces import DECODE, write_trace
 from traces.synthetic import synthetic
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.core import inlined
-from policies.core.compiled import allocating, compiled
+from policies.core.compiled import allocating, compiled, inlined
 from policies.core.policy import Int
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,8 @@
 import pytest
 
 from policies.checker import check_policy
-from policies.core import PolicySpec, available, parse
+from policies.core.catalog import available
+from policies.core.spec import PolicySpec, parse
 from policies.random_routing import scripts
 
 NEEDS_A_TRACE = {"static"}  # or what was trained on one, of one model's shape: their own tests hold them

@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import Shape, alone, parse
-from policies.eamc import EamcOptions, EamcRetention, predictor_of
+from policies.core.events import alone
+from policies.core.policy import Shape
+from policies.core.spec import parse
+from policies.eamc.build import predictor_of
+from policies.eamc.collection import EamcOptions
+from policies.eamc.eamc import EamcRetention
 from sim.engines.untimed import count
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
 from traces import DECODE, PREFILL, RequestSteps

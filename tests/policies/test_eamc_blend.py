@@ -16,7 +16,9 @@ from policies.blend.eamc_blend import BlendOptions, BlendPrefetcher, BlendRetent
 from policies.blend.evidence import CONSTANT, EPS, FOLLOW_RATE, HERE, PRIOR_TOKENS, RATES
 from policies.blend.learning import ENDS, PASS, WEIGHTS
 from policies.blend.neighbours import LEAST, NEAREST, NOW, PASSES, PRIOR, SHARPNESS, SPANS, WINDOW
-from policies.core import Event, Events, Prefetcher, Shape, alone, parse
+from policies.core.events import Events, alone
+from policies.core.policy import Event, Prefetcher, Shape
+from policies.core.spec import parse
 from sim.engines.untimed import count
 from traces import DECODE, PREFILL, Trace
 from traces.board import FOLDER

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.core import Shape, parse
-from policies.eamc import SavedEamc, predictor_of
-from policies.eamc.build import build
+from policies.core.policy import Shape
+from policies.core.spec import parse
+from policies.eamc.build import build, predictor_of
+from policies.eamc.file import SavedEamc
 from tests.support.slow_eamc import events
 from traces import AGGREGATE, DECODE, PREFILL, InputError, Trace
 from traces.synthetic import synthetic

@@ -2,7 +2,8 @@
 
 import pytest
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.loop.requests import Requests
 from sim.loop.run import Users, gpu_run

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -138,8 +139,8 @@ def test_of_a_recorded_model_the_gate_proposes_what_its_next_router_gives_for_th
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from tests.support.architectures import tiny
-    from tracer import Options, Prompt
-    from tracer.record import record
+    from tracer.prompts import Prompt
+    from tracer.record import Options, record
 
     loaded = tiny("mixtral")
     prompts = [Prompt(f"p{i}", "", "", (text,)) for i, text in enumerate(("What is a heron?", "Hi"))]

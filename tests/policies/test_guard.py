@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from policies.core import PolicyError, Shape, parse
+from policies.core.guard import PolicyError
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from policies.core.user_file import read_with
 from sim.engines import untimed
 from sim.engines.simpy_engine import simulate

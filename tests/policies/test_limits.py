@@ -7,22 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import (
-    START,
-    Limits,
-    Part,
-    PolicyRunner,
-    PolicySpec,
-    Prefetcher,
-    Shape,
-    alone,
-    available,
-    limiter,
-    make_policy,
-    parse,
-)
-from policies.core.limits import Limiter
+from policies.core.catalog import available
+from policies.core.events import alone
+from policies.core.limits import Limiter, Limits, limiter
+from policies.core.policy import START, Prefetcher, Shape
 from policies.core.residency_compiled import ABSENT, DEMANDED, LOADING, READY
+from policies.core.runner import PolicyRunner
+from policies.core.spec import Part, PolicySpec, make_policy, parse
 from policies.prefetch.layer_stream import AllOptions
 from policies.prefetch.markov import MarkovOptions
 from sim.engines.simpy_engine import simulate

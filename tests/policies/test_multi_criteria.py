@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import Events, PolicyRunner, ScorePolicy, parse
+from policies.core.events import Events
+from policies.core.policy import ScorePolicy
+from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from tests.support.routings import requests_of, routings
 
 WEIGHTS = st.sampled_from([0.0, 0.25, 0.5, 1.0])

@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import Events, PolicyRunner, ScorePolicy, Shape, best, parse
+from policies.core.events import Events
+from policies.core.policy import ScorePolicy, Shape
+from policies.core.ranking import best
+from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from sim.engines.cases import run_case
 from tests.support import routings
 from tests.support.reference_cases import stored_cases

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from policies.core.systems import presets, systems
 from sim.engines.simpy_engine import simulate
 from sim.loop.requests import Requests

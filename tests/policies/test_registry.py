@@ -3,11 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from policies.core import Policy, ScorePolicy, Shape, available, parse, registry
+from policies.core import registry
+from policies.core.catalog import available
+from policies.core.policy import Policy, ScorePolicy, Shape
+from policies.core.spec import parse
 from policies.core.systems import presets
-from policies.eamc import EamcRetention
-from policies.eamc.eamc import EamcPrefetcher
-from policies.retention import Belady
+from policies.eamc.eamc import EamcPrefetcher, EamcRetention
+from policies.retention.belady import Belady
 from traces import InputError
 
 

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import BLOCKED, Int, Options, Policy, PolicyResidency, ScorePolicy, Shape, parse
 from policies.core import residency_compiled as core
-from policies.core.residency_compiled import NO_EXPERT
-from policies.retention import LRU
+from policies.core.policy import Int, Options, Policy, ScorePolicy, Shape
+from policies.core.residency import PolicyResidency
+from policies.core.residency_compiled import BLOCKED, NO_EXPERT
+from policies.core.spec import parse
+from policies.retention.lru import LRU
 
 
 class Lifo(Policy):

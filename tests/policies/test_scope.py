@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import BLOCKED, PolicyResidency, Shape, lru_misses, parse
 from policies.core.per_layer import PerLayer
-from policies.core.residency_compiled import NO_EXPERT
+from policies.core.policy import Shape
+from policies.core.residency import PolicyResidency
+from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.core.scope import even, lru_curves, optimal
+from policies.core.spec import parse
+from policies.core.stack_distances import lru_misses
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.requests import Requests

@@ -9,22 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import (
-    SCOPES,
-    Part,
-    PolicySpec,
-    Prefetcher,
-    ScorePolicy,
-    Shape,
-    Term,
-    make_policy,
-    parse,
-    pieces,
-    registry,
-    split_size,
-    text_of,
-)
-from policies.core.grammar import Expression, read
+from policies.core import registry
+from policies.core.grammar import Expression, Term, pieces, read, split_size
+from policies.core.policy import Prefetcher, ScorePolicy, Shape
+from policies.core.scope import SCOPES
+from policies.core.spec import Part, PolicySpec, make_policy, parse, text_of
 from sim.sweeps.config import seeded
 from traces import InputError
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from policies import check_policy
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from sim.loop.requests import Requests
 from tests.support.ahead import with_lookahead
 from tests.support.command import moe_sim

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import parse
+from policies.core.spec import parse
 from replay import commands as cli
 from replay.calibration import calibrate, rates
 from replay.calibration.calibrate import Calibration, choices, dumps, profile, steps_ns

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from replay import files
 from replay.calibration import measure
 from replay.choice import first_steps

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.core import parse
+from policies.core.spec import parse
 from replay import commands as cli
 from replay.calibration.measure import DIFFER, NOISE, Around, Factors, Measurement, middle
 from replay.choice import Choice

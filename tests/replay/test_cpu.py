@@ -11,7 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from replay.calibration.pace import pausing
 from replay.device_choice import DeviceChoice
 from replay.devices import cpu

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from replay.device_choice import DeviceChoice
 from replay.devices import cuda
 from replay.devices.cuda import Launches

@@ -21,7 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.checks.limits import read_through
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from replay.commands import main
 from replay.device_choice import DeviceChoice
 from replay.devices.cpu import CpuDevice

@@ -6,7 +6,8 @@ from collections import deque
 import numpy as np
 import pytest
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from sim.engines.simpy_engine import SimpyDevice
 from sim.engines.untimed import count
 from sim.loop.device import Completion, Kind, Transfer

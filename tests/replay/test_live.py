@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies.blend.profile import Profile
-from policies.eamc import SavedEamc
+from policies.eamc.file import SavedEamc
 from replay.commands import main
 from replay.device_choice import DeviceChoice
 from replay.devices.gpu import Gpu

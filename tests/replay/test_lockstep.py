@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.core import PolicyResidency, PolicySpec, Script, Shape, parse
 from policies.core import residency_compiled as core
-from policies.core.script import Act, Decision
+from policies.core.policy import Shape
+from policies.core.residency import PolicyResidency
+from policies.core.script import Act, Decision, Script
+from policies.core.spec import PolicySpec, parse
 from replay.comparison.cell import Lockstep, LoopRecorder
 from replay.warmup import undisturbed
 from sim.engines.simpy_engine import SimpyDevice, simulate

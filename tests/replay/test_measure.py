@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from replay.calibration.in_loop import (
     FIRST_STEPS,
     at_most_as_beside,

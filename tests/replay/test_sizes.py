@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
 from policies.core.residency_compiled import places_of
+from policies.core.spec import parse
 from replay.calibration.measure import measure_model, under_policy
 from replay.devices.cuda import Launches
 from replay.devices.expert_file import ExpertFile, write

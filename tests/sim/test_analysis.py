@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.core import parse
+from policies.core.spec import parse
 from sim.analysis.misses import CURVES, SPLITS, analyse, figure, save, sentences, to_play
 from sim.experiment import Experiment
 from sim.loaded import load

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from policies.core import Int, Shape, available, parse
+from policies.core.catalog import available
+from policies.core.policy import Int, Shape
+from policies.core.spec import parse
 from policies.random_routing import Script, scripts
 from sim.engines import simpy_engine
 from sim.engines.compiled_engine import simulate

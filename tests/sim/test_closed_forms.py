@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import STALLS, RunLog

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import sim
-from policies.core import alternatives
+from policies.core.grammar import alternatives
 from sim.commands.run import run as run_command
 from sim.commands.sweep import sweep as sweep_command
 from sim.experiment import OPTIONS, Experiment

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import Int, lru_misses, parse
+from policies.core.policy import Int
+from policies.core.spec import parse
+from policies.core.stack_distances import lru_misses
 from sim.analysis.curves import Accesses, belady_misses
 from sim.engines.untimed import count
 from tests.support.strategies import traces

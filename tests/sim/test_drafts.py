@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.core import Int, Shape, parse
+from policies.core.policy import Int, Shape
+from policies.core.spec import parse
 from replay import replay
 from sim import simulate as simulate_trace
 from sim.engines import cases, compiled_engine, simpy_engine

@@ -23,24 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from policies.core import (
-    Event,
-    Int,
-    Options,
-    Policy,
-    PolicySpec,
-    Prefetcher,
-    ScorePolicy,
-    Shape,
-    parse,
-)
 from policies.core.calling import put
 from policies.core.compiled import kept_for
 from policies.core.dispatch import is_compiled
 from policies.core.guard import PolicyError
+from policies.core.policy import Event, Int, Options, Policy, Prefetcher, ScorePolicy, Shape
 from policies.core.registry import built_in
 from policies.core.residency_compiled import FEW_SLOTS
 from policies.core.runner import AskedRunner
+from policies.core.spec import PolicySpec, parse
 from sim.engines import compiled_engine, simpy_engine
 from sim.engines.untimed import count
 from sim.loop.log import RunLog, joined, whole

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policies.core import NO_INTS, Shape, parse
+from policies.core.policy import NO_INTS, Shape
+from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.engines.cases import case_request
 from sim.engines.simpy_engine import SimpyDevice, simulate

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.core import parse
+from policies.core.spec import parse
 from replay.choice import Choice
 from replay.device_choice import DeviceChoice
 from sim.engines import compiled_engine, simpy_engine

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import parse
+from policies.core.spec import parse
 from sim.catalogue.parts import FOLDER
 from sim.experiment import Experiment
 from sim.loaded import TimedRun

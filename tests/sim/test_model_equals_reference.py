@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import Event, Int, Policy, registry
+from policies.core import registry
+from policies.core.policy import Event, Int, Policy
 from policies.retention.lru import LRU
 from sim.engines.cases import ENGINES
 from tests import reference

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from benchmarks import predictors as benchmark
-from policies.core import parse
+from policies.core.spec import parse
 from policies.core.systems import systems
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from policies.core import parse
+from policies.core.spec import parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.report import bounds, inputs, page

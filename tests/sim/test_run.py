@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from policies.core import parse
+from policies.core.spec import parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load
 from sim.loop.requests import Requests

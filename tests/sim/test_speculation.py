@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from policies.core import parse
+from policies.core.spec import parse
 from sim import simulate
 from sim.analysis.speculation import LONGEST, ROWS, RUN, Speculation, Tally, lengths_of, recorded, sentences, speculate
 from sim.experiment import Experiment

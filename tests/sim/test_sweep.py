@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.core import PolicySpec, ScorePolicy, parse
+from policies.core.policy import ScorePolicy
+from policies.core.spec import PolicySpec, parse
 from sim.engines import compiling
 from sim.experiment import Experiment
 from sim.loaded import TimedRun, load

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.table1 import TABLE
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from policies.core.systems import Overheads, systems
 from sim.engines import compiled_engine, simpy_engine
 from sim.experiment import Experiment

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.core import Shape, parse
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from sim.engines import simpy_engine
 from sim.loop.device import Completion, Kind
 from sim.loop.log import STALLS, Ended, RunLog, joined

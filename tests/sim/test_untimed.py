@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import Shape, available, parse
+from policies.core.catalog import available
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from sim.engines import untimed
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count, play

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from policies.core import PolicySpec, ScorePolicy, parse
+from policies.core.policy import ScorePolicy
+from policies.core.spec import PolicySpec, parse
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.results.files import REQUESTS_FILE, RESULTS_FILE

@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
 from tests.support.tokenizer import byte_tokenizer
-from tracer import LoadedModel
+from tracer.answers import LoadedModel
 from traces.models.architectures import architectures
 
 SMALL: dict[str, Any] = {

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from policies.core import Policy, Shape, parse
 from policies.core.dispatch import Native, hooks_of
+from policies.core.policy import Policy, Shape
+from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.engines.untimed import count
 from tests.support.runs import PLAIN

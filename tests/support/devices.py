@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
-from policies.core import PolicySpec, Requests, Shape
+from policies.core.policy import Requests, Shape
 from policies.core.residency_compiled import places_of
+from policies.core.spec import PolicySpec
 from sim.loop.device import Completion, Device, Kind, Work
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.tokenizer import letter
-from tracer import LoadedModel
+from tracer.answers import LoadedModel
 
 ARCHITECTURES = {
     "olmoe": "OLMOE",

@@ -14,20 +14,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-from policies.core import (
-    Event,
-    Float,
-    Int,
-    Policy,
-    PolicyResidency,
-    PolicySpec,
-    Prefetcher,
-    Shape,
-    registry,
-    runner,
-    spec,
-)
+from policies.core import registry, runner, spec
 from policies.core.bent import COUNTS
+from policies.core.policy import Event, Float, Int, Policy, Prefetcher, Shape
+from policies.core.residency import PolicyResidency
+from policies.core.spec import PolicySpec
 from sim.engines import cases
 from sim.loop.log import RunLog
 from sim.loop.run import Run, gpu_run

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from policies.core import Event, Float, Int, Part, PolicySpec, Prefetcher, Shape, parse
+from policies.core.policy import Event, Float, Int, Prefetcher, Shape
+from policies.core.spec import Part, PolicySpec, parse
 from sim.engines.cases import case_request
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link

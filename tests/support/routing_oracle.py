@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tracer import ExpertsHook, Pass
+from tracer.hook import ExpertsHook
 from tracer.nllb import mended
-from tracer.observed import Wanted
+from tracer.observed import Pass, Wanted
 from traces.models.sites import CombineWeights, Interface, OneHot, Site
 
 IDS = torch.tensor([[5, 19, 77, 31, 200, 19, 19, 120, 60, 88]])

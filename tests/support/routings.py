@@ -9,7 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from policies.core import Events, PolicyRunner, Shape, parse
+from policies.core.events import Events
+from policies.core.policy import Shape
+from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from traces import DECODE, PREFILL, RequestSteps
 
 

@@ -7,8 +7,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-from policies.core import Int, Listener, Policy, PolicyResidency, Prefetcher, Shape, parse, runner
+from policies.core import runner
+from policies.core.policy import Int, Listener, Policy, Prefetcher, Shape
 from policies.core.registry import built_in, is_pair
+from policies.core.residency import PolicyResidency
+from policies.core.spec import parse
 from sim.loop.log import Ended, RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link

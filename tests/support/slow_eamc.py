@@ -2,8 +2,10 @@
 
 import numpy as np
 
-from policies.core import Event, Events, ScorePolicy, Shape, parse
-from policies.eamc import EamcOptions
+from policies.core.events import Events
+from policies.core.policy import Event, ScorePolicy, Shape
+from policies.core.spec import parse
+from policies.eamc.collection import EamcOptions
 from traces import RequestSteps
 
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.architectures import tiny
 from tests.support.command import Run, run
-from tracer import LoadedModel
+from tracer.answers import LoadedModel
 from tracer.commands import main
 
 ARCHITECTURES = (

@@ -9,11 +9,11 @@ import torch
 
 from tests.support.architectures import names, tiny_model
 from tests.support.routing_oracle import IDS, asked, check, merged, observed, probabilities, run
-from tracer import ExpertsHook
+from tracer.hook import ExpertsHook
 from tracer.nllb import NOTE
 from traces import InputError
-from traces.models import Interface
 from traces.models.architectures import ADAPTED
+from traces.models.sites import Interface
 
 RECORDED = sorted(set(names()) - {"diffusion_gemma"})  # by the hook; what does not answer has no recording
 

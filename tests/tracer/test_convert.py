@@ -10,7 +10,7 @@ import torch
 
 from tests.support.command import Run
 from tests.support.dumps import KNOWN, MAPPING, known, passes, same, stat, vllm_answer, write_lines
-from tracer import load
+from tracer.commands.convert import load
 from traces import Trace
 
 

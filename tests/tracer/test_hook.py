@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.architectures import COMMON, tiny_model
 from tests.support.routing_oracle import IDS, observed, probabilities, run
-from tracer import ExpertsHook
+from tracer.hook import ExpertsHook
 from tracer.observed import Wanted
 from traces import InputError
 

@@ -15,8 +15,13 @@ from tests.support.architectures import tiny
 from tests.support.command import Run
 from tests.support.gguf_models import ARCHITECTURES, CHANGES, write_model
 from tests.support.same import assert_same
-from tracer import Columns, GgufModel, LoadedModel, Loading, Options, Prompt, demo, load_model, read_prompts
-from tracer.record import record
+from tracer import demo
+from tracer.answers import LoadedModel
+from tracer.llama import GgufModel
+from tracer.loading import Loading
+from tracer.models import load_model
+from tracer.prompts import Columns, Prompt, read_prompts
+from tracer.record import Options, record
 from traces import EXTRA, Trace
 
 TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice. " * 15)  # the last one takes three passes

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tracer import Columns, Prompt, read_prompts
+from tracer.prompts import Columns, Prompt, read_prompts
 from traces import InputError
 
 ROWS = [{"uid": "a", "question": "One?", "category": "x"}, {"uid": "b", "question": "Two?", "category": "y"}]

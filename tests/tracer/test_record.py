@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from tests.support.architectures import tiny
 from tests.support.routing_oracle import EVERY
 from tests.support.same import assert_same
-from tracer import ExpertsHook, LoadedModel, Options, Prompt, Runner, Sampling
-from tracer.observed import Answer
-from tracer.record import record
+from tracer.answers import LoadedModel, Runner
+from tracer.hook import ExpertsHook
+from tracer.observed import Answer, Sampling
+from tracer.prompts import Prompt
+from tracer.record import Options, record
 from traces import DECODE, EXTRA, PREFILL, InputError, Picks, Source, Trace, join
 
 TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice.", "ok then")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from policies.core import parse
+from policies.core.spec import parse
 from sim.engines.untimed import count
 from tests.support import strategies
 from tests.support.dumps import known

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tracer import load
+from tracer.commands.convert import load
 from traces import expanded, read_toml
 
 

@@ -21,9 +21,9 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 from tests.support.architectures import names, tiny_model
 from tests.support.profiles import QWEN3
 from traces import InputError
-from traces.models import ModelProfile, counted
+from traces.models.meta import counted
 from traces.models.precision import Precision, Weight, precision_of
-from traces.models.profile import model, written
+from traces.models.profile import ModelProfile, model, written
 from traces.models.sites import find_sites
 from traces.models.weights import Weights
 

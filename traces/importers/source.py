@@ -20,7 +20,7 @@ from traces.errors import InputError, refuse
 from traces.facts import parse_json
 from traces.files import unpacked_name
 from traces.importers.words import ROLES, Columns, phase_of
-from traces.models import ModelProfile, known
+from traces.models.profile import ModelProfile, known
 from traces.schema import Size
 from traces.typed import Natural, Option, Positive
 

@@ -1,11 +1,2 @@
-from .expert_sizes import expert_bytes_by_layer as expert_bytes_by_layer
 from .gguf_profile import of_gguf as of_gguf
 from .meta import counted as counted
-from .profile import LayerKind as LayerKind
-from .profile import ModelProfile as ModelProfile
-from .profile import known as known
-from .profile import model as model
-from .profile import of_trace as of_trace
-from .profile import written as written
-from .sites import Interface as Interface
-from .sites import Site as Site

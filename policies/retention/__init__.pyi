@@ -1,2 +1,0 @@
-from .belady import Belady as Belady
-from .lru import LRU as LRU
