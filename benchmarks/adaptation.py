@@ -16,7 +16,8 @@ import numpy as np
 import pandas as pd
 
 from sim import sweep
-from traces import Trace, concatenate
+from traces import Trace
+from traces.trace import concatenate
 
 POLICIES = ("lru", "eamc-blend", "eamc", "lfu-perfect")
 CACHE_SIZE = "25%"

@@ -22,8 +22,9 @@ import replay.commands
 import sim.commands
 import tracer.commands
 from tests.support.command import run
-from traces import Trace, demo_trace, write_trace
+from traces import Trace, demo_trace
 from traces.models.architectures import architectures
+from traces.writer import write_trace
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "traces"

@@ -225,7 +225,7 @@ def test_a_trace_of_arrays_may_hold_ids_of_tokens() -> None:
 
 
 def test_a_trace_in_memory_is_the_one_that_was_written(trace, tmp_path):
-    from traces import write_trace
+    from traces.writer import write_trace
 
     write_trace(trace, tmp_path / "t")
     read = traces.Trace.read(tmp_path / "t")

@@ -5,4 +5,4 @@ import lazy_loader
 __getattr__, __dir__, _ = lazy_loader.attach_stub(__name__, __file__)
 
 __all__ = ["DECODE", "PREFILL", "InputError", "Trace", "demo_trace", "statistics"]
-"""The names that semantic versioning is promised for; the stub beside this file has the others."""
+"""The names that semantic versioning is promised for."""

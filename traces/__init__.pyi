@@ -1,37 +1,8 @@
-from .edit import Source as Source
-from .edit import join as join
 from .errors import InputError as InputError
-from .files import expanded as expanded
-from .files import read_toml as read_toml
 from .location import demo_trace as demo_trace
-from .output import LOCK as LOCK
-from .output import MARKER as MARKER
-from .output import check_file as check_file
-from .output import claim as claim
-from .output import claimed as claimed
-from .output import marked as marked
-from .output import only_writer as only_writer
-from .output import replacing as replacing
-from .reader import EXTRA as EXTRA
-from .reader import open_folder as open_folder
-from .schema import AGGREGATE as AGGREGATE
-from .schema import GROWING as GROWING
-from .schema import REQUESTS as REQUESTS
-from .schema import ROUTING as ROUTING
-from .schema import Picks as Picks
-from .schema import TraceMeta as TraceMeta
-from .shards import Shards as Shards
 from .stats import statistics as statistics
-from .stats import summary as summary
 from .steps import DECODE as DECODE
 from .steps import PREFILL as PREFILL
-from .steps import Lookahead as Lookahead
-from .steps import RequestSteps as RequestSteps
-from .steps import decode_steps as decode_steps
-from .stream import pieces as pieces
 from .trace import Trace as Trace
-from .trace import concatenate as concatenate
-from .writer import TraceWriter as TraceWriter
-from .writer import write_trace as write_trace
 
 __all__: list[str]

@@ -24,10 +24,13 @@ from sim.engines.untimed import count
 from tests.support.same import assert_same
 from tests.support.tiny import PROFILE
 from tracer.commands.convert import load
-from traces import EXTRA, REQUESTS, ROUTING, Trace, write_trace
+from traces import Trace
 from traces.importers import import_dump
 from traces.models.expert_sizes import expert_bytes_by_layer
+from traces.reader import EXTRA
+from traces.schema import REQUESTS, ROUTING
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from policies.core.events import Events, routing_of_batch
 from policies.core.policy import Options, Shape
 from policies.retention.belady import NEVER, Belady
-from traces import RequestSteps
+from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 
 

@@ -17,8 +17,9 @@ from policies.core.events import alone
 from policies.core.policy import Policy, ScorePolicy, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.spec import parse
-from traces import DECODE, write_trace
+from traces import DECODE
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 TOTAL = 10
 

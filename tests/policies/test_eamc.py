@@ -16,7 +16,8 @@ from policies.eamc.collection import EamcOptions
 from policies.eamc.eamc import EamcRetention
 from sim.engines.untimed import count
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
-from traces import DECODE, PREFILL, RequestSteps
+from traces import DECODE, PREFILL
+from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 
 VALUES: dict[str, list[Any]] = {

@@ -11,7 +11,8 @@ from policies.core.spec import parse
 from policies.eamc.build import build, predictor_of
 from policies.eamc.file import SavedEamc
 from tests.support.slow_eamc import events
-from traces import AGGREGATE, DECODE, PREFILL, InputError, Trace
+from traces import DECODE, PREFILL, InputError, Trace
+from traces.schema import AGGREGATE
 from traces.synthetic import synthetic
 
 POLICIES = [

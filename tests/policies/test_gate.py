@@ -20,9 +20,10 @@ from tests.support.logs import assert_logs_equal
 from tests.support.routings import proposals
 from tests.support.strategies import traces
 from tests.support.tiny import SIZES
-from traces import DECODE, PREFILL, Trace, write_trace
+from traces import DECODE, PREFILL, Trace
 from traces.reader import RUN
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 
 def slowly(trace, distance):

@@ -18,8 +18,8 @@ from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces import write_trace
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 SHAPE = Shape(2, 6)
 TRACE = synthetic(3, tokens=6, layers=2, experts=6, top_k=2, seed=3)

@@ -12,8 +12,8 @@ from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.ahead import with_lookahead
-from traces import write_trace
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 L, E = 3, 8
 TRACE = synthetic(3, tokens=8, layers=L, experts=E, top_k=2, seed=5, prompt_tokens=4)

@@ -23,9 +23,11 @@ from sim.profiles.timing import FixedTiming, Link
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
 from tests.support.untimed_oracle import SHARED, oracle_misses
-from traces import InputError, RequestSteps, decode_steps, write_trace
+from traces import InputError
 from traces.importers import import_dump
+from traces.steps import RequestSteps, decode_steps
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 THEIRS = {
     "lru": "LRU",

@@ -21,8 +21,9 @@ from sim.loop.requests import Requests
 from tests.support.ahead import with_lookahead
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces import InputError, write_trace
+from traces import InputError
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 WALK_THROUGH = (Path(__file__).parents[2] / "policies" / "YOUR_OWN.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", WALK_THROUGH, re.DOTALL))

@@ -46,7 +46,8 @@ from sim.profiles.timing import Link, Timing
 from tests.support.command import Ended, run
 from tests.support.driven import play
 from tests.support.short_calibrations import shorten
-from traces import DECODE, MARKER, InputError, demo_trace
+from traces import DECODE, InputError, demo_trace
+from traces.output import MARKER
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from sim.sweeps import winner
 from sim.sweeps.store import CELLS
 from tests.support.command import moe_sim, run
 from tests.support.tiny import SIZES
-from traces import Shards, write_trace
 from traces.errors import InputError
 from traces.files import read_toml
+from traces.shards import Shards
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 SWEEP = ("sweep", "--requests", "2", "--untimed", "--policies", "lru", "--cache-sizes", "25%", "--quiet")
 

@@ -11,8 +11,10 @@ from sim.loaded import load
 from sim.results.metrics import Row
 from sim.sweeps.grid import Grid
 from tests.support.command import moe_sim
-from traces import MARKER, Trace, write_trace
+from traces import Trace
+from traces.output import MARKER
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 
 @pytest.fixture(scope="module")

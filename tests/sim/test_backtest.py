@@ -22,9 +22,10 @@ from sim.prediction.described import Row
 from sim.prediction.machine import hardware_of, kernels_per_layer
 from sim.prediction.timing import Runtime
 from sim.profiles.hardware_profile import Hardware, gpu_of
-from traces import InputError, write_trace
+from traces import InputError
 from traces.models.profile import model
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backtest.md"
 

@@ -23,8 +23,8 @@ from sim.loop.observer import LoopObserver
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.logs import assert_logs_equal
-from traces import write_trace
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 SHAPE = Shape(3, 5)
 TIMING, LINK = FixedTiming(7, 3, 1, 2, 5), Link(2, 1, 2, expert_bytes=10, chunk_bytes=4)

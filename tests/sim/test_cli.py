@@ -13,9 +13,10 @@ import pytest
 import sim.commands
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces import LOCK, MARKER, write_trace
 from traces.importers import Options, import_dump
+from traces.output import LOCK, MARKER
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 COMMAND = [sys.executable, "-c", "from sim.commands import main; main()"]
 

@@ -13,7 +13,8 @@ from sim.engines.simpy_engine import simulate
 from sim.loop.log import STALLS, RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces import DECODE, RequestSteps, Trace, decode_steps
+from traces import DECODE, Trace
+from traces.steps import RequestSteps, decode_steps
 
 L, E, K = 3, 8, 2
 TIMING = FixedTiming(dense=1_000, expert=300, expert_per_token=20, combine=50, head=700)

@@ -10,8 +10,8 @@ import pytest
 from sim.commands import main
 from tests.support.command import run
 from tests.support.tiny import SIZES
-from traces import write_trace
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 
 @pytest.fixture

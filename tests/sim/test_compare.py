@@ -29,9 +29,10 @@ from sim.results.compare import (
 )
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import SIZES
-from traces import InputError, write_trace
+from traces import InputError
 from traces.models.profile import written
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 HIT_RATE, TPOT, _ = MEASURES
 

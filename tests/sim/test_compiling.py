@@ -12,8 +12,8 @@ import pytest
 
 from sim.engines import compiled_engine, compiling
 from tests.support.tiny import SIZES
-from traces import write_trace
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from sim.commands import main; main()"]

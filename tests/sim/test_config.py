@@ -13,7 +13,8 @@ from sim.commands.sweep import sweep as sweep_command
 from sim.experiment import OPTIONS, Experiment
 from sim.sweeps.config import KEYS, Sweep
 from terminal.options import expanded
-from traces import InputError, read_toml
+from traces import InputError
+from traces.files import read_toml
 
 GIVEN: dict[str, Any] = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}
 

@@ -29,9 +29,12 @@ from tests.support.logs import assert_logs_equal
 from tests.support.reference_cases import play
 from tests.support.reference_drafts import draw_drafts_case, run_case
 from tests.support.runs import FETCHERS, KEEPERS, recorded_with
-from traces import InputError, RequestSteps, Shards, Trace, demo_trace, write_trace
+from traces import InputError, Trace, demo_trace
 from traces.drafts import Drafts
 from traces.models.profile import model
+from traces.shards import Shards
+from traces.steps import RequestSteps
+from traces.writer import write_trace
 
 CASES = int(os.environ.get("MOE_FUZZ_CASES", "400"))
 BATCHES = 8

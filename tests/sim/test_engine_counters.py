@@ -16,9 +16,10 @@ from sim.analysis import recorded_hits
 from sim.experiment import Experiment
 from sim.loaded import load
 from tests.support.untimed_oracle import SHARED
-from traces import Trace, write_trace
+from traces import Trace
 from traces.importers import import_dump
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 FOREIGN = SHARED.parent / "foreign"
 

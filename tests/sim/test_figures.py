@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from sim.commands import app
 from terminal import console
 from tests.support.tiny import SIZES
-from traces import write_trace
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 POLICIES = ("lru", "lfu", "eamc")
 

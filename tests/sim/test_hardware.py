@@ -7,8 +7,9 @@ from sim.catalogue.parts import GPUS
 from sim.experiment import resolve
 from sim.planner.resources import resources
 from sim.profiles.hardware_profile import MACHINES, gpu_of, hardware
-from traces import InputError, TraceMeta
+from traces import InputError
 from traces.models.profile import MODELS, derived, model, of_trace
+from traces.schema import TraceMeta
 
 A5000 = MACHINES.find("a5000")
 

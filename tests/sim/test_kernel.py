@@ -40,8 +40,9 @@ from sim.loop.session import decider_of
 from sim.profiles.timing import DurationTables, FixedTiming, Link
 from tests.support.logs import columns
 from tests.support.runs import PLAIN, Draw, Drawn, Lopsided, draw_request, draw_run, draw_tiers_run
-from traces import InputError, write_trace
+from traces import InputError
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 CASES = int(os.environ.get("MOE_FUZZ_CASES", "2000"))
 BATCHES = 40

@@ -64,8 +64,8 @@ print(kills, len(whole))
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_sweep_killed_before_any_file_operation_resumes_to_the_same_files(tmp_path):
-    from traces import write_trace
     from traces.synthetic import synthetic
+    from traces.writer import write_trace
 
     for seed, name in enumerate(("one", "cells")):
         write_trace(synthetic(3, tokens=6, layers=2, experts=6, top_k=2, seed=seed), tmp_path / name)

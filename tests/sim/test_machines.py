@@ -21,9 +21,11 @@ from sim.sweeps.grid import Grid, run_grid
 from tests.support.logs import assert_logs_equal
 from tests.support.profiles import HALF, plain
 from tests.support.tiny import SIZES
-from traces import InputError, Shards, Trace, write_trace
+from traces import InputError, Trace
 from traces.models.profile import written
+from traces.shards import Shards
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 L, E, K = 3, 16, 2
 

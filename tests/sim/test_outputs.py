@@ -8,8 +8,9 @@ import pytest
 from sim.sweeps.store import CELLS, MAKER
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces import claim, only_writer, write_trace
+from traces.output import claim, only_writer
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 RESULTS = {
     "sweep": ("--untimed", "--policies", "lru", "--cache-sizes", "24", "--workers", "1"),

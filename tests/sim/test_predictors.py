@@ -15,8 +15,8 @@ from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.roofline import Roofline
 from sim.sweeps.grid import Grid, run_grid
 from tests.support.tiny import SIZES
-from traces import write_trace
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 LAYERS, EXPERTS, TOP_K = 3, 16, 2
 SMALL, LARGE = MEASURED[0][:2], MEASURED[1][:2]

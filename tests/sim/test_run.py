@@ -18,8 +18,9 @@ from sim.timeline import window as timeline_window
 from sim.timeline.window import Window
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
-from traces import PREFILL, InputError, write_trace
+from traces import PREFILL, InputError
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from sim.loaded import TimedRun
 from sim.sweeps.grid import grid_of
 from tests.support.command import moe_sim
 from tests.support.runs import recorded_with
-from traces import DECODE, InputError, Trace, demo_trace, write_trace
+from traces import DECODE, InputError, Trace, demo_trace
 from traces.drafts import Drafts
+from traces.writer import write_trace
 
 
 def constant(step_ns: int, length: int = 1, requests: int = 5) -> Speculation:

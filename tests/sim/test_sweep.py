@@ -23,9 +23,11 @@ from sim.sweeps.winner import Winner
 from sim.sweeps.workers import Local
 from tests.support.ahead import with_lookahead
 from tests.support.tiny import SIZES
-from traces import DECODE, MARKER, InputError, Trace, write_trace
+from traces import DECODE, InputError, Trace
 from traces.models.profile import model
+from traces.output import MARKER
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 3
 SCOPES = ("lru", "lru@layer")

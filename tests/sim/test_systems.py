@@ -26,9 +26,10 @@ from sim.systems.predict import CannotRunError, Setting, SystemRun, chosen
 from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
-from traces import DECODE, write_trace
+from traces import DECODE
 from traces.models.profile import model
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 TIMES = FixedTiming(dense=100, expert=7, expert_per_token=3, combine=11, head=13, hop_ns=5, host=40, host_per_token=10)
 LINK = Link(latency_ns=9, ns_per_byte_num=3, ns_per_byte_den=2, expert_bytes=50)

@@ -18,8 +18,9 @@ from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.strategies import traces
 from tests.support.untimed_oracle import SHARED, accesses, oracle_misses
-from traces import DECODE, RequestSteps, Trace
+from traces import DECODE, Trace
 from traces.importers import import_dump
+from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 
 CLASSIC = ["lfu-perfect", "lfu-aged:half_life=20", "lrfu:decay=0.1", "clock", "clock:bits=2", "sieve", "s3fifo", "arc"]

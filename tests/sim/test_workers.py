@@ -20,8 +20,9 @@ from sim.sweeps.grid import Grid, Table, outcome, run_grid, save, sweep
 from sim.sweeps.store import Store
 from sim.sweeps.workers import Cluster, Local, Task
 from tests.support.tiny import SIZES
-from traces import InputError, write_trace
+from traces import InputError
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 GRID = Grid(tuple(map(parse, ("lru", "clock", "eamc", "lru+popular"))), {"25%": 16, "50%": 32})
 REQUESTS = 12

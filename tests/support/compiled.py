@@ -8,7 +8,7 @@ from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.engines.untimed import count
 from tests.support.runs import PLAIN
-from traces import RequestSteps
+from traces.steps import RequestSteps
 
 
 def policies() -> None:

@@ -15,7 +15,7 @@ from policies.core.spec import Part, PolicySpec, parse
 from sim.engines.cases import case_request
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces import RequestSteps
+from traces.steps import RequestSteps
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from policies.core.events import Events
 from policies.core.policy import Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
-from traces import DECODE, PREFILL, RequestSteps
+from traces import DECODE, PREFILL
+from traces.steps import RequestSteps
 
 
 def requests_of(routing, E):

@@ -15,8 +15,9 @@ from policies.core.spec import parse
 from sim.loop.log import Ended, RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces import DECODE, PREFILL, InputError, Lookahead, RequestSteps, Trace
+from traces import DECODE, PREFILL, InputError, Trace
 from traces.drafts import Drafts
+from traces.steps import Lookahead, RequestSteps
 
 
 def recorded_with(drafts: Drafts, trace: Trace) -> Trace:

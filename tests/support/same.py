@@ -6,7 +6,9 @@ from dataclasses import fields
 import numpy as np
 import pandas as pd
 
-from traces import RequestSteps, Shards, Trace
+from traces import Trace
+from traces.shards import Shards
+from traces.steps import RequestSteps
 
 ARRAYS = ("offsets", "experts", "phase", "position", "step")
 

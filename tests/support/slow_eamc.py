@@ -6,7 +6,7 @@ from policies.core.events import Events
 from policies.core.policy import Event, ScorePolicy, Shape
 from policies.core.spec import parse
 from policies.eamc.collection import EamcOptions
-from traces import RequestSteps
+from traces.steps import RequestSteps
 
 
 def cosine(a, b) -> float:

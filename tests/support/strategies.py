@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.support.ahead import with_lookahead
-from traces import DECODE, PREFILL, Trace, TraceMeta
+from traces import DECODE, PREFILL, Trace
+from traces.schema import TraceMeta
 
 
 @st.composite

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces import RequestSteps, decode_steps
+from traces.steps import RequestSteps, decode_steps
 
 NEVER = np.iinfo(np.int64).max
 

@@ -20,7 +20,8 @@ from tests.support.command import Run, run
 from tests.support.same import assert_same
 from tracer import demo
 from tracer.commands.record import Meter
-from traces import EXTRA, Trace, demo_trace
+from traces import Trace, demo_trace
+from traces.reader import EXTRA
 
 
 @pytest.fixture

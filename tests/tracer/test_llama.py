@@ -22,7 +22,8 @@ from tracer.loading import Loading
 from tracer.models import load_model
 from tracer.prompts import Columns, Prompt, read_prompts
 from tracer.record import Options, record
-from traces import EXTRA, Trace
+from traces import Trace
+from traces.reader import EXTRA
 
 TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice. " * 15)  # the last one takes three passes
 PROMPTS = [Prompt(f"p{i}", "set", "task", (text,), ("so it is",)) for i, text in enumerate(TEXTS)]

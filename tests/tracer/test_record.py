@@ -22,7 +22,10 @@ from tracer.hook import ExpertsHook
 from tracer.observed import Answer, Sampling
 from tracer.prompts import Prompt
 from tracer.record import Options, record
-from traces import DECODE, EXTRA, PREFILL, InputError, Picks, Source, Trace, join
+from traces import DECODE, PREFILL, InputError, Trace
+from traces.edit import Source, join
+from traces.reader import EXTRA
+from traces.schema import Picks
 
 TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice.", "ok then")
 PROMPTS = [Prompt(f"p{i}", "set", f"task{i % 2}", (text,)) for i, text in enumerate(TEXTS)]

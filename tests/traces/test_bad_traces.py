@@ -14,11 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.ahead import with_lookahead
-from traces import REQUESTS, ROUTING, InputError, RequestSteps, Shards, Trace, TraceWriter, pieces, write_trace
+from traces import InputError, Trace
 from traces.reader import RUN
-from traces.schema import KEY, VERSION
+from traces.schema import KEY, REQUESTS, ROUTING, VERSION
+from traces.shards import Shards
+from traces.steps import RequestSteps
+from traces.stream import pieces
 from traces.synthetic import synthetic
-from traces.writer import UNFINISHED
+from traces.writer import UNFINISHED, TraceWriter, write_trace
 
 GOOD = synthetic(3, 4, 2, 6, 2, seed=0, prompt_tokens=3)
 PART = f"{ROUTING}/part-00000.parquet"

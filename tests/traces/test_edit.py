@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from tests.support.same import assert_same
 from tests.support.strategies import traces
-from traces import EXTRA, InputError, Source, Trace, concatenate, join, write_trace
+from traces import InputError, Trace
+from traces.edit import Source, join
+from traces.reader import EXTRA
 from traces.synthetic import synthetic
+from traces.trace import concatenate
+from traces.writer import write_trace
 
 
 def made(folder: Path, name: str, seed: int, **changes: Any) -> Path:

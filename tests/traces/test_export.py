@@ -17,10 +17,12 @@ from policies.core.spec import parse
 from sim.engines.untimed import count
 from tests.support import strategies
 from tests.support.dumps import known
-from traces import DECODE, PREFILL, InputError, Source, Trace, demo_trace, export, join, write_trace
+from traces import DECODE, PREFILL, InputError, Trace, demo_trace, export
+from traces.edit import Source, join
 from traces.importers import import_dump
 from traces.reader import open_folder
 from traces.trace import Phases
+from traces.writer import write_trace
 
 WHY = "libcachesim, the independent oracle, is not installed"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tracer.commands.convert import load
-from traces import expanded, read_toml
+from traces.files import expanded, read_toml
 
 
 def test_toml_is_read_behind_a_byte_order_mark(tmp_path: Path) -> None:

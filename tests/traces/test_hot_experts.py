@@ -13,9 +13,10 @@ import pytest
 
 from tests.support.command import run
 from tracer.commands import main
-from traces import DECODE, PREFILL, Trace, write_trace
+from traces import DECODE, PREFILL, Trace
 from traces.hot_experts import FORMATS, carry_over
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 NAMES = ("model.layers.1.mlp", "model.layers.2.mlp", "model.layers.5.mlp")
 

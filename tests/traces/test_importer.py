@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from traces import DECODE, PREFILL, InputError, Trace, write_trace
+from traces import DECODE, PREFILL, InputError, Trace
 from traces.importers import Options, Source, import_dump, plain, read_dump
-from traces.writer import write_traces
+from traces.writer import write_trace, write_traces
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"real traces are not at {SHARED}")

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from tests.support.dumps import known, npy, rows, same, sglang_answer, told, vllm_answer, write_lines
-from traces import PREFILL, InputError, Trace, write_trace
+from traces import PREFILL, InputError, Trace
 from traces.importers import Options, import_dump
 from traces.importers.build import parse_layer_map
+from traces.writer import write_trace
 
 TRACE = known()
 E8 = Options(experts=8)

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.dumps import KNOWN, MAPPING, known, passes, same, stat, told
-from traces import AGGREGATE, DECODE, PREFILL, InputError, Trace, write_trace
+from traces import DECODE, PREFILL, InputError, Trace
 from traces.importers import Options, import_dump
+from traces.schema import AGGREGATE
+from traces.writer import write_trace
 
 MOE = Options(layer_map="1:")
 

@@ -15,9 +15,14 @@ import pytest
 import tracer.commands
 from tests.support.command import run
 from tests.support.same import assert_same, assert_same_shards
-from traces import EXTRA, REQUESTS, Shards, Trace, concatenate, demo_trace, pieces, write_trace
-from traces.reader import RUN
+from traces import Trace, demo_trace
+from traces.reader import EXTRA, RUN
+from traces.schema import REQUESTS
+from traces.shards import Shards
+from traces.stream import pieces
 from traces.synthetic import synthetic
+from traces.trace import concatenate
+from traces.writer import write_trace
 
 
 @pytest.fixture

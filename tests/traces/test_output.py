@@ -8,23 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces import (
-    LOCK,
-    MARKER,
-    REQUESTS,
-    ROUTING,
-    InputError,
-    Trace,
-    TraceWriter,
-    check_file,
-    claim,
-    claimed,
-    marked,
-    only_writer,
-    replacing,
-    write_trace,
-)
+from traces import InputError, Trace
+from traces.output import LOCK, MARKER, check_file, claim, claimed, marked, only_writer, replacing
+from traces.schema import REQUESTS, ROUTING
 from traces.synthetic import synthetic
+from traces.writer import TraceWriter, write_trace
 
 MADE = synthetic(3, 4, 2, 6, 2, seed=0, prompt_tokens=3)
 BY = "a test"

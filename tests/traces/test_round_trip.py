@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 
 from tests.support.same import assert_same
 from tests.support.strategies import traces
-from traces import EXTRA, GROWING, ROUTING, InputError, Trace, TraceWriter, open_folder, pieces, write_trace
+from traces import InputError, Trace
+from traces.reader import EXTRA, open_folder
+from traces.schema import GROWING, ROUTING
+from traces.stream import pieces
 from traces.synthetic import synthetic
+from traces.writer import TraceWriter, write_trace
 
 
 @settings(max_examples=40, deadline=None)

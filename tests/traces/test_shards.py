@@ -23,20 +23,12 @@ from hypothesis import strategies as st
 from tests.support.ahead import with_lookahead
 from tests.support.same import assert_same_shards, assert_same_steps
 from tests.support.strategies import traces
-from traces import (
-    GROWING,
-    REQUESTS,
-    ROUTING,
-    InputError,
-    Shards,
-    Trace,
-    TraceWriter,
-    blocks,
-    demo_trace,
-    write_trace,
-)
+from traces import InputError, Trace, blocks, demo_trace
 from traces.reader import RUN, Files
+from traces.schema import GROWING, REQUESTS, ROUTING
+from traces.shards import Shards
 from traces.synthetic import synthetic
+from traces.writer import TraceWriter, write_trace
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.support.ahead import with_lookahead
-from traces import DECODE, statistics, summary
+from traces import DECODE, statistics
+from traces.stats import summary
 from traces.synthetic import synthetic
 
 TRACE = synthetic(12, 20, 3, 16, 2, seed=3, prompt_tokens=5)

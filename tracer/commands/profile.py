@@ -9,11 +9,11 @@ import typer
 
 from terminal import console
 from tracer.commands.shared import Overwrite
-from traces import check_file, replacing
 from traces.files import expanded
 from traces.models.architectures import architectures as known
 from traces.models.profile import model as read_model
 from traces.models.profile import written
+from traces.output import check_file, replacing
 
 
 def profile(
