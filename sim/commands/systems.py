@@ -83,8 +83,7 @@ def _title(setting: Setting) -> str:
 def _notes(setting: Setting) -> list[str]:
     loaded, notes = setting.loaded, []
     if loaded.trace.meta.mode == "synthetic":
-        like = loaded.trace.meta.settings.get("like")
-        notes.append(f"a stand-in: {loaded.trace.name} is synthetic" + (f", fitted to {like}" if like else ""))
+        notes.append(f"a stand-in: {loaded.trace.name} is synthetic")
     if loaded.experiment.as_decode:
         notes.append("a prefill run token by token: the model did not write these tokens")
     if setting.slots() == loaded.shape.total:
