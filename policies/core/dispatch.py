@@ -6,6 +6,7 @@ package's policies kept on disk, under the name of this file. A policy in a user
 and as fast.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,14 @@ def hooks_of(half: Listener) -> list[int]:
     made = {name: _address(cls, name) if function else 0 for name, function in own.items()}
     made["on_host_lookup"] = made["on_host_lookup"] or made["on_lookup"]
     return list(made.values())
+
+
+def compile_named(cls: type[Listener], options: Any, names: Iterable[str]) -> None:
+    """Compile what a half that is compiled declares under these names, or load it."""
+    declared = cls.declared(options) if is_compiled(cls) else None
+    for name in names:
+        if getattr(declared, name, None):
+            _address(cls, name)
 
 
 def hooks(declared: Compiled | None) -> list[Any]:
@@ -82,19 +91,22 @@ class Native:
         self.state = self._held.address if self._held else 0
         self.proposer = self.state
         """What `propose` is called with."""
-        self.observe = _address(cls, "observe") if declared and half.observes else 0
         self.propose = _address(cls, "propose") if declared and declared.propose else 0
+
+    @property
+    def observe(self) -> int:
+        return self._declared("observe") if self._half.observes else 0
 
     @property
     def learn(self) -> int:
         """What learns for several caches; 0: it needs no such function, or learns from one alone."""
-        return self._of_caches("learn")
+        return self._declared("learn")
 
     @property
     def follow(self) -> int:
-        return self._of_caches("follow")
+        return self._declared("follow")
 
-    def _of_caches(self, name: str) -> int:
+    def _declared(self, name: str) -> int:
         cls = type(self._half)
         return _address(cls, name) if self._held and getattr(cls.compiled, name) else 0
 

@@ -7,7 +7,7 @@ A policy that is written in Python is asked from within the loop (`policies.core
 
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import count
 from threading import Lock
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from policies.core import dispatch
 from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
 from policies.core.bent import Bending
@@ -102,6 +103,23 @@ def prepare(versions: Iterable[bool] = (False,)) -> None:
     for version in versions:
         policy = PolicySpec.of("lru", placement="host" if version else "fetch")
         simulate(gpu_run([request], Shape(1, 1), 1, policy, FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
+
+
+def compile_policies(policies: Mapping[PolicySpec, bool], versions: Iterable[bool]) -> None:
+    """Compile policies, by whether they learn for several runs, while another process compiles these versions.
+
+    Nothing where the engine is on disk: then each policy is compiled, or loaded, when it first runs.
+    """
+    versions = set(versions)
+    for version in versions:
+        _compile_beside(version)
+    if any(BESIDE[version] for version in versions):
+        for policy, several in policies.items():
+            keeper, fetcher, shares = policy.evict, policy.prefetch, policy.shares
+            apart = several and shares and keeper.cls.compiled is not None and keeper.cls.compiled.learn is not None
+            hears = ("learn", "follow") if apart else ("observe",)
+            dispatch.compile_named(keeper.cls, keeper.options, (*hears, *dispatch.HOOKS))
+            dispatch.compile_named(fetcher.cls, fetcher.options, ("propose",) if shares else ("propose", "observe"))
 
 
 def _compile_beside(version: bool) -> None:
@@ -275,7 +293,7 @@ class Engine:
         proposal = asked.proposal if asked else Proposal(np.empty(shape.total, np.int64), np.empty(shape.total))
         self.proposal = Held(proposal)
         return streams.Plan(
-            keeps=keeper.observe,
+            keeps=0 if self.apart else keeper.observe,
             keepers=NO_INTS,
             listens=fetcher.observe,
             fetches=IN_PYTHON if asked and prefetcher.proposes else fetcher.propose,

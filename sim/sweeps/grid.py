@@ -25,6 +25,7 @@ from policies.core import user_file
 from policies.core.grammar import file_and_class
 from policies.core.guard import PolicyError, own_classes
 from policies.core.spec import Part, PolicySpec
+from sim.engines import compiled_engine
 from sim.loaded import Loaded, TimedRun
 from sim.loop.log import Ended, RunLog
 from sim.results import compare, files, metrics, plot
@@ -126,6 +127,9 @@ def sweep(
     `advance` is told the number of requests run since its last call.
     """
     groups = missing(tables, store)
+    compiled = [task for _, task in groups if task.compiled]
+    versions = (version for task in compiled for version in task.loaded.versions(task.arguments[:1]))
+    compiled_engine.compile_policies({task.arguments[0]: task.cells > 1 for task in compiled}, versions)
     playing = (workers or Local(1)).results([task for _, task in groups], advance or (lambda requests: None))
     with closing(playing):
         for place, found in playing:
