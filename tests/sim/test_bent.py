@@ -135,9 +135,9 @@ def test_runs_under_one_rule_are_compared_although_they_look_up_other_numbers_of
     [
         ("drop", "weights", "--weights"),
         ("substitute", "scores", "--scores"),
-        ("commit:layers=2", "embedding", "--lookahead 2"),
-        ("drop:below=much", "embedding", "0.75/k"),
-        ("bend", "embedding", "known: commit, drop, substitute"),
+        ("commit:layers=2", "token_id", "--lookahead 2"),
+        ("drop:below=much", "token_id", "0.75/k"),
+        ("bend", "token_id", "known: commit, drop, substitute"),
     ],
 )
 def test_what_a_rule_cannot_do_without_is_named(routing: str, gone: str, text: str) -> None:
