@@ -2,7 +2,8 @@
 
 The compiled loop knows no policy: it calls C functions of what one declares as `compiled` (`policies.core.dispatch`),
 and one that is written in Python through a callback. All take four whole numbers and return one. NamedTuples of arrays
-lie in memory as numba's structures, at an address (`Held`). docs/architecture.md has more (How policies are called).
+lie in memory as numba's structures, at an address (`Held`). What a policy in Python raises waits until the
+compiled code has ended (`Asked.check`); a C function raises nothing: it answers RAISED, and its caller raises.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """How the hot path is compiled, and kept on disk. Nothing else knows how numba does it.
 
 A `compiled` function must not create an array ("NRT required but not enabled"): loops instead of array expressions,
-scratch in what it is given. One that has to is `allocating`. docs/architecture.md (How policies and the loop are
-compiled) has the reasons, what is kept where, and what is done that numba does not document.
+scratch in what it is given. One that has to is `allocating`. What is compiled is kept beside the sources, else in the
+user's home or NUMBA_CACHE_DIR, else in a folder that ends with the process. docs/architecture.md (How policies and the
+loop are compiled) has the reasons, and what is done that numba does not document.
 """
 
 import atexit

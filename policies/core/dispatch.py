@@ -99,7 +99,7 @@ class Native:
 
     @property
     def learn(self) -> int:
-        """What learns for several caches; 0: it needs no such function, or learns from one alone."""
+        """What learns from an event once for several caches; `follow`: what each of them does then."""
         return self._declared("learn")
 
     @property

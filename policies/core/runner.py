@@ -13,7 +13,6 @@ from policies.core.limits import limiter
 from policies.core.policy import (
     DID_NOTHING,
     NO_INTS,
-    Compiled,
     Event,
     Float,
     Int,
@@ -31,6 +30,7 @@ class PolicyRunner:
     """Fresh instances of both halves of `spec`; oracles among them read the whole run now.
 
     pairs: both halves as each residency so far has them, the first those that learn.
+    learns_apart: what the policies learn is one for all residencies (`PolicySpec.learns_apart`).
     silent: neither half wants to hear of events, so that an engine may spare itself the telling.
     idle: no policy did anything of the latest event, so that it is free (rule 14).
     experts_per_layer: how many experts the link carries while one layer of a decoded token computes, which a prefetch
@@ -46,7 +46,7 @@ class PolicyRunner:
         guarded: bool = True,
     ) -> None:
         self.shape = shape
-        self._spec = spec
+        self._spec, self.learns_apart = spec, spec.learns_apart
         self.pairs: list[tuple[Policy, Prefetcher]] = []
         self._divide = spec.divide
         self.admission = spec.admits
@@ -56,7 +56,7 @@ class PolicyRunner:
         for half in (self.retention, self.prefetcher):
             half.foresee(requests)
         self._experts_per_layer = experts_per_layer
-        self._tell_window(self.prefetcher)
+        self._set_window(self.prefetcher)
         self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
         self._names = isinstance(self.admission, Own)
         self.silent = not self._observers and not self.prefetcher.proposes and not self._names
@@ -71,10 +71,11 @@ class PolicyRunner:
         same = ours == theirs or type(ours) is not type(theirs)
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
         keeper, fetcher = self.retention, self.prefetcher
-        if self.pairs and (declared := self.learns_apart) and declared.beside:
+        declared = type(keeper).compiled
+        if self.pairs and self.learns_apart and declared and declared.beside:
             keeper = type(keeper)(self.shape, keeper.options, declared.beside(keeper.state, self.shape))
             fetcher = type(fetcher).beside(keeper)
-            self._tell_window(fetcher)
+            self._set_window(fetcher)
         elif self.pairs and any(dispatch.hooks_of(keeper)):
             keeper = self._spec.evict.build(self.shape)  # its scores are of one cache
         self.pairs.append((keeper, fetcher))
@@ -89,16 +90,11 @@ class PolicyRunner:
         limited = self._limiter is not None and len(self._limiter.bounds.room) > 0
         return self._spec.learns_from_events_alone and not limited
 
-    @property
-    def learns_apart(self) -> Compiled | None:
-        """What is declared by policies that learn apart from what they do for one of several caches."""
-        declared = type(self.retention).compiled
-        return declared if declared and declared.learn and self._spec.shares else None
-
     def begin_request(self, ordinal: int, batch_slot: int = 0) -> None:
         self.retention.begin_request(ordinal, batch_slot)
         self.prefetcher.begin_request(ordinal, batch_slot)
-        if (declared := self.learns_apart) and declared.begin_request:
+        declared = type(self.retention).compiled
+        if self.learns_apart and declared and declared.begin_request:
             for keeper, _ in self.pairs[1:]:
                 declared.begin_request(keeper.state, batch_slot)
 
@@ -120,7 +116,7 @@ class PolicyRunner:
         proposal = self.prefetcher.propose(event)
         return proposal if self._limiter is None else self._limiter(event.layer, *proposal)
 
-    def _tell_window(self, prefetcher: Prefetcher) -> None:
+    def _set_window(self, prefetcher: Prefetcher) -> None:
         if self._experts_per_layer is not None:
             prefetcher.window(self._experts_per_layer)
 

@@ -178,9 +178,14 @@ class PolicySpec:
     def learns_from_events_alone(self) -> bool:
         """Whether what it learns is the same whatever its cache holds, so that caches of all sizes may share it."""
         cls = self.evict.cls
-        declared = cls.declared(self.evict.options)
-        alone = not (cls.observes and any(dispatch.hooks(declared)))
-        return issubclass(cls, ScorePolicy) and (alone or (self.shares and bool(declared and declared.learn)))
+        counts = any(dispatch.hooks(cls.declared(self.evict.options)))
+        return issubclass(cls, ScorePolicy) and (self.learns_apart or not (cls.observes and counts))
+
+    @property
+    def learns_apart(self) -> bool:
+        """Whether it learns from events apart from what it does for one cache (`Compiled.learn`)."""
+        declared = self.evict.cls.compiled
+        return self.shares and declared is not None and declared.learn is not None
 
     @property
     def shares(self) -> bool:

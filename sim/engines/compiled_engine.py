@@ -106,20 +106,20 @@ def prepare(versions: Iterable[bool] = (False,)) -> None:
 
 
 def compile_policies(policies: Mapping[PolicySpec, bool], versions: Iterable[bool]) -> None:
-    """Compile policies, by whether they learn for several runs, while another process compiles these versions.
+    """Compile policies, each with whether several runs share it, while another process compiles the engine.
 
-    Nothing where the engine is on disk: then each policy is compiled, or loaded, when it first runs.
+    Where these versions are on disk it does nothing: each policy is compiled, or loaded, when it first runs.
     """
     versions = set(versions)
     for version in versions:
         _compile_beside(version)
     if any(BESIDE[version] for version in versions):
         for policy, several in policies.items():
-            keeper, fetcher, shares = policy.evict, policy.prefetch, policy.shares
-            apart = several and shares and keeper.cls.compiled is not None and keeper.cls.compiled.learn is not None
-            hears = ("learn", "follow") if apart else ("observe",)
+            keeper, fetcher = policy.evict, policy.prefetch
+            hears = ("learn", "follow") if several and policy.learns_apart else ("observe",)
+            fetches = ("propose",) if policy.shares else ("propose", "observe")
             dispatch.compile_named(keeper.cls, keeper.options, (*hears, *dispatch.HOOKS))
-            dispatch.compile_named(fetcher.cls, fetcher.options, ("propose",) if shares else ("propose", "observe"))
+            dispatch.compile_named(fetcher.cls, fetcher.options, fetches)
 
 
 def _compile_beside(version: bool) -> None:
@@ -269,7 +269,7 @@ class Engine:
         caches = [runner.residency(each.gpu.slots, sizes) for each in runs]
         self.asked = None if run.policy.compiled or runner.silent else AskedRunner(runner, caches[0])
         first = _natives(runner.pairs[0], self.asked is not None)
-        self.apart = len(runs) > 1 and runner.learns_apart is not None
+        self.apart = len(runs) > 1 and runner.learns_apart
         self.cells = [Cell(0, run, caches[0], caches[0].proposals, first)]
         for place, (each, cache) in enumerate(zip(runs[1:], caches[1:], strict=True), 1):
             if self.apart:

@@ -126,11 +126,12 @@ def sweep(
 
     `advance` is told the number of requests run since its last call.
     """
-    groups = missing(tables, store)
-    compiled = [task for _, task in groups if task.compiled]
-    versions = (version for task in compiled for version in task.loaded.versions(task.arguments[:1]))
-    compiled_engine.compile_policies({task.arguments[0]: task.cells > 1 for task in compiled}, versions)
-    playing = (workers or Local(1)).results([task for _, task in groups], advance or (lambda requests: None))
+    groups, workers = missing(tables, store), workers or Local(1)
+    if isinstance(workers, Local):
+        compiled = [task for _, task in groups if task.compiled]
+        versions = (version for task in compiled for version in task.loaded.versions(task.arguments[:1]))
+        compiled_engine.compile_policies({task.arguments[0]: task.cells > 1 for task in compiled}, versions)
+    playing = workers.results([task for _, task in groups], advance or (lambda requests: None))
     with closing(playing):
         for place, found in playing:
             for key, (row, requests) in zip(groups[place][0], found, strict=True):

@@ -90,6 +90,14 @@ def test_the_engines_are_equal_on_runs_that_hypothesis_shrinks(
     assert not difference(run), run
 
 
+def together(sizes: list[Drawn]) -> list[list[RunLog]]:
+    """What the compiled engine leaves behind of runs that differ in their slots alone, run together."""
+    logs: list[list[RunLog]] = [[] for _ in sizes]
+    runs = [each.run for each in sizes]
+    sizes[0].on(lambda run, ended: compiled_engine.play_cells(runs, [parts.append for parts in logs]))
+    return logs
+
+
 @pytest.mark.parametrize("batch", range(10))
 def test_runs_of_several_sizes_together_are_as_each_alone(batch: int) -> None:
     for seed in range(batch, CASES // 4, 10):
@@ -98,10 +106,7 @@ def test_runs_of_several_sizes_together_are_as_each_alone(batch: int) -> None:
         if seed % 2:
             drawn = drawn._replace(policy=("eamc-blend", "eamc-blend:wrong=0.01:distance=1")[integer(0, 1)])
         sizes = [drawn._replace(slots=drawn.slots * times) for times in (2, 1, 3)]
-        together: list[list[RunLog]] = [[] for _ in sizes]
-        runs, ended = [each.run for each in sizes], [parts.append for parts in together]
-        drawn.on(lambda run, _: compiled_engine.play_cells(runs, ended))  # noqa: B023
-        for each, parts in zip(sizes, together, strict=True):
+        for each, parts in zip(sizes, together(sizes), strict=True):
             alone = each.on(compiled_engine.play)
             assert len(alone) == len(parts)
             for ours, theirs in zip(map(columns, parts), map(columns, alone), strict=True):
