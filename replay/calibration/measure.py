@@ -152,6 +152,8 @@ def steady_ns(rows: Sequence[tuple[int, int]], layers: int) -> int:
 
     The first tenth (compilation, empty collections) and the slowest are not counted.
     """
+    if not rows:
+        return 0
     steady = rows[min(len(rows) - 1, FIRST_STEPS + len(rows) // 10) :]
     took = sorted(ns for phase, ns in steady if phase == DECODE) or sorted(ns for _, ns in steady)
     counted = took[: len(took) - int(len(took) * SLOWEST)]

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from replay.calibration.in_loop import effective
-from replay.calibration.measure import middle, steady_ns
+from replay.calibration.measure import middle
 from replay.live.model import LiveModel
 from replay.run import Outcome, Prediction, host_ms
 from sim.engines.simpy_engine import simulate
-from sim.loop.log import PREDICTOR, RunLog
+from sim.loop.log import RunLog
 from sim.loop.requests import Requests
 from sim.loop.run import Run
 from sim.profiles.measured import MeasuredModel
@@ -115,8 +115,8 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
     Compute was timed in the run, beside transfers where there were any; these were timed alone, and feel contention.
     """
     run, trace, log = replace(live.run, routing=None), answered.trace, answered.log  # what was computed
-    steps = list(zip(log.phase.tolist(), log.stall_ns[:, PREDICTOR].tolist(), strict=True))
-    predictor_ns = steady_ns(steps, run.shape.layers) if steps else 0
+    row, by_request, cell = live.measured(trace, log)
+    predictor_ns = round(1_000 * (cell.predictor_us or 0.0))
     behind, slowed = live.time_transfers()
     each = (live.transfers, behind)
     machines = [live.parts.machine(run.gpu.link.expert_bytes, *transfer, predictor_ns) for transfer in each]
@@ -127,7 +127,6 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
         return replace(run.on(timing, link, window), requests=Requests(trace))
 
     machine = effective(replace(middle(machines), transfer_slowed=slowed), lambda model: simulate(on(model)))
-    row, by_request, cell = live.measured(trace, log)
     row["host_ms"] = host_ms(log, np.ones(len(log.step_ns), np.bool_))
     predicted = summarise(simulate(on(machine)), cell, trace.requests)[0]
     return Outcome(row, log, by_request, [Prediction("this machine as timed", predicted)])

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from policies.core.policy import NO_INTS
 from policies.core.spec import Part, PolicySpec
+from replay.calibration.measure import steady_ns
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
 from replay.devices.stage import facts
@@ -182,6 +183,7 @@ class LiveModel:
         log: of the requests of `trace`, in its order.
         """
         run, device, draft = self.run, self.device, self.draft
+        charged = list(zip(log.phase.tolist(), log.stall_ns[:, PREDICTOR].tolist(), strict=True))
         known, policy, most = facts(device.gpu, device.store), run.policy, int(np.bincount(log.by_request.step).max())
         cell = Cell(
             policy=policy.text,
@@ -191,7 +193,7 @@ class LiveModel:
             phase=trace.phases,
             model=self.loaded.name,
             hardware=str(known["device_name"]),
-            predictor_us=int(log.stall_ns[:, PREDICTOR].sum()) / max(1, len(log.step_ns) * run.shape.layers) / 1_000,
+            predictor_us=steady_ns(charged, run.shape.layers) / 1_000,
             cache_experts=run.gpu.slots,
             cache_bytes=run.gpu.slots * run.gpu.link.expert_bytes,
             all_experts=run.shape.total,

@@ -26,7 +26,7 @@ from replay.calibration.in_loop import (
     tokens_in_loop,
     with_host,
 )
-from replay.calibration.measure import PASSES, combined, measure_model, one_pass, policy_ns, under_policy
+from replay.calibration.measure import PASSES, combined, measure_model, one_pass, policy_ns, steady_ns, under_policy
 from replay.calibration.meter import Meter, rising
 from replay.calibration.parts import _pumped, decoded_contexts, ladder, slowed, top_k, transfers
 from replay.devices.cuda import CudaDevice, Launches
@@ -46,6 +46,7 @@ from tests.support.driven import play
 from tests.support.fake_gpu import FakeGpu
 from tests.support.profiles import HALF, plain
 from tests.support.short_calibrations import shorten
+from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
@@ -492,6 +493,13 @@ def test_a_policy_that_looks_at_events_takes_time(policy: str) -> None:
     device = Clocked(TIMING, LINK)
     assert 0 < policy_ns(plan, device) < 50_000_000
     assert policy_ns(plan.under(parse("lru")), device) == 0
+
+
+def test_what_a_policy_is_compiled_in_is_not_what_an_event_costs() -> None:
+    rows = [(PREFILL, 10**10), *[(DECODE, 16_000)] * 20]
+    assert steady_ns(rows, layers=16) == 1_000
+    assert steady_ns(rows[:1], layers=16) == 10**10 // 16  # a prompt alone has no other step
+    assert steady_ns([], layers=16) == 0
 
 
 SLEEPER = """
