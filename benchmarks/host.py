@@ -2,8 +2,9 @@
 
 The driver runs synthetic decode of DeepSeek-V2-Lite's shape on a logical clock, which answers at once: what is left is
 bookkeeping, policy overhead, and the little that the clock does. The ratio is to the compiled engine, which does the
-same in one loop. On a GPU, `host_us_per_layer` says it of a real run. Then by part: the compiled machine (policies
-included), each kind of call into the device, and the rest, which is Python between them. Timing the parts takes time.
+same in one loop. Then by part: the compiled machine (policies included), each kind of call into the device, and the
+rest, which is Python between them. Timing the parts takes time. On a GPU a run's `host_us_per_layer` is the machine and
+Python, `copy_us_per_layer` and the like are the calls.
 """
 
 import time

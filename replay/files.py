@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from replay.run import Outcome
+from replay.run import CALLS, Outcome
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.results.files import write_rows, write_table
 from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT
@@ -33,6 +33,7 @@ SCHEMA = pa.schema(
         ("resumed_steps", COUNT),  # measured before a run was cut off, and kept
         ("host_ms", MS),  # nothing was submitted and nothing awaited: bookkeeping on the host
         ("host_us_per_layer", pa.float64()),  # bookkeeping, calls of device and policy apart, whatever runs beside it
+        *[(f"{call}_us_per_layer", pa.float64()) for call in CALLS],  # in calls of the device, by call
         ("others_processors", pa.float64()),  # that other programs took during the run
         ("other_program", TEXT),  # which took most
         ("computed_in", TEXT),  # packed experts: the type of the matrices that are multiplied in their place

@@ -30,6 +30,9 @@ from sim.timeline.file import Timeline
 from sim.timeline.observer import TimelineObserver
 from sim.timeline.observer import play as play_simulated
 
+CALLS = ("copy", "dense", "experts", "combine", "head")
+"""Calls of a device that submit work."""
+
 PREDICTED = ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms", "hit_rate")
 """Figures of the simulator that stand in a replay's row."""
 
@@ -101,7 +104,7 @@ def replay(
     if calibrations:
         row["others_processors"], row["other_program"] = beside
         row["copy_gb_per_s_alone"] = link.expert_bytes / max(1, link.used_ns(link.expert_bytes))
-        row["host_us_per_layer"] = bookkeeping_us(driver, log, len(done))
+        row |= host_us(driver, log, len(done))
         row["resumed_steps"] = len(done)
     if timeline:
         play_simulated(run, lambda log: None, timeline, names, replace(window, stops=True), slots)
@@ -115,13 +118,17 @@ def replay(
     return Outcome(row, log, by_request, predictions, link.layer_bytes or ())
 
 
-def bookkeeping_us(driver: Driver, log: RunLog, resumed: int = 0) -> float | None:
-    """Return the host's us for a layer of the run that has just ended, without the policy; None on a logical clock."""
-    steps = len(log.step_ns) - resumed
-    if not (driver.session.device.inside_ns and steps):
-        return None
+def host_us(driver: Driver, log: RunLog, resumed: int = 0) -> Row:
+    """Return the host's us for a layer of the run that has just ended; nothing on a logical clock.
+
+    host_us_per_layer: bookkeeping, without the policy. By call of the device that submits work: what it takes.
+    """
+    layers = (len(log.step_ns) - resumed) * driver.layers
+    if not (driver.inside_ns and layers):
+        return {}
     policy_ns = int(log.stall_ns[resumed:, PREDICTOR].sum())
-    return (driver.outside_ns - policy_ns) / 1_000 / (steps * driver.layers)
+    took_ns = {"host": driver.outside_ns - policy_ns, **{call: driver.inside_ns[call] for call in CALLS}}
+    return {f"{part}_us_per_layer": ns / 1_000 / layers for part, ns in took_ns.items()}
 
 
 def copy_gb_per_s(log: RunLog) -> float | None:

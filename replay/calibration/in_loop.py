@@ -72,7 +72,7 @@ def tokens_in_loop(meter: Meter, run: Run, alone: MeasuredModel, top_k: int, con
         driver = Driver(replace(run.under(PolicySpec.of("lru")), requests=[request], cold=False), meter.device)
         log = driver.run(lambda row: None)
         step_ns = meter.mean(log.step_ns[FIRST_STEPS:].tolist())
-        counts = meter.device.inside_ns > 0  # else it has a clock of its own
+        counts = bool(meter.device.inside_ns)  # else it has a clock of its own
         return Token(step_ns, BOOKKEEPING * driver.outside_ns // len(log.step_ns) if counts else MOST)
 
     hit = token(run, parts_ns(alone, layers, busy_layers * together, context), together, busy_layers, turns=False)

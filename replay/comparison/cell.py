@@ -23,7 +23,7 @@ from replay.calibration.pace import OnStep, pausing
 from replay.choice import Choice, Described
 from replay.comparison import errors
 from replay.devices.waiting import Pace
-from replay.run import bookkeeping_us, copy_gb_per_s, host_ms
+from replay.run import copy_gb_per_s, host_ms, host_us
 from replay.warmup import undisturbed
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import SimpyDevice
@@ -321,8 +321,8 @@ def run_on(
     with counting(run):
         log = driver.run(ended)
     row = _figures(choice, run, log)
-    if (host_us := bookkeeping_us(driver, log)) is not None:
-        row |= {"host_ms": host_ms(log, counted_steps(choice, log)), "host_us_per_layer": host_us}
+    if bookkeeping := host_us(driver, log):
+        row |= {"host_ms": host_ms(log, counted_steps(choice, log)), **bookkeeping}
     parts = np.split(log.evictions, list(evicted.values()))
     return Side(log, row, dict(zip(evicted, parts, strict=False)))
 

@@ -38,7 +38,7 @@ def timed(method: Callable[Concatenate[D, P], T]) -> Callable[Concatenate[D, P],
         try:
             return method(self, *args, **kwargs)
         finally:
-            self.inside_ns += perf_counter_ns() - began
+            self.inside_ns[method.__name__] += perf_counter_ns() - began
 
     return call
 

@@ -6,9 +6,11 @@ that piece has ended. The loop submits work without waiting and asks for the nex
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from traces.errors import InputError
@@ -78,8 +80,12 @@ class Device(ABC):
     """Whether `predict` may take the predictor's time."""
     hop_takes_time: bool = True
     """Whether the activations' way to the host does."""
-    inside_ns: int = 0
-    """Time that the host has spent in calls of this device, waiting included; 0 on a clock of its own."""
+
+    @cached_property
+    def inside_ns(self) -> Counter[str]:
+        """Time that the host has spent in calls of this device, by call, waiting included; none on a clock of its own.
+        """
+        return Counter()
 
     def prepare(self, contexts: Iterable[int]) -> None:  # noqa: B027  most have nothing to prepare
         """Prepare for decoding tokens at these context lengths."""

@@ -4,6 +4,7 @@ The causality gate: the routing of a layer is touched only after the completion 
 the next layer's dense part are submitted behind the experts, without waiting for them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns
 
@@ -38,15 +39,18 @@ class Driver:
         self._before = self.session.totals()  # when the step before had ended
         self.outside_ns = 0
         """Time that the latest run spent outside of the device: bookkeeping, and policy overhead."""
+        self.inside_ns: Counter[str] = Counter()
+        """Time that it spent in calls of the device, by call."""
 
     def run(self, on_step: Callable[[StepRow], None], done: Sequence[StepRow] = ()) -> RunLog:
         """Run everything and return the log; the run ends with the last head. `done`: see `resume`."""
         rows, device = list(done), self.session.device
-        began_ns, inside_ns = perf_counter_ns(), device.inside_ns
+        began_ns, inside_ns = perf_counter_ns(), device.inside_ns.copy()
         for row in self.steps(_requests(done)):
             rows.append(row)
             on_step(row)
-        self.outside_ns = perf_counter_ns() - began_ns - (device.inside_ns - inside_ns)
+        self.inside_ns = device.inside_ns - inside_ns
+        self.outside_ns = perf_counter_ns() - began_ns - self.inside_ns.total()
         return self.log(rows)
 
     def log(self, rows: Sequence[StepRow]) -> RunLog:

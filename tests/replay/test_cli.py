@@ -18,6 +18,7 @@ from replay import files
 from replay.calibration import measure
 from replay.choice import first_steps
 from replay.device_choice import DeviceChoice
+from replay.run import CALLS
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop.log import COLUMNS, Share, StepRow
@@ -76,6 +77,7 @@ def test_the_cpu_moves_bytes_and_sets_predicted_beside_measured(command, tmp_pat
     assert row["lookups"] == row["hits"] + row["late"] + row["misses"]
     assert row["bytes_demand"] == row["misses"] * row["expert_bytes"]
     assert row["copy_gb_per_s"] > 0
+    assert min(row[f"{part}_us_per_layer"] for part in ("host", *CALLS)) > 0
     assert row["host_experts"] == row["cache_experts"] / row["cache_fraction"]
     assert row["torch"] == torch.__version__
 
