@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from shutil import disk_usage
-from statistics import fmean, median, median_low
+from statistics import fmean, median_low
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -220,18 +220,19 @@ class Turns:
                 middle = turns[mode][turns_ms.index(median_low(turns_ms))]
                 limited = {} if self._on_gpu else {"checkpoint_bytes": size, "memory_bytes": self._limit}
                 facts = {**middle.facts, **limited, "threads": torch.get_num_threads()}
+                if check.lookahead:
+                    facts["predicted_turns_ms"] = [turn.facts["predicted"]["tpot_mean_ms"] for turn in turns[mode]]
                 check.put(profile.name, mode, check.tokens - 1, middle.tpot_ms, turns_ms=turns_ms, **facts)
         return self._limit
 
     def gains(self) -> dict[str, float]:
-        """Return what the next layers' routers know, and what they are worth: measured and predicted."""
+        """Return what the next layers' routers know, and what they are worth, of all turns: measured and predicted."""
         without, with_ = self._turns[LIVE], self._turns[NEXT]
-        pairs = list(zip(without, with_, strict=True))
-        predicted = [[each.facts["predicted"]["tpot_mean_ms"] for each in pair] for pair in pairs]
+        predicted = [[turn.facts["predicted"]["tpot_mean_ms"] for turn in turns] for turns in (without, with_)]
         return {
             **{f"share known {distance} layers ahead": share for distance, share in with_[0].facts["known"].items()},
-            "measured without over with them": median(a.tpot_ms / b.tpot_ms for a, b in pairs),
-            "predicted without over with them": median(a / b for a, b in predicted),
+            "measured without over with them": fmean(a.tpot_ms for a in without) / fmean(b.tpot_ms for b in with_),
+            "predicted without over with them": fmean(predicted[0]) / fmean(predicted[1]),
         }
 
     def _write(self) -> None:
