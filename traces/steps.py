@@ -162,12 +162,13 @@ def decode_steps(request: int, experts: NDArray[np.integer], E: int, sentinel: i
 
 def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
     """Return [tokens, L, k] laid out flat, an event for each (token, layer)."""
-    tokens, L, _ = chosen.shape
-    ascending = np.sort(chosen, axis=-1).astype(np.int64)
-    here = ascending != sentinel
-    ids = ascending + (np.arange(L, dtype=np.int64) * E)[None, :, None]
-    offsets = np.zeros(tokens * L + 1, np.int64)
-    np.cumsum(here.sum(axis=-1).ravel(), out=offsets[1:])
+    tokens, L, k = chosen.shape
+    ids = np.sort(chosen.astype(np.int64), axis=-1)  # numpy sorts short rows of wide numbers fastest
+    here = ids != sentinel
+    ids += (np.arange(L) * E)[None, :, None]
+    offsets = np.arange(tokens * L + 1) * k
+    if not here.all():
+        np.cumsum(here.sum(axis=-1).ravel(), out=offsets[1:])
     flat = ids[here]
     return offsets, flat, np.ones(len(flat), np.int64)
 

@@ -7,7 +7,7 @@ the host link as latency plus bytes over bandwidth.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import count, repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -60,25 +60,20 @@ class DurationTables:
         self._timing = timing
         self._layers = layers
         self._places: dict[tuple[int, int, int], int] = {}  # of (tokens, context, requests) in the tables
-        self._steps: list[list[int]] = []  # of each: every layer's dense part, every layer's combine, head
-        self._table: Int = np.empty((0, 2 * layers + 1), np.int64)
+        self._table: Int = np.empty((0, 2 * layers + 1), np.int64)  # every layer's dense part, combine; head
         self._expert = np.zeros((layers, 1), np.int64)
         self._host = np.zeros((layers if host else 0, 1 if host else 0), np.int64)
 
     def of(self, tokens: Int, context: Int, most: int, requests: int = 1) -> Durations:
         """Return those of S steps of so many requests each; tokens, context: [S]; most: tokens of an expert at most."""
         steps = list(zip(tokens.tolist(), context.tolist(), repeat(requests)))
-        for step in steps:
-            if step not in self._places:
-                self._places[step] = len(self._steps)
-                self._steps.append(self._of_step(*step))
-        if len(self._table) < len(self._steps):
-            new = np.array(self._steps[len(self._table) :], np.int64)
-            self._table = np.concatenate([self._table, new])
+        if new := [step for step in dict.fromkeys(steps) if step not in self._places]:
+            self._places.update(zip(new, count(len(self._places))))
+            self._table = np.concatenate([self._table, np.array([self._of_step(*step) for step in new], np.int64)])
         self._expert = self._extended(self._expert, self._timing.expert_ns, most)
         if self._host.size:
             self._host = self._extended(self._host, self._timing.host_ns, most)
-        rows = self._table[[self._places[step] for step in steps]]
+        rows = self._table[[*map(self._places.get, steps)]]
         L = self._layers
         dense, combine, head = (np.ascontiguousarray(part) for part in (rows[:, :L], rows[:, L:-1], rows[:, -1]))
         return Durations(dense, self._expert, self._host, combine, head)
