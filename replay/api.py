@@ -65,4 +65,4 @@ def replay(
     loaded = loaded.charging(loaded.measured_us([spec]))
     outcome = run_on_device(Choice(loaded, spec, slots, target))
     run = result_of(outcome.row, outcome.log, outcome.requests.to_pandas(), loaded)
-    return ReplayResult(run.row, run.steps, run.requests, {one.machine: one.row for one in outcome.predictions})
+    return ReplayResult(run.row, run.steps, run.requests, outcome.predictions)

@@ -5,8 +5,7 @@ from what its first events took; for a profile, and on its logical clock, it tak
 (`sim.profiles.policy_overhead`).
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,13 +17,10 @@ from policies.core.residency_compiled import places_of
 from policies.core.spec import PolicySpec
 from replay.device_choice import DeviceChoice
 from replay.keys import key_of
-from sim.engines.simpy_engine import SimpyDevice
 from sim.loaded import TimedRun
-from sim.loop.device import Device
 from sim.loop.requests import Requests
 from sim.loop.run import Run
 from sim.profiles.timing import Link, Timing, experts_per_layer
-from sim.results.metrics import Row
 from sim.sweeps import grid
 from traces.errors import refuse
 from traces.shards import Shards
@@ -113,14 +109,6 @@ class Choice:
         return open_stage(
             self.target, self.loaded.profile, self.most_tokens, self.most_context, seed, memory=memory, gpu=gpu
         )
-
-    @contextmanager
-    def opened(self) -> Iterator[tuple[Device, Row]]:
-        if self.device == "virtual":
-            yield SimpyDevice.of(self.run), {"device_name": None}
-            return
-        with self.stage() as stage, stage.device(self.device_slots, self.contexts, self.target.verify) as device:
-            yield device, stage.facts
 
     @property
     def device_slots(self) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from replay.run import CALLS, Outcome
+from replay.comparison.cell import CALLS
+from replay.run import Outcome
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.results.files import write_rows, write_table
 from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT

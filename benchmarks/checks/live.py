@@ -296,7 +296,7 @@ class Turns:
                 **{name: row[name] for name in ("hit_rate", "past_cache", "copy_gb_per_s")},
                 "lanes": live.lanes,
                 **({"known": known} if known else {}),
-                "predicted": {"tpot_mean_ms": result.predictions[0].row["tpot_mean_ms"]},
+                "predicted": {"tpot_mean_ms": next(iter(result.predictions.values()))["tpot_mean_ms"]},
             },
         )
 

@@ -236,7 +236,7 @@ class Check:
     def _other(self, choice: Choice, name: str, stage: Stage) -> Row:
         ran = run_baseline(choice, name, stage, self._in_time)
         more = {"warms_up": True, "memory_bytes": choice.slots * stage.store.stride} if name == PAGE_CACHE else {}
-        return {"tokens": int((ran.log.phase == DECODE).sum()), **more, "measured": ran.row}
+        return {"tokens": int((ran.log.phase == DECODE).sum()), **more, "measured": ran.figures}
 
     # One model
 

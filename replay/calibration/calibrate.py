@@ -165,7 +165,9 @@ def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: 
     for choice in chosen:
         assert choice.loaded.profile
         say(f"{choice.loaded.profile.name}: memory")
-        with choice.opened() as (device, facts), undisturbed(choice.run):
+        opened = choice.stage()
+        with opened as stage, stage.device(choice.device_slots, choice.contexts) as device, undisturbed(choice.run):
+            facts = stage.facts
             if packed := facts.pop("computed_in"):
                 result.computed_in[choice.loaded.profile.name] = packed
             result.facts = result.facts or facts

@@ -60,7 +60,6 @@ def run(
     timeline: Annotated[
         Path | None, typer.Option(help="File for a timeline, measured and predicted (.json, .json.gz).")
     ] = None,
-    no_slots: options.NoSlots = False,
     output: options.ResumableOptions,
 ) -> None:
     """Run a trace through a policy on a device, one request after another.
@@ -73,8 +72,6 @@ def run(
 
     [b]moe-replay --from results/demo --device cpu[/b]
     """
-    if no_slots and not timeline:
-        raise InputError("name the file of the timeline whose tracks are chosen: --timeline out.json")
     replayed |= typed(hardware=hardware)
     target = chosen(on, replayed)
     if target.device != "virtual" and not (from_ or cell.trace or "model_profile" in replayed):
@@ -101,7 +98,7 @@ def run(
         (output.resume and timeline, "--resume: a timeline needs the whole run: leave it out"),
         (output.resume and not is_real, "--resume: a run on a logical clock takes seconds: leave it out"),
     )
-    outcome = _replay(choice, folder, timeline, not no_slots, output)
+    outcome = _replay(choice, folder, timeline, output)
     output.show(lambda: shown.as_json(outcome), lambda: _shown(outcome, folder))
 
 
@@ -171,9 +168,7 @@ def _notes(request: Request, choice: Choice, device_typed: str) -> Iterator[str]
         )
 
 
-def _replay(
-    choice: Choice, folder: Path, timeline: Path | None, slots: bool, output: options.ResumableOptions
-) -> Outcome:
+def _replay(choice: Choice, folder: Path, timeline: Path | None, output: options.ResumableOptions) -> Outcome:
     """Run and write, each step as it ends; a folder in which nothing was written does not stay."""
     requests, key = Requests(choice.loaded.trace), choice.key
     steps = sum(len(request.tokens) for request in requests)
@@ -202,7 +197,7 @@ def _replay(
                     ended += 1
                     advance(1)
 
-                outcome = replay(choice, on_step, drawing, slots, done)
+                outcome = replay(choice, on_step, drawing, done)
         except KeyboardInterrupt:
             goes_on = ", and --resume continues after the last whole request" if choice.device != "virtual" else ""
             kept = f": they are in {folder / files.STEPS}{goes_on}" if ended else ""

@@ -33,19 +33,19 @@ ROWS = {
 
 def verdict(outcome: Outcome) -> str:
     """Return what was measured, how good the prediction is, and what LRU would take: sentences of a line."""
-    row, (expected, *_) = outcome.row, outcome.predictions
+    row, (expected, *_) = outcome.row, outcome.predictions.values()
     decodes = row["tpot_mean_ms"] is not None
     column, unit = ("tpot_mean_ms", "a token") if decodes else ("ttft_mean_ms", "to the first token")
-    measured, predicted = row[column], expected.row[column]
+    measured, predicted = row[column], expected[column]
     if row["device"] == "virtual":
         said = "as" if measured == predicted else f"where it is {_ms(predicted)} ms"
         text = f"Simulated {_ms(measured)} ms {unit} for {row['hardware']}, {said} in moe-sim: nothing was measured."
     else:
-        low, high = expected.interval_ms or (predicted, predicted)
-        interval = f" ({_ms(low)} to {_ms(high)})" if expected.interval_ms else ""
+        low, high = outcome.interval_ms or (predicted, predicted)
+        interval = f" ({_ms(low)} to {_ms(high)})" if outcome.interval_ms else ""
         text = f"Measured {_ms(measured)} ms {unit}; predicted {_ms(predicted)} ms{interval}: "
         text += _off(predicted / measured - 1 if measured else 0.0)
-        if expected.interval_ms:
+        if outcome.interval_ms:
             beyond = max(low - measured, measured - high)
             just = "just " if beyond <= JUST * measured else ""
             text += ", within the range" if beyond <= 0 else f", {just}outside of the range"
@@ -69,13 +69,13 @@ def _ms(value: float) -> str:
 def table(outcome: Outcome) -> Table:
     """Return a line for each figure, measured beside predicted; on a logical clock both are one."""
     shown = Table("", box=box.SIMPLE_HEAD)
-    rows = [outcome.row]
+    rows, (machine, predicted), *_ = [outcome.row], *outcome.predictions.items()
     if outcome.row["device"] == "virtual":
         shown.add_column("simulated", justify="right")
     else:
-        rows.append(outcome.predictions[0].row)
+        rows.append(predicted)
         shown.add_column("measured", justify="right")
-        shown.add_column(f"predicted for\n{outcome.predictions[0].machine}", justify="right")
+        shown.add_column(f"predicted for\n{machine}", justify="right")
     for heading, (column, form) in ROWS.items():
         values = [row.get(column) for row in rows]
         if any(value is not None for value in values):
@@ -120,9 +120,9 @@ def notes(outcome: Outcome) -> list[str]:
     """Return what a reader of the figures must know."""
     row = outcome.row
     lines = [
-        f"on another machine, {other.machine}, the simulator says {_ms(ms)} ms a token"
-        for other in outcome.predictions[1:]
-        if (ms := other.row["tpot_mean_ms"]) is not None
+        f"on another machine, {machine}, the simulator says {_ms(ms)} ms a token"
+        for machine, other in list(outcome.predictions.items())[1:]
+        if (ms := other["tpot_mean_ms"]) is not None
     ]
     if (others := row.get("others_processors") or 0.0) > QUIET:
         lines.append(
@@ -165,4 +165,4 @@ def _show(value: float | None, form: str) -> str:
 
 
 def as_json(outcome: Outcome) -> Row:
-    return {**outcome.row, "predictions": {one.machine: one.row for one in outcome.predictions}}
+    return {**outcome.row, "predictions": outcome.predictions}

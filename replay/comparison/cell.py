@@ -14,26 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from policies.core.policy import NOTHING, Event, Float, Int
 from policies.core.residency import PolicyResidency
 from policies.core.script import Recorder, Script, ScriptedResidency
+from replay.calibration.in_loop import effective
 from replay.calibration.pace import OnStep, pausing
 from replay.choice import Choice, Described
 from replay.comparison import errors
 from replay.devices.waiting import Pace
-from replay.run import copy_gb_per_s, host_ms, host_us
 from replay.warmup import undisturbed
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.device import Device
 from sim.loop.driver import Driver
-from sim.loop.log import RunLog, StepRow, counting, joined
+from sim.loop.log import PREDICTOR, RunLog, StepRow, counting, joined
 from sim.loop.observer import LoopObserver
 from sim.loop.requests import Requests
 from sim.loop.run import Run
 from sim.loop.session import Decider
+from sim.probe import busy
 from sim.profiles.derived import Derived
 from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import Link, Timing
@@ -48,26 +50,35 @@ if TYPE_CHECKING:
 CLOSED_LOOP, LOCKSTEP = "closed-loop", "lockstep"
 MODES = (CLOSED_LOOP, LOCKSTEP)
 
+CALLS = ("copy", "dense", "experts", "combine", "head")
+"""Calls of a device that submit work."""
+
 FIGURES = (
     *("lookups", "hits", "late", "misses", "hit_rate"),
     *("bytes_demand", "bytes_prefetch", "bytes_wasted", "prefetch_precision"),
     *("ttft_mean_ms", "tpot_mean_ms", "tpot_p50_ms", "tpot_p95_ms", "tpot_p99_ms", "tpot_max_ms", "tokens_per_s"),
     *(f"stall_{cause}_ms" for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")),
-    *("gpu_idle_ms", "link_busy_ms", "compute_busy_ms", "overlap"),
+    *("gpu_idle_ms", "link_busy_ms", "compute_busy_ms", "overlap", "copy_gb_per_s", "host_ms"),
+    *(f"{part}_us_per_layer" for part in ("host", *CALLS)),
 )
-"""Of `sim.results.metrics`, for both sides."""
+"""Columns of a replay's row, for both sides; from `host_ms` on of real devices alone."""
 
 WITHOUT_HOST = ("tpot_mean_ms", "tpot_p50_ms", "tpot_p95_ms", "tpot_p99_ms")
 
 
 @dataclass(frozen=True)
 class Side:
-    """One run: its log, its figures, and the experts that each request evicted, by the request's place in the trace."""
+    """One run: its log, its rows, and the experts that each request evicted, by the request's place in the trace."""
 
     log: RunLog
-    row: Row
+    row: Row  # of `sim.results.metrics`, with the link's rate; of a real device also what the host took
+    requests: pa.Table
     evictions: Mapping[int, Int]
     paces: tuple[Pace, ...] = ()  # of the device in the run's pauses
+
+    @property
+    def figures(self) -> Row:
+        return {name: self.row[name] for name in FIGURES if name in self.row}
 
 
 @dataclass(frozen=True)
@@ -81,11 +92,11 @@ class CellOutcome:
     decider: Decider | None = None  # of a run in lockstep: the decisions
     interval_ms: tuple[float, float] | None = None  # TPOT mean as predicted, as far as its errors go
     calibrations_ms: tuple[float, float] | None = None  # TPOT mean as predicted by the calibration before, and after
-    calibration_paces: tuple[tuple[Pace, ...], ...] = ()  # of the device in each pass of these two
+    around: "Around | None" = None  # what was measured before, after and during it
 
     @cached_property
     def predicted(self) -> Side:
-        return self._simulated(*self.machine)
+        return self.simulated(*self.machine)
 
     @cached_property
     def predicted_without_host(self) -> Row | None:
@@ -93,10 +104,10 @@ class CellOutcome:
         timing, link = self.machine
         if not isinstance(timing, MeasuredTiming):
             return None
-        row = self._simulated(timing.without_host(), link).row
+        row = self.simulated(timing.without_host(), link).row
         return {name: row[name] for name in WITHOUT_HOST}
 
-    def _simulated(self, timing: Timing, link: Link) -> Side:
+    def simulated(self, timing: Timing, link: Link) -> Side:
         """Return the cell on another machine; a run in lockstep by the same decisions."""
         choice = self.choice
         if self.decider:
@@ -105,7 +116,7 @@ class CellOutcome:
         run, parts = choice.on(timing, link), list[RunLog]()
         compiled_engine.play(run, parts.append)
         log = joined(parts)
-        return Side(log, _figures(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
+        return Side(log, *_rows(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
 
     @property
     def decoded(self) -> NDArray[np.bool_]:
@@ -139,14 +150,10 @@ class CellOutcome:
     def predicted_again(self, around: "Around", described: Callable[[MeasuredModel], Described]) -> "CellOutcome":
         """Return the cell as what was measured around it predicts it. described: a machine under the cell's policy."""
         models = (around.before, around.after, around.fastest, around.slowest)
-        before, after, *ends = (self._simulated(*described(model)).row["tpot_mean_ms"] for model in models)
-        return replace(
-            self,
-            machine=described(around.during),
-            interval_ms=(min(ends), max(ends)),
-            calibrations_ms=(before, after),
-            calibration_paces=around.paces,
-        )
+        before, after, *ends = (self.simulated(*described(model)).row["tpot_mean_ms"] for model in models)
+        again = replace(self, machine=described(around.during), around=around)
+        decodes = before is not None
+        return replace(again, interval_ms=(min(ends), max(ends)), calibrations_ms=(before, after)) if decodes else again
 
     @property
     def disagreement(self) -> float | None:
@@ -157,10 +164,11 @@ class CellOutcome:
         return 2 * (high - low) / (high + low)
 
     def figures(self) -> Row:
+        paces = self.around.paces if self.around else ()
         return {
             "tokens": int(self.decoded.sum()),
-            "measured": self.measured.row,
-            "predicted": self.predicted.row,
+            "measured": self.measured.figures,
+            "predicted": self.predicted.figures,
             "predicted_without_host": self.predicted_without_host,
             "errors": self.errors,
             "divergence": self.divergence,
@@ -170,7 +178,7 @@ class CellOutcome:
             "predicted_by_calibrations_ms": self.calibrations_ms,
             "calibrations_disagree": self.disagreement,
             "paces_ns": _in_ns(self.measured.paces) or None,
-            "calibration_paces_ns": list(map(_in_ns, self.calibration_paces)) if any(self.calibration_paces) else None,
+            "calibration_paces_ns": list(map(_in_ns, paces)) if any(paces) else None,
         }
 
     def per_token(self) -> pd.DataFrame:
@@ -245,15 +253,14 @@ def run_cell(
     stage: "Stage | None" = None,
     on_step: OnStep | None = None,
     repeat: int = 1,
+    observer: LoopObserver | None = None,
+    done: Sequence[StepRow] = (),
 ) -> CellOutcome:
     """Run a cell on the stage's device, `repeat` times, and in the simulator on a machine of this timing and link.
 
-    stage: open for the choice; None for the virtual device. `timing` charges what policy overhead takes.
-    InputError where the device cannot, or where the trace decodes nothing that counts.
+    stage: open for the choice; None for the virtual device. `timing` charges what policy overhead takes. done: rows of
+    the first requests, from a run cut off. InputError where the device cannot.
     """
-    counted = list(Requests(choice.loaded.trace))[choice.loaded.experiment.warmup_requests :]
-    if not any((request.phase == DECODE).any() for request in counted):
-        raise InputError(f"{choice.loaded.experiment.trace} decodes no token that counts: --as-decode runs prefills so")
     script: Decider | None = None
     run = choice.on(WithoutPolicy(timing) if mode == LOCKSTEP else timing, link)
     if mode == LOCKSTEP:
@@ -263,15 +270,37 @@ def run_cell(
 
     def run_once() -> Side:  # so that nothing refers to a device when the next one is made
         with _device(choice, stage, run) as device, undisturbed(run if stage else None, script):
-            paces: list[Pace] = []
-            side = run_on(choice, run, device, script, pausing(device, paces, on_step or (lambda row: None)))
+            paces, others = list[Pace](), busy.Others() if stage else None
+            paused = pausing(device, paces, on_step or (lambda row: None))
+            side = run_on(choice, run, device, script, paused, observer, done)
+            if others:
+                side.row["others_processors"], side.row["other_program"] = others.seen()
             return replace(side, paces=tuple(paces))
 
     def mean_ms(side: Side) -> float:
-        return float(latencies(side.log)[decoded_steps(choice, side.log)].mean()) / 1e6
+        decoded = latencies(side.log)[decoded_steps(choice, side.log)]
+        return float(decoded.mean()) / 1e6 if len(decoded) else 0.0
 
     runs = sorted([run_once() for _ in range(repeat)], key=mean_ms)
     return CellOutcome(choice, runs[(repeat - 1) // 2], tuple(map(mean_ms, runs)), (timing, link), script)
+
+
+def require_decoded(choice: Choice) -> None:
+    """Raise InputError where the trace decodes nothing that counts."""
+    counted = list(Requests(choice.loaded.trace))[choice.loaded.experiment.warmup_requests :]
+    if not any((request.phase == DECODE).any() for request in counted):
+        raise InputError(f"{choice.loaded.experiment.trace} decodes no token that counts: --as-decode runs prefills so")
+
+
+def under_contention(choice: Choice, model: MeasuredModel, predictor_ns: int) -> Described:
+    """Return the machine of that model as this run's decoded tokens experience it, contention included."""
+    chunk_bytes = choice.loaded.experiment.chunk_bytes
+
+    def simulate(on: MeasuredModel) -> RunLog:
+        return compiled_engine.simulate(choice.on(on.timing(predictor_ns), on.link(chunk_bytes)))
+
+    slowed = effective(model, simulate)
+    return slowed.timing(predictor_ns), slowed.link(chunk_bytes)
 
 
 def latencies(log: RunLog) -> Int:
@@ -308,9 +337,12 @@ def run_on(
     decider: Decider | None = None,
     on_step: OnStep | None = None,
     observer: LoopObserver | None = None,
+    done: Sequence[StepRow] = (),
 ) -> Side:
-    """Run the choice once on a device; `decider` decides, if not the run's policy."""
-    driver = Driver(run, device, decider, observer)
+    """Run the choice once on a device, behind what is done; `decider` decides, if not the run's policy."""
+    driver = Driver(run, SimpyDevice.of(run) if done else device, decider, observer)
+    if done:
+        driver.resume(done, device)
     evicted: dict[int, int] = {}  # up to the end of each request
 
     def ended(row: StepRow) -> None:
@@ -319,12 +351,12 @@ def run_on(
             on_step(row)
 
     with counting(run):
-        log = driver.run(ended)
-    row = _figures(choice, run, log)
-    if bookkeeping := host_us(driver, log):
+        log = driver.run(ended, done)
+    row, requests = _rows(choice, run, log)
+    if bookkeeping := host_us(driver, log, len(done)):
         row |= {"host_ms": host_ms(log, counted_steps(choice, log)), **bookkeeping}
     parts = np.split(log.evictions, list(evicted.values()))
-    return Side(log, row, dict(zip(evicted, parts, strict=False)))
+    return Side(log, row, requests, dict(zip(evicted, parts, strict=False)))
 
 
 def _device(choice: Choice, stage: "Stage | None", run: Run) -> AbstractContextManager[Device]:
@@ -333,8 +365,32 @@ def _device(choice: Choice, stage: "Stage | None", run: Run) -> AbstractContextM
     return nullcontext(SimpyDevice.of(run))
 
 
-def _figures(choice: Choice, run: Run, log: RunLog) -> Row:
+def _rows(choice: Choice, run: Run, log: RunLog) -> tuple[Row, pa.Table]:
     loaded = choice.loaded
     cell = replace(loaded.cell(choice.policy, choice.slots), predictor_us=run.timing.predictor_ns / 1_000)
-    summary = summarise(log, cell, loaded.trace.requests)[0]
-    return {name: summary[name] for name in FIGURES} | {"copy_gb_per_s": copy_gb_per_s(log)}
+    row, requests = summarise(log, cell, loaded.trace.requests)
+    return {**row, "copy_gb_per_s": copy_gb_per_s(log)}, requests
+
+
+def host_us(driver: Driver, log: RunLog, resumed: int = 0) -> Row:
+    """Return the host's us for a layer of the run that has just ended; nothing on a logical clock.
+
+    host_us_per_layer: bookkeeping, without the policy. By call of the device that submits work: what it takes.
+    """
+    layers = (len(log.step_ns) - resumed) * driver.layers
+    if not (driver.inside_ns and layers):
+        return {}
+    policy_ns = int(log.stall_ns[resumed:, PREDICTOR].sum())
+    took_ns = {"host": driver.outside_ns - policy_ns, **{call: driver.inside_ns[call] for call in CALLS}}
+    return {f"{part}_us_per_layer": ns / 1_000 / layers for part, ns in took_ns.items()}
+
+
+def copy_gb_per_s(log: RunLog) -> float | None:
+    busy_ns = int(log.link_busy_ns.sum())
+    return int(log.demand_bytes.sum() + log.prefetch_bytes.sum()) / busy_ns if busy_ns else None
+
+
+def host_ms(log: RunLog, counted: NDArray[np.bool_]) -> float:
+    """Return the time of the counted steps in which nothing was submitted and nothing awaited."""
+    alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
+    return int(alone_ns[counted].sum()) / 1e6

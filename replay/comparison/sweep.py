@@ -6,7 +6,7 @@ ceiling of the link is a large copy by plain calls in the same process, before a
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 from policies.core.spec import PolicySpec
 from replay.calibration.pace import OnStep
 from replay.choice import Choice, Described
-from replay.comparison.cell import MODES, CellOutcome, run_cell
+from replay.comparison.cell import MODES, CellOutcome, require_decoded, run_cell, under_contention
 from replay.comparison.errors import accuracy, rankings
 from replay.comparison.record import Record
 from replay.keys import key_of
-from replay.run import under_contention
 from replay.warmup import undisturbed
+from sim.loop.log import StepRow
+from sim.loop.observer import LoopObserver
 from sim.profiles.measured import MeasuredModel
 from sim.results.metrics import Row
 from sim.sweeps.grid import Grid, key
@@ -75,6 +76,7 @@ class Comparison:
                 head = head_of(choice, mode, stage)
                 say(f"{choice.policy.text}, {head['cache_experts']} experts, {mode}")
                 try:
+                    require_decoded(choice)
                     outcome = machine.outcome(choice, mode, on_step, self.repeat)
                 except InputError as error:
                     record.fail(key, head, error)
@@ -130,9 +132,17 @@ class Machine:
             assert hardware
             self.facts = {"name": hardware.name, "title": hardware.title, **hardware.calibration}
 
-    def outcome(self, choice: Choice, mode: str, on_step: OnStep | None = None, repeat: int = 1) -> CellOutcome:
+    def outcome(
+        self,
+        choice: Choice,
+        mode: str,
+        on_step: OnStep | None = None,
+        repeat: int = 1,
+        observer: LoopObserver | None = None,
+        done: Sequence[StepRow] = (),
+    ) -> CellOutcome:
         """Run a cell and predict it; where the machine is measured, by what is measured before, during and after it."""
-        outcome = run_cell(choice, mode, *self._under(choice), self._stage, on_step, repeat)
+        outcome = run_cell(choice, mode, *self._under(choice), self._stage, on_step, repeat, observer, done)
         if not self._is_measured:
             return outcome
         from replay.calibration.measure import Around

@@ -15,8 +15,9 @@ import numpy as np
 
 from replay.calibration.in_loop import effective
 from replay.calibration.measure import middle
+from replay.comparison.cell import host_ms
 from replay.live.model import LiveModel
-from replay.run import Outcome, Prediction, host_ms
+from replay.run import Outcome
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
@@ -129,7 +130,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
     machine = effective(replace(middle(machines), transfer_slowed=slowed), lambda model: simulate(on(model)))
     row["host_ms"] = host_ms(log, np.ones(len(log.step_ns), np.bool_))
     predicted = summarise(simulate(on(machine)), cell, trace.requests)[0]
-    return Outcome(row, log, by_request, [Prediction("this machine as timed", predicted)])
+    return Outcome(row, log, by_request, {"this machine as timed": predicted})
 
 
 class TokenIds:

@@ -30,6 +30,7 @@ from policies.core.spec import Part, PolicySpec
 from replay.calibration.measure import steady_ns
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
+from replay.comparison.cell import copy_gb_per_s
 from replay.devices.stage import facts
 from replay.live.device import LiveDevice
 from replay.live.experts import TRIALS, LayerExperts, SlotViews
@@ -39,7 +40,6 @@ from replay.live.memory import KV_NAMES, Memory, resident_bytes
 from replay.live.next_routers import NextRouters, picked
 from replay.live.parts import Parts
 from replay.live.recorder import Recorder
-from replay.run import copy_gb_per_s
 from sim.api import RunResult
 from sim.experiment import RECORDED
 from sim.loop.log import COLUMNS, MOVED, PREDICTOR, RunLog, StepRow

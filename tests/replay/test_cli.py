@@ -17,8 +17,8 @@ from policies.core.spec import parse
 from replay import files
 from replay.calibration import measure
 from replay.choice import first_steps
+from replay.comparison.cell import CALLS
 from replay.device_choice import DeviceChoice
-from replay.run import CALLS
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.loop.log import COLUMNS, Share, StepRow

@@ -29,11 +29,11 @@ from replay.comparison.cell import (
     WithoutPolicy,
     counted_steps,
     run_cell,
+    under_contention,
 )
 from replay.comparison.errors import DECIDED, accuracy, in_words, rankings
 from replay.device_choice import DeviceChoice
 from replay.devices.waiting import Pace
-from replay.run import under_contention
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import SimpyDevice
 from sim.experiment import Experiment
