@@ -56,7 +56,6 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file tha
 TrustFolder = Annotated[
     bool, typer.Option("--trust-folder", help="Open URLs and run policies of Python files that the folder names.")
 ]
-NoSlots = Annotated[bool, typer.Option("--no-slots", help="Write a timeline without a track for each slot.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Figure = Annotated[
     Path | None, typer.Option(help="File for the main figure, with intervals (.pdf, .svg or .png). Default: none.")

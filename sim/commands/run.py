@@ -35,7 +35,6 @@ def run(
         Path | None, typer.Option(help="File for a timeline (.json, .json.gz) that https://ui.perfetto.dev opens.")
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="Decode steps that the timeline shows, FROM:TO.")] = None,
-    no_slots: options.NoSlots = False,
     overwrite: options.Overwrite = False,
     output: options.OutputOptions,
 ) -> None:
@@ -49,8 +48,8 @@ def run(
 
     [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
     """
-    if not timeline and (tokens or no_slots):
-        raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
+    if tokens and not timeline:
+        raise InputError("name the file of the timeline whose window is chosen: --timeline out.json")
     loaded = TimedRun.of(options.experiment(stated, cell.trace))
     spec, slots = cell.chosen(loaded, admission)
     requests = Requests(loaded.trace)
@@ -63,7 +62,7 @@ def run(
     loaded = loaded.charging(us)
     if timeline:
         window = window or timeline_window.first_steps(requests)
-        summary = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)
+        summary = _shown(loaded, spec, slots, timeline, overwrite, window, output)
     else:
         output.note(*compiling.notes(loaded.versions([spec])))
         with progress(len(loaded.trace.requests), output.quiet) as advance:
@@ -95,13 +94,12 @@ def _shown(
     path: Path,
     overwrite: bool,
     window: Window,
-    slot_tracks: bool,
     output: options.OutputOptions,
 ) -> Summary:
     row: Row = {}
     with writing(path, lambda: {"made by": "moe-sim run", **row}, overwrite) as timeline:
         names = loaded.trace.requests["id"].astype(str).tolist()
-        play = partial(play_onto, timeline=timeline, names=names, window=window, slots=slot_tracks)
+        play = partial(play_onto, timeline=timeline, names=names, window=window)
         with progress(len(names), output.quiet) as advance:
             (summary,) = summed(replace(loaded, engine=play), policy, [slots], advance)
             row |= {**summary.row(), **summary.latencies()}

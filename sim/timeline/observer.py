@@ -32,14 +32,12 @@ class WindowOver(Exception):  # noqa: N818  # no error: it ends a run that has b
     """The request in which the window ends has ended."""
 
 
-def play(
-    run: Run, ended: Ended, timeline: Timeline, names: Sequence[str], window: Window = WHOLE, slots: bool = True
-) -> None:
+def play(run: Run, ended: Ended, timeline: Timeline, names: Sequence[str], window: Window = WHOLE) -> None:
     """Run a run on the SimPy engine and put it onto `timeline`; `ended` takes the log of each request when it ends.
 
-    names: of the trace's requests. slots: whether each has a track. InputError for a time beyond a clock of 64 bits.
+    names: of the trace's requests. InputError for a time beyond a clock of 64 bits.
     """
-    observer = TimelineObserver(timeline, run, "simulated", names, window, slots)
+    observer = TimelineObserver(timeline, run, "simulated", names, window)
 
     def request_ended(log: RunLog) -> None:
         ended(log)
@@ -52,17 +50,14 @@ def play(
 
 
 class TimelineObserver(LoopObserver):
-    """Shows the part of a run that lies in the window. `names`: of the trace's requests; `slots`: a track for each."""
+    """Shows the part of a run that lies in the window. `names`: of the trace's requests."""
 
-    def __init__(
-        self, timeline: Timeline, run: Run, group: str, names: Sequence[str], window: Window, slots: bool = True
-    ) -> None:
+    def __init__(self, timeline: Timeline, run: Run, group: str, names: Sequence[str], window: Window) -> None:
         self._timeline = timeline
         self._run = run
         self._group = group
         self._names = names
         self._window = window
-        self._with_slots = slots
         self._ended = {True: 0, False: 0}  # steps, by whether they decode
 
     def run_begins(self, residency: PolicyResidency, now: Callable[[], int]) -> None:
@@ -72,7 +67,7 @@ class TimelineObserver(LoopObserver):
         self._scene = scene = Scene(timeline, self._process, self._run, residency, lambda: now() - origin, origin)
         self._compute = ComputeTrack(scene)
         self._compute.link = LinkTrack(scene)
-        self._unfinished = self._compute.link, HostTracks(scene), ResidencyTracks(scene, group, self._with_slots)
+        self._unfinished = self._compute.link, HostTracks(scene), ResidencyTracks(scene, group)
         tracks = (self._compute, *self._unfinished)
         for event in OF_TRACKS:
             draw = [getattr(each, event) for each in tracks if event in vars(type(each))]

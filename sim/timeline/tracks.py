@@ -243,14 +243,12 @@ class ResidencyTracks(Spans):
     A slot's slices show which expert has it, from the start of its transfer to its eviction, and when it is ready.
     """
 
-    def __init__(self, scene: Scene, group: str, slots: bool) -> None:
+    def __init__(self, scene: Scene, group: str) -> None:
         super().__init__(scene)
         self._queues = scene.timeline.process(f"{group}: queues")
         self._waiting: dict[str, int] = {}
-        self._tracks: list[Track] = []
-        if slots:
-            process = scene.timeline.process(f"{group}: slots")
-            self._tracks = [scene.timeline.track(process, f"slot {i}") for i in range(scene.residency.slots)]
+        process = scene.timeline.process(f"{group}: slots")
+        self._tracks = [scene.timeline.track(process, f"slot {i}") for i in range(scene.residency.slots)]
         self._unused: set[int] = set()  # prefetched, and not looked up since
         self._arriving = self._landing = NO_EXPERT
 
@@ -264,7 +262,7 @@ class ResidencyTracks(Spans):
     def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
         if expert >= 0:
             self._arriving = expert
-            if self._tracks and expert not in self._open:
+            if expert not in self._open:
                 self._take_slot(expert, NO_EXPERT if self._scene.sized else victim, prefetch)
         self._count()
 
@@ -272,11 +270,10 @@ class ResidencyTracks(Spans):
         self.turned_to(expert, victim, False)
 
     def left(self, experts: list[int]) -> None:
-        if self._tracks:
-            for expert in experts:
-                self._leave(expert, evicted_for=self._arriving)
-            arriving = self._open[self._arriving]  # it may take the slot of one of them
-            self._begin(self._arriving, arriving.track, arriving.name, arriving.args)
+        for expert in experts:
+            self._leave(expert, evicted_for=self._arriving)
+        arriving = self._open[self._arriving]  # it may take the slot of one of them
+        self._begin(self._arriving, arriving.track, arriving.name, arriving.args)
 
     def _take_slot(self, expert: int, victim: int, prefetch: bool) -> None:
         scene = self._scene

@@ -80,8 +80,8 @@ def test_tokens_choose_decode_steps_of_the_whole_run_and_play_stops_after_them(m
     assert "figures are of that" in err
 
 
-def test_a_window_may_reach_to_the_end_and_slots_be_left_out(moe_sim_run, home, tmp_path):
-    status, _, err = moe_sim_run(str(home / "tiny"), "--timeline", "out.json", "--tokens", "16:", "--no-slots")
+def test_a_window_may_reach_to_the_end(moe_sim_run, home, tmp_path):
+    status, _, err = moe_sim_run(str(home / "tiny"), "--timeline", "out.json", "--tokens", "16:")
     assert status == 0, err
     steps, _ = steps_of(tmp_path / "out.json")
     assert [name for name, _ in steps] == [
@@ -89,7 +89,6 @@ def test_a_window_may_reach_to_the_end_and_slots_be_left_out(moe_sim_run, home, 
         *("prefill", *(f"decode {n}" for n in range(24, 32))),
     ]
     assert len({request for _, request in steps}) == 2
-    assert '"slot 0"' not in (tmp_path / "out.json").read_text()
 
 
 def test_a_long_run_shows_its_beginning_unasked_and_is_played_whole(moe_sim_run, home, tmp_path):
@@ -121,7 +120,6 @@ SHOW = ("--timeline", "out.json")
         ((*SHOW, "--tokens", "5:3"), "--tokens '5:3': write FROM:TO"),
         ((*SHOW, "--tokens", "9999:"), "--tokens begins at 9999: the run has 32 decode steps"),
         (("--tokens", "1:2"), "--timeline out.json"),
-        (("--no-slots",), "--timeline out.json"),
         (("--timeline", "absent/out.json"), "cannot write absent/out.json"),
     ],
 )

@@ -38,13 +38,13 @@ PLAIN = ("clock+popular:n=2", "sieve", "arc+all", "s3fifo+oracle1", "random+prev
 """Policies that name their victims in Python, which the generator does not draw."""
 
 
-def watch(run: Drawn, window: Window = WHOLE, slots: bool = True) -> tuple[Shown, list[RunLog]]:
+def watch(run: Drawn, window: Window = WHOLE) -> tuple[Shown, list[RunLog]]:
     file = io.StringIO()
     timeline = Timeline(file)
     names = [f"request {i}" for i in range(len(run.requests))]
 
     def play(played: Run, ended: Ended) -> None:
-        play_onto(played, ended, timeline, names, window, slots)
+        play_onto(played, ended, timeline, names, window)
 
     logs = run.on(play)
     return Shown(parsed(f"[{file.getvalue()}]")), logs
@@ -111,8 +111,6 @@ def test_the_log_is_the_same_with_and_without_a_timeline() -> None:
     for seed in SEEDS:
         run, _, log = watched(seed)
         assert_logs_equal(log, log_of(run.on(simpy_engine.play)))
-        if seed % 10 < 2:
-            assert_logs_equal(log_of(watch(run, slots=False)[1]), log)
 
 
 # The compute stream
@@ -352,24 +350,6 @@ def test_the_random_runs_show_everything_that_there_is_to_show() -> None:
             seen[f"stall: {cause}"] += any(one.name == f"stall: {cause}" for one in shown.tracks["compute"])
     assert len(seen) == 13
     assert min(seen.values()) >= 4, seen
-
-
-def test_without_slots_everything_else_is_as_with_them() -> None:
-    def others(of: Shown) -> list[tuple[str, str, Any, Any]]:
-        return [
-            (e["ph"], e["name"], e.get("ts"), e.get("dur"))
-            for e in of.events
-            if e["ph"] != "M" and not of.threads.get(e.get("tid"), "").startswith("slot ")
-        ]
-
-    shown = 0
-    for seed in range(40):
-        run, full, _ = watched(seed)
-        bare, _ = watch(run, slots=False)
-        assert not bare.slots
-        shown += len(full.slots)
-        assert others(bare) == others(full)
-    assert shown > 40
 
 
 # Windows
