@@ -156,6 +156,7 @@ class Check:
             with self._recorded("the machine", {"model": None, "mode": "rates", "policy": None}):
                 self._in_time()
                 self.found.rates.append(rates(self.gpu if self.gpu.device.type == "cuda" else None))
+                self._release()
 
     @contextmanager
     def _host_memory(self) -> Iterator[HostMemory | None]:

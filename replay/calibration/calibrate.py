@@ -160,6 +160,8 @@ def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: 
     def machine() -> None:
         say(f"the machine, pass {len(result.rates) + 1} of {passes}")
         result.rates.append(rates(gpu))
+        if gpu:
+            gpu.release()  # to the driver, which the model that comes next asks
 
     machine()
     for choice in chosen:
@@ -173,7 +175,7 @@ def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: 
             result.facts = result.facts or facts
             add_model(result, choice, device, policies, passes, say)
         if gpu:
-            gpu.release()  # to the driver, which the model that comes next asks
+            gpu.release()
     for _ in range(1, passes):  # at the other end of the run: a machine that drifts shows
         machine()
     return result

@@ -6,6 +6,7 @@ figure is the median of a few series of calls, waited for once.
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 
@@ -13,6 +14,7 @@ import numpy as np
 import psutil
 import torch
 
+from replay.devices.cpu import nothing
 from replay.devices.gpu import Gpu, pinned
 from replay.devices.store import HostMemory
 
@@ -37,16 +39,64 @@ class Rates:
     host_memory_gib: float
 
 
-def rates(gpu: Gpu | None) -> Rates:
-    """Measure this machine with that GPU, or as the CPU device uses it, in a few seconds."""
-    try:
-        return of_gpu(gpu, gpu.total_bytes() / 2**30, GPU_BUFFERS, 8_192) if gpu else of_cpu()
-    finally:
+def rates(gpu: Gpu | None, buffers: int = GPU_BUFFERS, n: int = 8_192) -> Rates:
+    """Measure this machine with that GPU, or as the CPU device uses it, in a few seconds.
+
+    buffers: of host memory that a GPU copies from, pinned if they can be; n: its matrices are n x n. Of a CPU the link
+    is memcpy, and the device's memory the host's.
+    """
+    device, wait = (gpu.device, gpu.synchronize) if gpu else (torch.device("cpu"), nothing)
+    memory = HostMemory(buffers if gpu else CPU_BUFFERS, BUFFER_BYTES, seed=0)
+    slab, little = memory.slabs[0], torch.zeros(16, device=device)
+    source, target = torch.from_numpy(slab), torch.ones(len(slab), dtype=torch.uint8, device=device)
+
+    def to_gpu(place: slice) -> None:
+        target[place].copy_(source[place], non_blocking=True)
+
+    def memcpy(place: slice) -> None:
+        np.copyto(beside[place], slab[place])
+
+    copy, beside = (to_gpu, slab) if gpu else (memcpy, target.numpy())
+
+    def behind(number: int) -> None:
+        copy(slice(0, LARGE))
+        copy(slice(LARGE, LARGE + SMALL))
+
+    def copied(source: torch.Tensor) -> float:
+        """Return GB/s, read and written together."""
+        target = torch.ones_like(source)
+        return 2 * len(source) / seconds(lambda _: target.copy_(source), wait) / 1e9
+
+    def multiplied(n: int, device: torch.device, dtype: torch.dtype) -> float:
+        """Return TFLOP/s; those of the CPU with torch's threads."""
+        a, b, c = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
+        return 2 * n**3 / seconds(lambda _: torch.mm(a, b, out=c), wait) / 1e12
+
+    size = min(LARGEST, len(slab))
+    places = [slice(first, first + size) for first in range(0, len(slab) - size + 1, size)]
+    with pinned(memory, gpu) if gpu else nullcontext():
+        copies = size / seconds(lambda number: copy(places[number % len(places)]), wait) / 1e9
         if gpu:
-            gpu.release()
+            large = seconds(lambda _: copy(slice(0, LARGE)), wait)
+            latency = max(0.0, seconds(behind, wait) - large)
+        else:
+            latency = seconds(lambda _: copy(slice(0, 64)))
+    host_tflop = multiplied(1_024, torch.device("cpu"), torch.float32)
+    host_gb_per_s, host_gib = copied(torch.ones(64 << 20, dtype=torch.uint8)), psutil.virtual_memory().total / 2**30
+    return Rates(
+        link_bandwidth_gb_per_s=copies,
+        link_latency_us=latency * 1e6,
+        memory_gib=gpu.total_bytes() / 2**30 if gpu else host_gib,
+        memory_bandwidth_gb_per_s=max(copied(target) if gpu else host_gb_per_s, copies),
+        compute_tflop_per_s=multiplied(n, device, torch.bfloat16) if gpu else host_tflop,
+        launch_us=seconds(lambda _: little.add_(1), wait) * 1e6,
+        host_compute_tflop_per_s=host_tflop,
+        host_memory_bandwidth_gb_per_s=host_gb_per_s,
+        host_memory_gib=host_gib,
+    )
 
 
-def seconds(call: Callable[[int], object], wait: Callable[[], object] = lambda: None) -> float:
+def seconds(call: Callable[[int], object], wait: Callable[[], object] = nothing) -> float:
     """Return the seconds of one call among others; it gets its number, and `wait` blocks until all have ended."""
 
     def series(calls: int) -> float:
@@ -59,79 +109,3 @@ def seconds(call: Callable[[int], object], wait: Callable[[], object] = lambda: 
     series(1)
     calls = min(max(int(SERIES_S / max(series(2), 1e-9)), 1), MOST_CALLS)
     return median(series(calls) for _ in range(SERIES))
-
-
-def _copied_gb_per_s(total: int, copy: Callable[[slice], object], wait: Callable[[], object] = lambda: None) -> float:
-    """Return the rate of the largest copies, which go round a buffer of so many bytes."""
-    size = min(LARGEST, total)
-    places = [slice(first, first + size) for first in range(0, total - size + 1, size)]
-    return size / seconds(lambda number: copy(places[number % len(places)]), wait) / 1e9
-
-
-def _multiplied(n: int, device: torch.device | str, dtype: torch.dtype) -> Callable[[int], object]:
-    a, b, c = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
-    return lambda _: torch.mm(a, b, out=c)
-
-
-def _host() -> tuple[float, float]:
-    """Return the matmul rate in TFLOP/s and the memory bandwidth in GB/s of the CPU, with torch's threads."""
-    tflop = 2 * 1_024**3 / seconds(_multiplied(1_024, "cpu", torch.float32)) / 1e12
-    source = torch.ones(64 << 20, dtype=torch.uint8)
-    target = torch.ones_like(source)
-    return tflop, 2 * len(source) / seconds(lambda _: target.copy_(source)) / 1e9
-
-
-def of_cpu() -> Rates:
-    """The link is memcpy, the device's memory the host's."""
-    source = HostMemory(CPU_BUFFERS, BUFFER_BYTES, seed=0).slabs[0]
-    target, little = np.ones_like(source), torch.zeros(16)
-
-    def copy(place: slice) -> None:
-        np.copyto(target[place], source[place])
-
-    copies, gib = _copied_gb_per_s(len(source), copy), psutil.virtual_memory().total / 2**30
-    tflop, gb_per_s = _host()
-    return Rates(
-        link_bandwidth_gb_per_s=copies,
-        link_latency_us=seconds(lambda _: copy(slice(0, 64))) * 1e6,
-        memory_gib=gib,
-        memory_bandwidth_gb_per_s=max(gb_per_s, copies),
-        compute_tflop_per_s=tflop,
-        launch_us=seconds(lambda _: little.add_(1)) * 1e6,
-        host_compute_tflop_per_s=tflop,
-        host_memory_bandwidth_gb_per_s=gb_per_s,
-        host_memory_gib=gib,
-    )
-
-
-def of_gpu(gpu: Gpu, memory_gib: float, buffers: int, n: int) -> Rates:
-    """Measure this one; so many buffers of host memory are copied from, pinned if they can be; matrices are n x n."""
-    wait, memory = gpu.synchronize, HostMemory(buffers, BUFFER_BYTES, seed=0)
-    source = torch.from_numpy(memory.slabs[0])
-    target = torch.ones(len(source), dtype=torch.uint8, device=gpu.device)
-
-    def copy(place: slice) -> None:
-        target[place].copy_(source[place], non_blocking=True)
-
-    def behind(number: int) -> None:
-        copy(slice(0, LARGE))
-        copy(slice(LARGE, LARGE + SMALL))
-
-    with pinned(memory, gpu):
-        copies = _copied_gb_per_s(len(source), copy, wait)
-        large = seconds(lambda _: copy(slice(0, LARGE)), wait)
-        latency = max(0.0, seconds(behind, wait) - large)
-    other, little = torch.ones_like(target), torch.zeros(16, device=gpu.device)
-    tflop, gb_per_s = _host()
-    within = 2 * len(target) / seconds(lambda _: other.copy_(target), wait) / 1e9
-    return Rates(
-        link_bandwidth_gb_per_s=copies,
-        link_latency_us=latency * 1e6,
-        memory_gib=memory_gib,
-        memory_bandwidth_gb_per_s=max(within, copies),
-        compute_tflop_per_s=2 * n**3 / seconds(_multiplied(n, gpu.device, torch.bfloat16), wait) / 1e12,
-        launch_us=seconds(lambda _: little.add_(1), wait) * 1e6,
-        host_compute_tflop_per_s=tflop,
-        host_memory_bandwidth_gb_per_s=gb_per_s,
-        host_memory_gib=psutil.virtual_memory().total / 2**30,
-    )

@@ -56,13 +56,13 @@ def test_the_rates_of_a_cpu_are_those_of_copies_that_were_made() -> None:
 @pytest.mark.parametrize("refuse", [None, 0])
 def test_the_rates_of_a_gpu_are_asked_through_its_interface_and_memory_is_given_back(refuse: int | None) -> None:
     gpu = FakeGpu(seed=1, refuse=refuse)
-    found = rates.of_gpu(gpu, memory_gib=3.0, buffers=5, n=32)
+    found = rates.rates(gpu, buffers=5, n=32)
     assert all(
         0 < each < math.inf
         for each in (found.link_bandwidth_gb_per_s, found.memory_bandwidth_gb_per_s, found.launch_us)
     )
     assert found.link_latency_us >= 0
-    assert (found.memory_gib, gpu.registered) == (3.0, [])
+    assert (found.memory_gib, gpu.registered) == (2.0, [])
 
 
 # Passes
