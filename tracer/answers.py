@@ -23,7 +23,7 @@ from torch import Tensor
 from tracer.blaming import blaming
 from tracer.hook import ExpertsHook
 from tracer.lookup import drafting
-from tracer.observed import Answer, Pass, Sampling, Tokens, Wanted
+from tracer.observed import Answer, Answers, Pass, Tokens, Wanted
 from traces.errors import InputError
 from traces.schema import TraceMeta
 
@@ -224,7 +224,7 @@ class Runner:
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Sampling) -> list[Answer]:
+    def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Answers) -> list[Answer]:
         """Let the model answer until its end of sequence or for `limit` tokens; raises InputError."""
         ids, mask = self._padded(prompts, left=True)
         config = _config(

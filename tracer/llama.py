@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
 from tracer.loading import Loading
-from tracer.observed import Answer, Pass, Sampling, Tokens, Wanted, candidates_of
+from tracer.observed import Answer, Answers, Pass, Tokens, Wanted, candidates_of
 from tracer.routers import NAMED, TRANSFORMS, Routers
 from traces.errors import InputError, located, refuse
 from traces.llama_library import EVAL, Copied, library
@@ -205,7 +205,7 @@ class GgufRunner:
     def seed(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
 
-    def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Sampling) -> list[Answer]:
+    def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Answers) -> list[Answer]:
         return [self._answer(prompt, limit, sampling) for prompt in prompts]
 
     def force(self, prompts: Sequence[Tokens], responses: Sequence[Tokens]) -> list[Answer]:
@@ -217,7 +217,7 @@ class GgufRunner:
             answers.append(Answer(prompt, response, routed))
         return answers
 
-    def _answer(self, prompt: Tokens, limit: int, sampling: Sampling) -> Answer:
+    def _answer(self, prompt: Tokens, limit: int, sampling: Answers) -> Answer:
         self.begin(len(prompt) + limit)
         passes, output = [self.feed(prompt)], list[int]()
         while True:
@@ -344,7 +344,7 @@ class GgufRunner:
             return False
         return True
 
-    def _next(self, sampling: Sampling) -> int:
+    def _next(self, sampling: Answers) -> int:
         """Return the token that follows the last one."""
         logits = np.ctypeslib.as_array(self._library.llama_get_logits_ith(self._context, -1), (self.loaded.words,))
         if not sampling.temperature:

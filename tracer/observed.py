@@ -7,23 +7,36 @@ one of them.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from tracer.loading import PANEL as RUN
+from tracer.prompts import PANEL as PROMPTS
 from traces.errors import refuse
 from traces.schema import Picks, TraceMeta
+from traces.typed import Natural, Option
 
 Tokens = list[int]
 
+NEW_TOKENS = 32
+"""Tokens that are generated for a request if no limit is given."""
+
 
 @dataclass(frozen=True)
-class Sampling:
-    """How new tokens are chosen: greedily at temperature 0, else drawn."""
+class Answers:
+    """How a model is asked, and how it chooses new tokens: greedily at temperature 0, else drawn."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
+    no_chat_template: Annotated[bool, Option("Do not apply the tokenizer's chat template.", PROMPTS)] = False
+    max_new_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)] | None,
+        Option("Tokens of a response, at most; of one that is given, all by default.", RUN, str(NEW_TOKENS)),
+    ] = None
+    temperature: Annotated[float, Option("0: greedy; else sampled.", RUN)] = 0.0
+    top_p: Annotated[float, Option("Sample from the likeliest tokens of so much.", RUN)] = 1.0
+    seed: Annotated[Natural, Option("Seed of all random numbers.", RUN)] = 0
 
     def __post_init__(self) -> None:
         """Raise InputError for what cannot be drawn with: logits divided by less are infinite."""
@@ -120,7 +133,7 @@ class ObservedModel(Protocol):
     def seed(self, seed: int) -> None:
         """Draw tokens by these random numbers from now on."""
 
-    def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Sampling) -> list[Answer]:
+    def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Answers) -> list[Answer]:
         """Let the model answer until its end of sequence or for `limit` tokens."""
 
     def force(self, prompts: Sequence[Tokens], responses: Sequence[Tokens]) -> list[Answer]:

@@ -14,25 +14,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta
 from numpy.typing import NDArray
 
 from tracer.loading import PANEL as RUN
-from tracer.observed import Answer, Loaded, ObservedModel, Sampling, Tokens, Wanted
+from tracer.observed import NEW_TOKENS, Answer, Answers, Loaded, ObservedModel, Tokens, Wanted
 from tracer.prompts import PANEL as PROMPTS
 from tracer.prompts import Prompt
 from traces.check import first_fault
 from traces.errors import InputError, refuse, unknown
 from traces.schema import OPTIONAL
 from traces.trace import Trace, concatenate, in_turn, listed
-from traces.typed import Natural, Option, Positive
+from traces.typed import Option, Positive
 from traces.writer import TraceWriter
 
 GENERATE, FORCED = "generate", "teacher-forced"
 MODES = (GENERATE, FORCED)
-
-NEW_TOKENS = 32
-"""Tokens that are generated for a request if no limit is given."""
 
 KEEP = "What to record"
 
@@ -41,22 +37,14 @@ IDS = {"lookahead", "candidates"}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Answers):
     """How to record. Raise InputError for options that contradict each other."""
 
     shard: Annotated[str | None, Option("I/N: only the I-th of N parts; join them with `cat`.", PROMPTS)] = None
-    no_chat_template: Annotated[bool, Option("Do not apply the tokenizer's chat template.", PROMPTS)] = False
     mode: Annotated[
         str, Option("generate, or teacher-forced: one forward pass over prompt and given response.", RUN)
     ] = GENERATE
-    max_new_tokens: Annotated[
-        Annotated[int, Meta(ge=1, le=1_000_000)] | None,
-        Option("Tokens of a response, at most.", RUN, f"{NEW_TOKENS}; all of a forced one"),
-    ] = None
     batch_size: Annotated[Positive, Option("Prompts that run together.", RUN)] = 1
-    temperature: Annotated[float, Option("0: greedy; else sampled.", RUN)] = 0.0
-    top_p: Annotated[float, Option("Sample from the likeliest tokens of so much.", RUN)] = 1.0
-    seed: Annotated[Natural, Option("Seed of all random numbers.", RUN)] = 0
     weights: Annotated[bool, Option("Record the router's weights.", KEEP)] = False
     lookahead: Annotated[
         str | None, Option("1,2,3: what routers so many layers ahead pick for a layer's input.", KEEP)
@@ -68,6 +56,7 @@ class Options:
     no_tokens: Annotated[bool, Option("Leave token ids out: prompts may be private.", KEEP)] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.mode not in MODES:
             raise unknown("mode", self.mode, MODES)
         forced, greedy = self.temperature and self.mode == FORCED, self.top_p != 1 and not self.temperature
@@ -90,10 +79,6 @@ class Options:
         distances = sorted({int(each) for each in far[0].split(",")}) if far else [0]
         ahead = tuple(distances) if self.lookahead else ()
         return Wanted(self.weights, ahead, self.picks, self.scores)
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p)
 
     @property
     def part(self) -> tuple[int, int]:
@@ -196,7 +181,7 @@ class Recording:
         _require_tokens("prompt", prompts, tokens, loaded)
         self._warn_of_length(max(map(len, tokens)))
         if options.mode == GENERATE:
-            return self._model.generate(tokens, options.max_new_tokens or NEW_TOKENS, options.sampling)
+            return self._model.generate(tokens, options.max_new_tokens or NEW_TOKENS, options)
         forced = [loaded.response_tokens(prompt.responses[turn])[: options.max_new_tokens] for prompt in prompts]
         _require_tokens("response of", prompts, forced, loaded)
         return self._model.force(tokens, forced)
@@ -278,9 +263,9 @@ def _require_tokens(what: str, prompts: Sequence[Prompt], tokens: Sequence[Token
 def _settings(model: ObservedModel, prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
     """What decides over a recording besides its model, as plain values; of prompts and routers, fingerprints."""
     negated = {"token_ids": not options.no_tokens, "chat_template": not options.no_chat_template}
-    elsewhere = {"mode", "no_tokens", "no_chat_template", "shard", "temperature", "top_p"}
+    elsewhere = {"mode", "no_tokens", "no_chat_template"}
     stated = {name: value for name, value in asdict(options).items() if name not in elsewhere}
-    stated |= {**negated, "shard": "{}/{}".format(*options.part), **asdict(options.sampling)}
+    stated |= {**negated, "shard": "{}/{}".format(*options.part)}
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.dataset, prompt.task, prompt.turns, prompt.responses)).encode())

@@ -30,8 +30,7 @@ from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS
 from sim.loop.run import Run
 from sim.loop.session import decider_of
-from sim.profiles.measured import MeasuredModel, MeasuredTiming
-from sim.profiles.timing import Link
+from sim.profiles.measured import MeasuredModel
 from traces.steps import DECODE
 
 PASSES = 3  # over a machine that reports its pace, since it changes
@@ -71,11 +70,6 @@ class Measurement:
     model: MeasuredModel
     noise: float
     paces: tuple[Pace, ...] = ()
-
-
-def under_policy(model: MeasuredModel, run: Run, device: Device) -> tuple[MeasuredTiming, Link]:
-    """Return the durations of a machine, the run's policy included, and its link."""
-    return model.timing(policy_ns(run, device)), model.link(run.gpu.link.chunk_bytes)
 
 
 def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Measurement:

@@ -1,6 +1,5 @@
 """The command `moe-replay generate`: a model continues with prompts, its experts behind a cache."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +11,17 @@ from replay.commands.live_options import LiveOptions
 from replay.live.answering import TextStream, answer, outcome, prompts_of, reading_ids
 from replay.warmup import undisturbed
 from sim.commands import options
-from sim.sweeps.config import seeded
 from sim.sweeps.verdict import lossy
 from terminal import console
-from terminal.console import progress
+from tracer.observed import Answers
 from tracer.record import Options
 from traces.errors import InputError
 from traces.writer import check_target
 
 
 def generate(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
-    opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options
     *,
+    opened: LiveOptions,
     on: Live,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue with; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts, as moe-trace record reads them.")] = None,
@@ -34,13 +31,7 @@ def generate(
     print_token_ids: Annotated[
         bool, typer.Option("--print-token-ids", help="End with a line of the last answer's token ids.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of an answer, at most.")] = 32,
-    temperature: Annotated[float, typer.Option(help="0: greedy; else sampled.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of so much.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
-    no_chat_template: Annotated[
-        bool, typer.Option("--no-chat-template", help="Do not apply the tokenizer's chat template.")
-    ] = False,
+    answers: Answers,
     record: Annotated[Path | None, typer.Option(help="Folder for a trace, as moe-trace record writes it.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the trace that --record names.")] = False,
     quiet: options.Quiet = False,
@@ -63,19 +54,13 @@ def generate(
     texts = prompts_of(prompt or [], prompts, token_ids)
     if record:
         check_target(record, overwrite)
-    settings = Options(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        no_chat_template=no_chat_template,
-    )
+    settings = Options(**vars(answers))
 
     def show(text: str) -> None:
         console.out.file.write(text)
         console.out.file.flush()
 
-    with opened.live(model, on, seeded(opened.policy, seed), partial(progress, quiet=quiet, what="experts")) as live:
+    with opened.live(on, quiet, settings.seed) as live:
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")

@@ -1,7 +1,6 @@
 """The command `moe-replay quality`: what bent routing costs and saves, measured on a text."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +12,7 @@ from replay.commands.live_options import LiveOptions
 from replay.live.model import LiveModel
 from replay.live.quality import prices, sentence
 from sim.commands import options
-from sim.sweeps.config import seeded
 from terminal import console
-from terminal.console import progress
 from tracer import demo
 from tracer.prompts import Columns, read_prompts
 from traces.errors import refuse
@@ -33,9 +30,8 @@ SHOWN = {
 
 
 def quality(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
-    opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options
     *,
+    opened: LiveOptions,
     on: Live,
     text: Annotated[
         Path | None,
@@ -56,8 +52,7 @@ def quality(
     refuse((not rules, "name the rules whose price is measured: --routing drop:below=0.75/k"))
 
     def opening(policy: str, size: str, rule: str | None) -> LiveModel:
-        here = replace(opened, cache_size=size, routing=rule)
-        return here.live(model, on, seeded(policy, 0), partial(progress, quiet=output.quiet, what="experts"))
+        return replace(opened, policy=policy, cache_size=size, routing=rule).live(on, output.quiet)
 
     asked = read_prompts(text or demo.PROMPTS, Columns())
     rows = prices(opening, asked, split_list(opened.policy), split_list(opened.cache_size), rules, tokens)

@@ -3,7 +3,6 @@
 import ipaddress
 import signal
 import socket
-from functools import partial
 from types import FrameType
 from typing import Annotated
 
@@ -17,7 +16,6 @@ from replay.live.server import Generation, application
 from sim.commands import options
 from sim.quantities import show_bytes
 from terminal import console
-from terminal.console import progress
 from traces.errors import InputError, refuse
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,9 +33,8 @@ LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def serve(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
-    opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options
     *,
+    opened: LiveOptions,
     on: Live,
     host: Annotated[str, typer.Option(help="Address to listen at; beyond this computer it needs --api-key.")] = (
         "127.0.0.1"
@@ -68,7 +65,7 @@ def serve(
     transformers.logging.set_verbosity_error()
     with (
         listen(host, port) as listening,
-        opened.live(model, on, opened.policy, partial(progress, quiet=quiet, what="experts")) as live,
+        opened.live(on, quiet) as live,
     ):
         for note in live.loaded.notes:
             console.warn(note)

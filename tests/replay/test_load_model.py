@@ -24,7 +24,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import logits, prompt, saved, saved_in_few_bits, saved_in_int4, whole_model
 from tracer.answers import LoadedModel, Runner
 from tracer.hook import ExpertsHook
-from tracer.observed import Sampling, Wanted
+from tracer.observed import Answers, Wanted
 from traces import InputError, Trace
 
 BATCH = {
@@ -225,7 +225,7 @@ def test_the_trace_of_a_batch_is_what_the_tracer_records(model: Any, whole: Any)
     generated(model, **BATCH)
     with ExpertsHook(whole) as hook:
         hook.probe()
-        answers = Runner(LoadedModel("whole", whole, None), hook, lambda rows: None).generate(tokens, 8, Sampling())
+        answers = Runner(LoadedModel("whole", whole, None), hook, lambda rows: None).generate(tokens, 8, Answers())
         wanted = [np.concatenate([part.ids[rows] for part, rows in answer.routed]) for answer in answers]
     trace: Trace = model.expert_cache.trace
     assert trace.token_id is not None

@@ -16,7 +16,7 @@ from tests.support.live_models import saved, whole_model
 from tracer import demo
 from tracer.answers import LoadedModel, Runner
 from tracer.hook import ExpertsHook
-from tracer.observed import Answer, Sampling
+from tracer.observed import Answer, Answers
 from traces import Trace
 from traces.drafts import Drafts
 
@@ -34,7 +34,7 @@ def answered(whole: Any, tokens: list[int], draft: int) -> tuple[Answer, list[tu
     with ExpertsHook(whole) as hook:
         hook.probe()
         runner = Runner(LoadedModel("whole", whole, None), hook, lambda given: None, draft=draft)
-        return runner.generate([tokens], LONG, Sampling())[0], runner.drafts
+        return runner.generate([tokens], LONG, Answers())[0], runner.drafts
 
 
 @pytest.mark.parametrize(("policy", "draft"), [("lru", 4), ("eamc-blend", 16)])
@@ -83,7 +83,7 @@ def test_each_pass_is_what_the_whole_model_makes_of_it(architecture: str, dtype:
     ):
         live.draft = 3
         runner = Runner(live.loaded, hook, lambda given: None, draft=3)
-        (found,) = runner.generate([REPEATING], LONG, Sampling())
+        (found,) = runner.generate([REPEATING], LONG, Answers())
         live.end_request()
         rows = [row.numbers[:2] for row in live.rows]
     assert runner.drafts == drafts
@@ -103,7 +103,7 @@ def test_what_is_drawn_is_recorded_as_it_was_fed(tmp_path: Path) -> None:
     with ExpertsHook(whole) as hook:
         hook.probe()
         runner = Runner(LoadedModel("whole", whole, None), hook, lambda given: None, draft=4)
-        (found,) = runner.generate([REPEATING], LONG, Sampling(temperature=0.01))
+        (found,) = runner.generate([REPEATING], LONG, Answers(temperature=0.01))
         fed = [*REPEATING, *found.output[:-1]]
         assert len(routed(found)) == len(fed)
         hook.clear()

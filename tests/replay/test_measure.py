@@ -27,7 +27,7 @@ from replay.calibration.in_loop import (
     tokens_in_loop,
     with_host,
 )
-from replay.calibration.measure import PASSES, combined, measure_model, one_pass, policy_ns, steady_ns, under_policy
+from replay.calibration.measure import PASSES, combined, measure_model, one_pass, policy_ns, steady_ns
 from replay.calibration.meter import Meter, rising
 from replay.calibration.parts import _pumped, decoded_contexts, ladder, slowed, top_k, transfers
 from replay.devices.cuda import CudaDevice, Launches
@@ -78,7 +78,8 @@ TIMING = Growing(11, 5, 2, 3, 7)
 
 
 def measure(device: Device, plan: Run, most_tokens: int) -> tuple[MeasuredTiming, Link]:
-    return under_policy(measure_model(device, plan, most_tokens, "this machine").model, plan, device)
+    model = measure_model(device, plan, most_tokens, "this machine").model
+    return model.timing(policy_ns(plan, device)), model.link(plan.gpu.link.chunk_bytes)
 
 
 def all_hit_ns(device: Device, plan: Run, context: int) -> int:

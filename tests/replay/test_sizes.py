@@ -17,7 +17,7 @@ from safetensors import safe_open
 from policies.core.policy import Shape
 from policies.core.residency_compiled import places_of
 from policies.core.spec import parse
-from replay.calibration.measure import measure_model, under_policy
+from replay.calibration.measure import measure_model, policy_ns
 from replay.devices.cuda import Launches
 from replay.devices.expert_file import ExpertFile, write
 from replay.devices.lanes import PAGE, page_up
@@ -154,7 +154,7 @@ def test_measuring_a_simulated_device_gives_back_the_time_of_each_size(slots: in
     run = gpu_run(requests, Shape(3, 8), slots * 400, parse("lru"), TIMING, link, experts_per_layer=1.0)
     device = SimpyDevice(TIMING, link)
     found = measure_model(device, run, 1, "this machine").model
-    timing, measured = under_policy(found, run, device)
+    timing, measured = found.timing(policy_ns(run, device)), found.link(run.gpu.link.chunk_bytes)
     assert [measured.used_ns(measured.bytes_of(layer)) for layer in range(3)] == [1240, 790, 943]
     assert (found.turnaround_ns, timing.expert_ns(1)) == (0, TIMING.expert_ns(1))
     predicted = compiled_engine.simulate(run.on(timing, measured, 1.0))

@@ -19,7 +19,7 @@ from tests.support.routing_oracle import EVERY
 from tests.support.same import assert_same
 from tracer.answers import LoadedModel, Runner
 from tracer.hook import ExpertsHook
-from tracer.observed import Answer, Sampling
+from tracer.observed import Answer, Answers
 from tracer.prompts import Prompt
 from tracer.record import Options, record
 from traces import DECODE, PREFILL, InputError, Trace
@@ -188,7 +188,7 @@ def test_a_forced_response_is_routed_as_its_generation_was(loaded: LoadedModel) 
     with ExpertsHook(loaded.model) as hook:
         hook.probe()
         runner = Runner(loaded, hook, lambda rows: None)
-        free = runner.generate(prompts, 6, Sampling())
+        free = runner.generate(prompts, 6, Answers())
         forced = runner.force(prompts, [answer.output for answer in free])
     for generated, given in zip(free, forced, strict=True):
         assert (generated.prompt, generated.output) == (given.prompt, given.output)
@@ -233,7 +233,7 @@ def test_each_turn_is_asked_with_all_that_was_said(tmp_path: Path) -> None:
     assert trace.token_id is not None
     with ExpertsHook(loaded.model) as hook:
         hook.probe()
-        first = Runner(loaded, hook, lambda rows: None).generate([list(b"Hello")], 6, Sampling())[0]
+        first = Runner(loaded, hook, lambda rows: None).generate([list(b"Hello")], 6, Answers())[0]
     answer = loaded.text(first.output)
     asked = f"Hello\n{answer}\nAnd now?".encode()
     assert trace.requests["prompt_tokens"].tolist() == [5, len(asked)]
