@@ -85,21 +85,16 @@ class Choice:
         return self.target.device
 
     @property
-    def machine(self) -> str | None:
-        if self.device == "virtual":
-            return None
-        from replay.devices.stage import machine_name
-
-        return machine_name(self.device)
-
-    @property
     def key(self) -> str:
         """Return a digest of all that decides what is measured. No real device charges a policy what is stated."""
-        loaded = self.loaded
+        loaded, machine = self.loaded, None
         if self.device != "virtual":
+            from replay.devices.stage import machine_name
+
+            machine = machine_name(self.device)
             loaded = replace(loaded, experiment=replace(loaded.experiment, predictor_us=0.0))
         cell = grid.key(loaded, self.policy, self.slots)
-        return key_of(cell=cell, device={"machine": self.machine, **vars(self.target)})
+        return key_of(cell=cell, device={"machine": machine, **vars(self.target)})
 
     def stage(self, memory: "HostMemory | None" = None, gpu: "Gpu | None" = None) -> "AbstractContextManager[Stage]":
         """Open what the model takes on the device, for this cell and others of its model; see `open_stage`."""

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from inspect import signature
-from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from tracer.blaming import blaming
 from tracer.hook import ExpertsHook
 from tracer.lookup import drafting
-from tracer.observed import Answer, Answers, Pass, Tokens, Wanted
+from tracer.observed import Answer, Answers, Pass, Tokens, Wanted, messages_of
 from traces.errors import InputError
 from traces.schema import TraceMeta
 
@@ -88,17 +87,10 @@ class LoadedModel:
         return int(next(token for token in named if token is not None))
 
     def prompt_tokens(self, said: Sequence[str], template: bool) -> list[int]:
-        if template:
-            roles = cycle(("user", "assistant"))
-            return self.chat_tokens([{"role": role, "content": text} for role, text in zip(roles, said, strict=False)])
-        return self._ids(text="\n".join(said))
-
-    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of messages (each a role and a content) that the model is to answer; raises InputError."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            return self.prompt_tokens([message["content"] for message in messages], template=False)
+        if not (template and getattr(self.tokenizer, "chat_template", None)):
+            return self._ids(text="\n".join(said))
         with blaming(f"the chat template of {self.name} fails"):
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(messages_of(said), add_generation_prompt=True, tokenize=False)
         return self._ids(text=text, add_special_tokens=False)
 
     def _ids(self, **options: Any) -> list[int]:

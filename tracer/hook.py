@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +89,10 @@ class ExpertsHook:
     def __enter__(self) -> "ExpertsHook":
         with ExitStack() as opening:
             self.notes[:] = opening.enter_context(mended(self.model))
-            for handle in self._handles():
+            model: Any = self.model
+            modules = [model.get_encoder(), model.get_decoder()] if self.stacks == 2 else [model]
+            ends = (each.register_forward_hook(partial(self._ended, stack)) for stack, each in enumerate(modules))
+            for handle in chain(chain.from_iterable(map(self._attach, self.sites)), ends):
                 opening.callback(handle.remove)
             self._open = opening.pop_all()
         return self
@@ -127,13 +131,6 @@ class ExpertsHook:
         self._router_outputs.clear()
         if self.ahead:
             self.ahead.clear()
-
-    def _handles(self) -> Iterator[Any]:
-        for site in self.sites:
-            yield from self._attach(site)
-        model: Any = self.model
-        for stack, module in enumerate([model.get_encoder(), model.get_decoder()] if self.stacks == 2 else [model]):
-            yield module.register_forward_hook(partial(self._ended, stack))
 
     def _attach(self, site: Site) -> Iterator[Any]:
         """Hook one layer: its choice, and what was asked for besides."""

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from ctypes import c_void_p, cast
 from datetime import datetime
 from importlib.metadata import version
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
 from tracer.loading import Loading
-from tracer.observed import Answer, Answers, Pass, Tokens, Wanted, candidates_of
+from tracer.observed import Answer, Answers, Pass, Tokens, Wanted, candidates_of, messages_of
 from tracer.routers import NAMED, TRANSFORMS, Routers
 from traces.errors import InputError, located, refuse
 from traces.llama_library import EVAL, Copied, library
@@ -83,11 +82,9 @@ class GgufModel:
         source = self.library.llama_model_chat_template(self.model, None) if template else None
         if source is None:
             return self._ids("\n".join(said), special=True)
-        roles = cycle(("user", "assistant"))
-        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
         marks = {name: self._mark(name) for name in ("bos", "eos")}
         try:
-            return self._ids(_rendered(source.decode(), messages, marks), special=False)
+            return self._ids(_rendered(source.decode(), messages_of(said), marks), special=False)
         except TemplateError as error:
             raise InputError(f"the chat template of {self.name} fails: {error}") from error
 
@@ -267,7 +264,9 @@ class GgufRunner:
             self._run(part)
             shown.append(self._shown(len(part)))
             ahead.append(self._ahead(len(part)))
-            scored.extend([self._probabilities()] if self._options.scores else [])
+            if self._options.scores:
+                read = np.stack([self._array(PROBABILITIES % block, np.float32) for block in self._layers], 1)
+                scored.append(read if read.min() >= 0 and read.max() <= 1 else TRANSFORMS["softmax"](read))
             if first + TOKENS < len(tokens):
                 self._on_step(0)
         ids, weights = (np.concatenate(parts) for parts in zip(*shown, strict=True))
@@ -281,11 +280,6 @@ class GgufRunner:
         if self._picks:
             more["lookahead"], more["lookahead_scores"] = (np.concatenate(part) for part in zip(*ahead, strict=True))
         return Pass(0, ids, **more)
-
-    def _probabilities(self) -> NDArray[np.float32]:
-        """Return the routers' probabilities of all experts, [T, L, E], of what has run."""
-        shown = np.stack([self._array(PROBABILITIES % block, np.float32) for block in self._layers], 1)
-        return shown if shown.min() >= 0 and shown.max() <= 1 else TRANSFORMS["softmax"](shown)
 
     def _ahead(self, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
         """Return what routers pick ahead of time, and scores, [T, L, distances, picks] each, of what has run."""

@@ -88,6 +88,11 @@ class Pass:
     scores: NDArray[np.float32] | None = None  # of these, logarithms of probabilities
 
 
+def messages_of(said: Sequence[str]) -> list[dict[str, str]]:
+    """Return what user and model said in turn as a chat template takes it."""
+    return [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)]
+
+
 def candidates_of(
     ids: NDArray[np.int32], probabilities: NDArray[np.float32], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

@@ -45,10 +45,12 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
     transfer_ns, latency_ns = transfers(meter, run, places, paces)
     contexts = decoded_contexts(run)
     device.prepare(contexts)
-    sizes, behind = [1, *ladder(most_tokens)], _longest_behind(run)
+    sizes = [1, *ladder(most_tokens)]
+    late = (request.context[(request.tokens > 1) & (request.context > request.tokens)] for request in run.requests)
+    behind = max((int(each.max(initial=0)) for each in late), default=0)  # the longest context with others before it
     decode, whole = [(1, context) for context in contexts], [(tokens, tokens) for tokens in sizes[1:]]
-    late = [(tokens, behind) for tokens in sizes[1:] if tokens < behind]
-    first_dense, dense = _dense(meter, run.shape.layers, [decode, whole, late])
+    longest = [(tokens, behind) for tokens in sizes[1:] if tokens < behind]
+    first_dense, dense = _dense(meter, run.shape.layers, [decode, whole, longest])
     together = min(top_k(run), places)
 
     def experts(tokens: int, number: int) -> None:
@@ -108,12 +110,6 @@ def ladder(most_tokens: int) -> list[int]:
     while sizes[-1] < most_tokens:
         sizes.append(min(sizes[-1] * LADDER, most_tokens))
     return sizes if most_tokens > 1 else []
-
-
-def _longest_behind(run: Run) -> int:
-    """Return the longest context of a step of several tokens that has others before it; 0: there is none."""
-    late = (request.context[(request.tokens > 1) & (request.context > request.tokens)] for request in run.requests)
-    return max((int(contexts.max(initial=0)) for contexts in late), default=0)
 
 
 # Each part alone

@@ -44,7 +44,8 @@ def verdict(outcome: Outcome) -> str:
         low, high = outcome.interval_ms or (predicted, predicted)
         interval = f" ({_ms(low)} to {_ms(high)})" if outcome.interval_ms else ""
         text = f"Measured {_ms(measured)} ms {unit}; predicted {_ms(predicted)} ms{interval}: "
-        text += _off(predicted / measured - 1 if measured else 0.0)
+        error = predicted / measured - 1 if measured else 0.0
+        text += f"{abs(error):.0%} too {'slow' if error > 0 else 'fast'}" if round(abs(error), 2) else "right to 1%"
         if outcome.interval_ms:
             beyond = max(low - measured, measured - high)
             just = "just " if beyond <= JUST * measured else ""
@@ -56,10 +57,6 @@ def verdict(outcome: Outcome) -> str:
     saved = 1 - predicted / lru
     better = f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} than LRU"
     return f"{text} {row['policy']} is predicted to take {better} ({_ms(lru)} ms) here."
-
-
-def _off(error: float) -> str:
-    return f"{abs(error):.0%} too {'slow' if error > 0 else 'fast'}" if round(abs(error), 2) else "right to 1%"
 
 
 def _ms(value: float) -> str:

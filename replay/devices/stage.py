@@ -77,7 +77,11 @@ class Stage:
                 device.prepare(contexts)
                 yield device
                 if not self.network.finite():
-                    raise InputError(f"the network's output is not finite, its figures are worth nothing: {self._why}")
+                    why = "try another --seed"
+                    if isinstance(self.store, ExpertFile):
+                        self.store.require_unchanged()
+                        why = f"with --verify, experts in {self.store.path} are compared with their checksums"
+                    raise InputError(f"the network's output is not finite, its figures are worth nothing: {why}")
             finally:
                 device.close()
         except (torch.OutOfMemoryError, MemoryError):
@@ -85,14 +89,6 @@ class Stage:
         except torch.AcceleratorError as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"the GPU reports an error, and the run cannot continue: {reason}") from error
-
-    @property
-    def _why(self) -> str:
-        """Return what may have made the output infinite. Raise InputError for a file of experts that was changed."""
-        if isinstance(self.store, ExpertFile):
-            self.store.require_unchanged()
-            return f"with --verify, experts in {self.store.path} are compared with their checksums"
-        return "try another --seed"
 
 
 @contextmanager

@@ -76,17 +76,14 @@ class HostMemory:
             raise InputError(f"no host memory for {show_bytes(sum(sizes))} of experts: {error}") from None
         self.nbytes = sum(sizes)
         if seed is not None:
-            self._fill(stride, seed)
+            places = self.cut(stride)
+            stamps = Stamps(len(places), stride, seed)
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                list(threads.map(stamps.write, range(len(places)), places))
 
     def cut(self, stride: int) -> list[Bytes]:
         """Return every buffer of `stride` bytes, none across two slabs."""
         return [slab[at : at + stride] for slab in self.slabs for at in range(0, len(slab) - stride + 1, stride)]
-
-    def _fill(self, stride: int, seed: int) -> None:
-        places = self.cut(stride)
-        stamps = Stamps(len(places), stride, seed)
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(stamps.write, range(len(places)), places))
 
 
 class HostStore:

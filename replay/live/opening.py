@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from policies.core.bent import Commit, Rule
 from policies.core.policy import Shape
@@ -57,12 +57,6 @@ DEVICES = ("disk", "cuda")
 SMALLER = "choose a smaller --cache-size, or max"
 MOST = "max"  # a cache of as many experts as fit into memory
 TRIED_TOKENS = 24  # of a prefill, from which the bytes of KV cache a token are measured
-
-
-def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Compute experts: the implementation that transformers calls."""
-    output: Tensor = getattr(module, HOOK)(hidden, index, weights)
-    return output
 
 
 def load_model(
@@ -168,8 +162,10 @@ def open_live(
         without = opening.enter_context(
             opened(source or str(demo.MODEL), dtype, name or (None if source else demo.NAME))
         )
-        if gpu:
-            _move(without.loaded.model, gpu.device)
+        if gpu:  # what tensors share stays so
+            for tensor in (*without.loaded.model.parameters(), *without.loaded.model.buffers()):
+                if not tensor.is_meta:
+                    tensor.data = tensor.data.to(gpu.device, copy=True)
         experts = partial(expert_store, without, file=target.store, progress=progress)
         more = progress, on_note, lookahead, rule
         live = _cached(opening, without, experts, gpu, target.lanes, spec, cache_size, profile, *more)
@@ -187,7 +183,7 @@ def _prepared(target: DeviceChoice, policy: str | PolicySpec, profile: Path | No
         require_cuda("disk")
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # it takes as long as all of torch
 
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _live_experts)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, lambda module, *event: getattr(module, HOOK)(*event))
     return spec
 
 
@@ -250,13 +246,6 @@ def _unhook(model: Any, layers: Sequence[ExpertLayer], implementation: dict[str,
     model.set_experts_implementation(implementation)
     for layer in layers:
         layer.module.__dict__.pop(HOOK, None)
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Move everything but experts to memory of its own; what is shared stays so."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            tensor.data = tensor.data.to(device, copy=True)
 
 
 def require_causal(policy: PolicySpec, lookahead: int = 0) -> None:

@@ -176,7 +176,8 @@ def sources(
         if target not in state and name in state:
             target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         converter = by_pattern[pattern] if pattern else loading.WeightRenaming(name, target)
-        made = wanted.intersection(_targets(target, converter))
+        first, *patterns = converter.target_patterns  # a converter makes the parameters of all of them together
+        made = wanted.intersection([target, *(target.replace(first, each, 1) for each in patterns)])
         if not made:
             others[name] = tensors[name]
             continue
@@ -184,9 +185,3 @@ def sources(
         source.tensors.setdefault(pattern or name, []).append(tensors[name])
         wanted_sources |= dict.fromkeys(made, source)
     return wanted_sources, others
-
-
-def _targets(first: str, converter: Converter) -> list[str]:
-    """Return all parameters that a converter makes together; first: that of its first pattern."""
-    named, *patterns = converter.target_patterns
-    return [first, *(first.replace(named, pattern, 1) for pattern in patterns)]
