@@ -1,6 +1,6 @@
 """The command `moe-replay run`: run one cell on a device, in closed loop, and set it beside what is predicted."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +9,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from policies.core.spec import parse
 from replay import files
 from replay.choice import Choice, first_part
 from replay.commands import shown
 from replay.commands.device_options import Measured, Replayed, chosen
-from replay.device_choice import DeviceChoice
 from replay.devices.expert_file import command_of
 from replay.run import Outcome, replay
 from sim import defaults
@@ -77,15 +75,22 @@ def run(
     if target.device != "virtual" and not (from_ or cell.trace or "model_profile" in replayed):
         replayed |= {"model_profile": STAND_IN}
         output.note(f"taking the experts of {STAND_IN}: the shipped trace's own are too small to be timed")
+    swept_experts = None
     if from_:
-        request = _of_sweep(from_, cell, replayed, trust_folder)
+        experiment, cell, swept_experts, taken = _of_sweep(from_, cell, replayed, trust_folder)
     else:
         experiment = options.experiment(replayed, cell.trace)
-        request = Request(experiment, cell.policy or defaults.POLICY, cell.size, cell.taken(experiment, replayed))
-    choice = _choose(request, target, whole="requests" in replayed)
-    us = choice.loaded.measured_us([choice.policy])
-    choice = replace(choice, loaded=choice.loaded.charging(us))
-    output.note(*_notes(request, choice, on["device"]), *overhead_notes(us))
+        taken = cell.taken(experiment, replayed)
+    loaded = TimedRun.of(experiment)
+    policy, slots = cell.chosen(loaded)
+    if swept_experts not in (None, experts := loaded.experts_in(slots)):
+        was = f"a cache of {cell.size} was {swept_experts} experts in the sweep and is {experts} with this trace"
+        raise InputError(f"{was}: it is of another model")
+    if "requests" not in replayed:
+        loaded = first_part(loaded, target.device)
+    choice, us = Choice(loaded, policy, slots, target), loaded.measured_us([policy])
+    choice = replace(choice, loaded=loaded.charging(us))
+    output.note(*taken, *loaded.notes, *_notes(choice, experiment.requests, on["device"]), *overhead_notes(us))
     folder = output.folder(choice.loaded.experiment.trace, "-replay")
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
     is_real = choice.device != "virtual"
@@ -102,22 +107,16 @@ def run(
     output.show(lambda: shown.as_json(outcome), lambda: _shown(outcome, folder))
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be replayed, as far as options say, and what was taken where they do not."""
+def _of_sweep(
+    folder: Path, cell: CellOptions, replayed: options.Stated, trust: bool
+) -> tuple[Experiment, CellOptions, int | None, list[str]]:
+    """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail.
 
-    experiment: Experiment
-    policy: str
-    cache_size: str
-    notes: Sequence[str] = ()
-    cache_experts: int | None = None  # what the size came to in the sweep; None: typed
-
-
-def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated, trust: bool) -> Request:
-    """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail."""
+    Behind it stand what the size came to in experts, unless policy and size are typed, and notes.
+    """
     experiment, winners = winner.read(folder, {"untimed": False, **replayed, **typed(trace=cell.trace)}, trust)
     if cell.policy and cell.cache_size:
-        return Request(experiment, cell.policy, cell.cache_size)
+        return experiment, cell, None, []
     sizes = {one.cache_size: one for one in winners}
     if not sizes:
         raise InputError(f"the sweep in {folder} has no winner: name --policy and --cache-size")
@@ -128,35 +127,15 @@ def _of_sweep(folder: Path, cell: CellOptions, replayed: options.Stated, trust: 
     note = f"taking {best.policy}, the winner of {folder} at {size}"
     if len(sizes) > 1:
         note += f" (--cache-size: it has others at {', '.join(other for other in sizes if other != size)})"
-    notes = () if cell.policy else (note,)
     policy = cell.policy or from_file(folder / winner.NAME, "policy", best.policy, trust)
-    return Request(experiment, policy, size, notes, best.cache_experts)
+    found = replace(cell, policy=policy, cache_size=size)
+    return experiment, found, best.cache_experts, [] if cell.policy else [note]
 
 
-def _choose(request: Request, target: DeviceChoice, whole: bool) -> Choice:
-    """Read all files. Raise InputError for whatever cannot be used.
-
-    whole: run all that the experiment names, however long.
-    """
-    loaded = TimedRun.of(request.experiment)
-    policy = parse(request.policy)
-    slots = loaded.slots_for(policy, request.cache_size)
-    if request.cache_experts not in (None, experts := loaded.experts_in(slots)):
-        raise InputError(
-            f"a cache of {request.cache_size} was {request.cache_experts} experts in the sweep and is {experts} with "
-            "this trace: it is of another model"
-        )
-    if not whole:
-        loaded = first_part(loaded, target.device)
-    return Choice(loaded, policy, slots, target)
-
-
-def _notes(request: Request, choice: Choice, device_typed: str) -> Iterator[str]:
-    """Yield what was taken where options do not say, and what keeps the figures from being a machine's."""
-    yield from (*request.notes, *choice.loaded.notes)
+def _notes(choice: Choice, requests: int | None, device_typed: str) -> Iterator[str]:
+    """Yield on what is run, and what keeps the figures from being a machine's. requests: those of the experiment."""
     device = f"device {choice.device}" + (" (auto)" if device_typed == "auto" else "")
-    count, experiment = len(choice.loaded.trace.requests), choice.loaded.experiment
-    all_of_it = experiment.requests == request.experiment.requests
+    count, all_of_it = len(choice.loaded.trace.requests), choice.loaded.experiment.requests == requests
     yield f"{device}, " + (f"{count} requests" if all_of_it else f"the first {count} requests (--requests N for more)")
     if choice.device != "virtual":
         yield "this machine is measured before the run and after it, which can take minutes each"

@@ -77,6 +77,11 @@ class Side:
     paces: tuple[Pace, ...] = ()  # of the device in the run's pauses
 
     @property
+    def latency_ns(self) -> Int:
+        """Return the ns of the only request of each step (rule 18), so with the host's time between two: int64[S]."""
+        return self.log.by_request.latency_ns
+
+    @property
     def figures(self) -> Row:
         return {name: self.row[name] for name in FIGURES if name in self.row}
 
@@ -131,7 +136,7 @@ class CellOutcome:
     @property
     def errors(self) -> dict[str, float]:
         decoded, row = self.decoded, self.measured.row
-        each = errors.time_errors(*(latencies(side.log)[decoded] for side in (self.measured, self.predicted)))
+        each = errors.time_errors(*(side.latency_ns[decoded] for side in (self.measured, self.predicted)))
         if row["ttft_mean_ms"] is not None:
             each["ttft_mean"] = errors.relative(self.predicted.row["ttft_mean_ms"], row["ttft_mean_ms"])
         if without := self.predicted_without_host:
@@ -189,8 +194,8 @@ class CellOutcome:
             "phase": measured.phase,
             "tokens": measured.tokens,
             "counted": counted_steps(self.choice, measured),
-            "measured_ns": latencies(measured),
-            "predicted_ns": latencies(predicted),
+            "measured_ns": self.measured.latency_ns,
+            "predicted_ns": self.predicted.latency_ns,
         }
         for name in errors.DECIDED:
             columns |= {f"measured_{name}": getattr(measured, name), f"predicted_{name}": getattr(predicted, name)}
@@ -216,9 +221,6 @@ class FixedOrder(Decider):
     def begin_request(self, ordinal: int, batch_slot: int = 0) -> None: ...
 
     def observe(self, event: Event) -> None: ...
-
-    def propose(self, event: Event) -> tuple[Int, Float] | None:
-        return None
 
     def end_request(self, batch_slot: int = 0) -> None: ...
 
@@ -278,7 +280,7 @@ def run_cell(
             return replace(side, paces=tuple(paces))
 
     def mean_ms(side: Side) -> float:
-        decoded = latencies(side.log)[decoded_steps(choice, side.log)]
+        decoded = side.latency_ns[decoded_steps(choice, side.log)]
         return float(decoded.mean()) / 1e6 if len(decoded) else 0.0
 
     runs = sorted([run_once() for _ in range(repeat)], key=mean_ms)
@@ -303,11 +305,6 @@ def under_contention(choice: Choice, model: MeasuredModel, predictor_ns: int) ->
     return slowed.timing(predictor_ns), slowed.link(chunk_bytes)
 
 
-def latencies(log: RunLog) -> Int:
-    """Return the ns of the only request of each step (rule 18), so with the host's time between two: int64[S]."""
-    return log.by_request.latency_ns
-
-
 def counted_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
     """Return all steps but warm-up: bool[S]."""
     return log.request >= choice.loaded.experiment.warmup_requests
@@ -322,9 +319,7 @@ def decoded_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
 class WithoutPolicy(Derived):
     """A timing that charges nothing for policy overhead."""
 
-    @property
-    def predictor_ns(self) -> int:
-        return 0
+    predictor_ns = 0
 
 
 # Both sides

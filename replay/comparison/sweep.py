@@ -97,11 +97,8 @@ class Comparison:
         return {
             "gpu": here.get("device_name") if self.choice.device == "cuda" else None,
             "machine": here.get("device_name"),
-            "driver": here.get("driver"),
-            "torch": here.get("torch"),
+            **{name: here.get(name) for name in ("driver", "torch", "host_pinned", "computed_in")},
             "device": self.choice.device,
-            "host_pinned": here.get("host_pinned"),
-            "computed_in": here.get("computed_in"),
             "ceiling_gb_per_s": ceiling_gb_per_s(stage) if stage else None,
             "hardware": machine.facts,
         }
