@@ -76,6 +76,16 @@ class DirectFile:
         except OSError as error:
             raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
 
+    def read_pages(self, target: memoryview, offset: int, needed: int) -> None:
+        """Read whole pages from `offset` on into `target`. Raise InputError where `needed` bytes are not there."""
+        begin = 0
+        while begin < needed:
+            got = self.read_at(target[begin:], offset + begin)
+            whole = got if begin + got >= needed else got // PAGE * PAGE  # else at the file's end
+            if not whole:
+                raise InputError(f"{self.path} is cut off at byte {offset + begin + got}")
+            begin += whole
+
     def _stamped(self) -> tuple[int, int]:
         facts = os.fstat(self._file)
         return facts.st_size, facts.st_mtime_ns
@@ -93,7 +103,7 @@ class DirectFile:
 
 
 class ExpertFile(DirectFile):
-    """An open file of experts (an `ExpertStore`), of which the first one begins at byte `begin`."""
+    """An open file of experts (an `ExpertSource`), of which the first one begins at byte `begin`."""
 
     def __init__(self, path: Path, model: "StoredModel | ModelProfile") -> None:
         """Raise InputError if the file is missing, cut off, or is of another model."""
@@ -112,12 +122,8 @@ class ExpertFile(DirectFile):
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Read whole pages: those that begin at or behind `first`, and before `last`."""
         begin, end = page_up(first), min(page_up(last), page_up(self.bytes_of(expert)))
-        at, target = self.begin + self._places[expert % self.distinct], slot.data
-        while begin < end:
-            got = self.read_at(target[begin:end], at + begin)
-            begin += got if begin + got >= end else got // PAGE * PAGE
-            if got < PAGE and begin < end:
-                raise InputError(f"{self.path}: expert {expert} is cut off: the file has shrunk while it was read")
+        at = self.begin + self._places[expert % self.distinct] + begin
+        self.read_pages(slot.data[begin:end], at, end - begin)
 
     def holds(self, expert: int, content: Bytes) -> bool:
         place = expert % self.distinct * 8

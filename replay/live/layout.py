@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, ExpertSource
 from replay.live.packing import Packing
-from replay.live.shards import ALIGNMENT
-from replay.live.sources import OfExpert, Readable, Row, add_row, end_of
+from replay.live.shards import ALIGNMENT, Held, Shard
+from replay.live.sources import OfExpert, Row, add_row, end_of
 from traces.errors import InputError
 from traces.models.sites import find_sites
 
@@ -77,15 +75,13 @@ def _layer(name: str, module: nn.Module) -> ExpertLayer:
     for label, weight in module.named_parameters(recurse=False):
         if weight.dim() > 1 and {len(weight)} == lengths:
             add_row(rows, label, tuple(weight.shape[1:]), weight.dtype)
-    if not rows:
-        raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
     return ExpertLayer(name, module, lengths.pop(), tuple(rows))
 
 
 class Piece(NamedTuple):
     """Bytes of an expert that lie together in a file, and their place in the slot."""
 
-    shard: Readable
+    shard: Shard | Held
     offset: int  # in the file
     begin: int  # byte of the expert
     size: int
@@ -140,7 +136,7 @@ class ShardStore(ExpertSource):
                 continue
             offset, place = offset + low - begin, place + low - begin
             if in_pages:
-                shard.read_pages(offset, high - low, slot, place)
+                shard.read_to(offset, high - low, slot, place)
             else:
                 shard.read(offset, slot[place : place + high - low])
 
@@ -155,26 +151,6 @@ def places_of(store: ExpertSource, layers: Sequence[ExpertLayer]) -> Callable[[i
         return store.places
     experts, begins = layers[0].experts, [tuple(row.begin for row in layer.stored) for layer in layers]
     return lambda expert: begins[expert // experts]
-
-
-class Held:
-    """A parameter as a file is read, of which offsets are addresses: so rows are aligned in slots as they are here."""
-
-    past_cache = False
-
-    def __init__(self, weight: Tensor) -> None:
-        self._content = weight.detach().contiguous().view(-1).view(torch.uint8)
-        self.address = self._content.data_ptr()
-
-    def read(self, offset: int, target: Bytes) -> None:
-        begin = offset - self.address
-        np.copyto(target, self._content[begin : begin + len(target)].cpu().numpy())
-
-    def read_pages(self, offset: int, size: int, memory: Bytes, place: int) -> None:
-        self.read(offset, memory[place : place + size])
-
-    def require_unchanged(self) -> None:
-        """A parameter that is changed is read as it is then."""
 
 
 def held_store(layers: Sequence[ExpertLayer]) -> ShardStore:

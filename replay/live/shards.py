@@ -38,29 +38,19 @@ class Shard(DirectFile):
         while begin < end:
             lead = (offset + begin) % PAGE
             block = self._block(lead + end - begin)
-            got = min(self.read_at(block.data, offset + begin - lead) - lead, end - begin)
-            if got <= 0:
-                raise self._cut_off(offset + begin)
-            np.copyto(target[begin : begin + got], block[lead : lead + got])
-            begin += got
+            size = min(len(block) - lead, end - begin)
+            self.read_pages(block.data, offset + begin - lead, lead + size)
+            np.copyto(target[begin : begin + size], block[lead : lead + size])
+            begin += size
 
-    def read_pages(self, offset: int, size: int, memory: Bytes, place: int) -> None:
+    def read_to(self, offset: int, size: int, memory: Bytes, place: int) -> None:
         """Read the pages that hold `size` bytes from `offset` on, so that these come to lie at `memory[place]`.
 
         Nothing is copied: place and offset lie equally far behind the beginning of a page, and so does `memory` at one.
         What else is in the pages is written as well. Raise InputError where the file is cut off.
         """
-        lead = offset % PAGE
-        begin, end, at = place - lead, page_up(place + size), offset - lead
-        while begin < place + size:
-            got = self.read_at(memory[begin:end].data, at)
-            whole = got if begin + got >= place + size else got // PAGE * PAGE  # else at the file's end
-            if not whole:
-                raise self._cut_off(at + got)
-            begin, at = begin + whole, at + whole
-
-    def _cut_off(self, offset: int) -> InputError:
-        return InputError(f"{self.path} is cut off at byte {offset}")
+        begin = place - offset % PAGE
+        self.read_pages(memory[begin : page_up(place + size)].data, offset - offset % PAGE, place + size - begin)
 
     def _block(self, size: int) -> Bytes:
         """Return memory of this thread, uint8[whole pages, enough for `size` or BOUNCE_BYTES]."""
@@ -68,6 +58,26 @@ class Shard(DirectFile):
             self._bounce.memory = anonymous(BOUNCE_BYTES)
         memory: Bytes = self._bounce.memory
         return memory[: min(page_up(size), BOUNCE_BYTES)]
+
+
+class Held:
+    """A parameter as a file is read, of which offsets are addresses: so rows are aligned in slots as they are here."""
+
+    past_cache = False
+
+    def __init__(self, weight: Tensor) -> None:
+        self._content = weight.detach().contiguous().view(-1).view(torch.uint8)
+        self.address = self._content.data_ptr()
+
+    def read(self, offset: int, target: Bytes) -> None:
+        begin = offset - self.address
+        np.copyto(target, self._content[begin : begin + len(target)].cpu().numpy())
+
+    def read_to(self, offset: int, size: int, memory: Bytes, place: int) -> None:
+        self.read(offset, memory[place : place + size])
+
+    def require_unchanged(self) -> None:
+        """A parameter that is changed is read as it is then."""
 
 
 def lead_of(offset: int, width: int) -> int:
@@ -105,8 +115,7 @@ class ShardTensor:
 
     def get_dtype(self) -> str:
         dtypes = transformers.modeling_utils.str_to_torch_dtype
-        names: dict[torch.dtype, str] = {dtype: name for name, dtype in dtypes.items()}
-        return names[self.dtype]
+        return next(str(name) for name, dtype in dtypes.items() if dtype is self.dtype)
 
 
 def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTensor]]:

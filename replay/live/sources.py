@@ -10,14 +10,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from replay.devices.store import Bytes
-from replay.live.shards import ALIGNMENT, ShardTensor, lead_of
+from replay.live.shards import ALIGNMENT, Held, Shard, ShardTensor, lead_of
 
 
 @dataclass(frozen=True)
@@ -47,22 +46,7 @@ def add_row(rows: list[Row], name: str, shape: tuple[int, ...], dtype: torch.dty
     rows.append(Row(name, shape, dtype, begin))
 
 
-class Readable(Protocol):
-    """A file of a checkpoint (`Shard`), or what is read like one."""
-
-    past_cache: bool
-
-    def read(self, offset: int, target: Bytes) -> None:
-        """Read len(target) bytes."""
-
-    def read_pages(self, offset: int, size: int, memory: Bytes, place: int) -> None:
-        """Read them to `memory[place]`, which lies as far behind a page's beginning; what is around may be written."""
-
-    def require_unchanged(self) -> None:
-        """Raise InputError where the content was written to since it was opened."""
-
-
-Range = tuple[Readable, int, int]  # bytes that lie together in a file: from where on, and how many
+Range = tuple[Shard | Held, int, int]  # bytes that lie together in a file: from where on, and how many
 
 Converter = Any
 """A WeightConverter or WeightRenaming of transformers, imported where it is used, since that takes a second."""
