@@ -49,8 +49,6 @@ def generate(
 
     [b]moe-replay generate --model ./tiny --token-ids 5,6,7 --print-token-ids --max-new-tokens 16[/b]
     """
-    if overwrite and not record:
-        raise InputError("--overwrite replaces the trace of --record: name its folder, or leave it out")
     texts = prompts_of(prompt or [], prompts, token_ids)
     if record:
         check_target(record, overwrite)

@@ -41,13 +41,6 @@ class ExpertSource(Protocol):
         """Write an expert's bytes `first` to `last` to their place in its slot, uint8[stride]. Raise InputError."""
 
 
-class ExpertStore(ExpertSource, Protocol):
-    """Host memory (`HostStore`) or a file (`replay.devices.expert_file`): bytes lie in a slot as in the expert."""
-
-    def holds(self, expert: int, content: Bytes) -> bool:
-        """Return whether `content`, uint8[bytes_of(expert)], is `expert`."""
-
-
 class Stamps:
     """Contents of `buffers` random experts of `stride` bytes: bfloat16 numbers, finite as float32 too.
 
@@ -70,10 +63,7 @@ class HostMemory:
     def __init__(self, buffers: int, stride: int, seed: int | None) -> None:
         per_slab = max(1, SLAB_BYTES // stride)
         sizes = [min(per_slab, buffers - first) * stride for first in range(0, buffers, per_slab)]
-        try:
-            self.slabs = [anonymous(size) for size in sizes]
-        except MemoryError as error:
-            raise InputError(f"no host memory for {show_bytes(sum(sizes))} of experts: {error}") from None
+        self.slabs = [anonymous(size) for size in sizes]
         self.nbytes = sum(sizes)
         if seed is not None:
             places = self.cut(stride)
@@ -139,6 +129,7 @@ class HostStore:
         np.copyto(slot[first:last], self[expert][first:last])
 
     def holds(self, expert: int, content: Bytes) -> bool:
+        """Return whether `content`, uint8[bytes_of(expert)], is `expert`."""
         return np.array_equal(self[expert], content)
 
 

@@ -74,10 +74,6 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
         wanted = {f"{layer.name}.{row.name}" for layer in layers for row in layer.rows}
         there, others = sources(tensors, model, load_config, wanted)
         origins.update(there)
-        if lacking := wanted - origins.keys():
-            raise InputError(
-                f"{checkpoint.name} lacks {len(lacking)} stacks of experts of its model, such as {min(lacking)}"
-            )
         if load_config.hf_quantizer:
             for number, layer in enumerate(layers):
                 of_rows = {row: origins[f"{layer.name}.{row.name}"] for row in layer.rows}

@@ -12,7 +12,6 @@ from policies.core.policy import NO_FLOATS, NO_INTS
 from tracer.hook import ExpertsHook
 from tracer.lookahead import states_of
 from tracer.observed import Wanted
-from traces.errors import InputError
 from traces.schema import Picks
 
 Choices = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -50,14 +49,11 @@ class NextRouters:
         return self._ahead.trying
 
     def choices(self, layer: int) -> Choices:
-        """Return what the routers behind `layer` would choose for what has entered it. Raise InputError."""
+        """Return what the routers behind `layer` would choose for what has entered it."""
         found: Choices = []
         for site in self._sites[layer + 1 : layer + 1 + len(self.picks.distances)]:
             assert self._states is not None
-            try:
-                index, scores = self._ahead.picked(site, self._states)
-            except TypeError as error:
-                raise InputError(f"`lookahead`: {site.name} cannot be run on hidden states alone: {error}") from error
+            index, scores = self._ahead.picked(site, self._states)
             found.append((index.cpu().numpy(), scores.float().cpu().numpy()))
             self.named[layer + len(found), len(found)] = found[-1][0]
         return found
