@@ -67,14 +67,12 @@ class LoadedModel:
         return int(pad) if pad is not None else (self.stop_ids or [0])[0]
 
     @property
-    def starts(self) -> dict[str, int]:
+    def starts(self) -> dict[str, int | None]:
         """What an encoder-decoder's answers start with, as its checkpoint says: settings of generate()."""
         if not self.model.config.is_encoder_decoder:
             return {}
         forced = self.model.generation_config.forced_bos_token_id
-        return {"decoder_start_token_id": self.decoder_start} | (
-            {} if forced is None else {"forced_bos_token_id": forced}
-        )
+        return {"decoder_start_token_id": self.decoder_start, "forced_bos_token_id": forced}
 
     @property
     def decoder_start(self) -> int:
@@ -87,6 +85,7 @@ class LoadedModel:
         return int(next(token for token in named if token is not None))
 
     def prompt_tokens(self, said: Sequence[str], template: bool) -> list[int]:
+        """Return the tokens of texts of user and model in turn: by the chat template if `template`, else as lines."""
         if not (template and getattr(self.tokenizer, "chat_template", None)):
             return self._ids(text="\n".join(said))
         with blaming(f"the chat template of {self.name} fails"):
@@ -98,6 +97,7 @@ class LoadedModel:
             return list(self.tokenizer(**options)["input_ids"])
 
     def response_tokens(self, text: str) -> list[int]:
+        """Return the tokens of an answer, with the end of sequence that the model would have written."""
         encoded = self.model.config.is_encoder_decoder
         ids = self._ids(text_target=text) if encoded else self._ids(text=text, add_special_tokens=False)
         return ids if ids and ids[-1] in self.stop_ids else [*ids, *self.stop_ids[:1]] or ids
@@ -165,6 +165,7 @@ class Runner:
 
     @property
     def alone(self) -> bool:
+        """Return whether others in a batch would change a request's routing."""
         return self.hook.alone
 
     @property

@@ -52,7 +52,7 @@ SAMPLES = 256
 
 
 class GgufModel:
-    """A GGUF file that llama.cpp has mapped into memory, and its tokenizer. See `tracer.observed.Loaded`."""
+    """A GGUF file that llama.cpp has mapped into memory, and its tokenizer."""
 
     def __init__(self, path: Path, loading: Loading) -> None:
         """Raise InputError for a file that is no MoE model, or that llama.cpp cannot load."""
@@ -82,7 +82,11 @@ class GgufModel:
         source = self.library.llama_model_chat_template(self.model, None) if template else None
         if source is None:
             return self._ids("\n".join(said), special=True)
-        marks = {name: self._mark(name) for name in ("bos", "eos")}
+        marks = {}
+        for name in ("bos", "eos"):
+            token = getattr(self.library, f"llama_vocab_{name}")(self._vocabulary)
+            word = "" if token < 0 else self.library.llama_vocab_get_text(self._vocabulary, token).decode()
+            marks[f"{name}_token"] = word
         try:
             return self._ids(_rendered(source.decode(), messages_of(said), marks), special=False)
         except TemplateError as error:
@@ -120,13 +124,9 @@ class GgufModel:
         tokens: Tokens = ids[: self.library.llama_tokenize(self._vocabulary, *given)].tolist()
         return tokens
 
-    def _mark(self, name: str) -> str:
-        token = getattr(self.library, f"llama_vocab_{name}")(self._vocabulary)
-        return "" if token < 0 else self.library.llama_vocab_get_text(self._vocabulary, token).decode()
-
 
 class GgufRunner:
-    """Answers one prompt after another, observed. See `tracer.observed.ObservedModel`."""
+    """Answers one prompt after another, observed, as `tracer.answers.Runner`."""
 
     alone = False
     notes: Sequence[str] = ()
@@ -376,5 +376,4 @@ def _rendered(source: str, messages: list[dict[str, str]], marks: dict[str, str]
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     sandbox.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     sandbox.globals |= {"raise_exception": refused, "strftime_now": lambda form: datetime.now().strftime(form)}
-    tokens = {f"{name}_token": text for name, text in marks.items()}
-    return sandbox.from_string(source).render(messages=messages, add_generation_prompt=True, **tokens)
+    return sandbox.from_string(source).render(messages=messages, add_generation_prompt=True, **marks)

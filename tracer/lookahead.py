@@ -8,8 +8,9 @@ more, else those of the highest scores: probabilities as `tracer.gates` reads th
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -152,15 +153,11 @@ class Lookahead:
     def _picking(self, site: Site) -> Iterator[None]:
         """Have the model's own selection choose `picks` experts, where an attribute says how many it chooses."""
         modules: set[Any] = {site.owner, site.router} if self.picks < site.experts else set()
-        states = ((module, vars(module).get("top_k")) for module in modules if module is not None)
-        held = [(module, top_k) for module, top_k in states if isinstance(top_k, int)]
-        try:
-            for module, _ in held:
-                module.top_k = self.picks
+        with ExitStack() as patched:
+            for module in modules - {None}:
+                if isinstance(vars(module).get("top_k"), int):
+                    patched.enter_context(patch.object(module, "top_k", self.picks))
             yield
-        finally:
-            for module, top_k in held:
-                module.top_k = top_k
 
     @contextmanager
     def _aside(self, device: torch.device) -> Iterator[None]:

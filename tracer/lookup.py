@@ -4,9 +4,9 @@ transformers finds and compares them (`prompt_lookup_num_tokens`). It would also
 tokens than the answer may still have; here neither is done, so that a prefill is the prompt alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from transformers.generation import CandidateGenerator
@@ -30,12 +30,7 @@ class LookupDrafts(CandidateGenerator):  # type: ignore[misc]  # transformers ha
         """Learn nothing."""
 
 
-@contextmanager
-def drafting(model: Any) -> Iterator[None]:
+def drafting(model: Any) -> AbstractContextManager[Any]:
     """Let `generate` of a model draft so, where its generation config has `prompt_lookup_num_tokens`."""
     own = model._get_candidate_generator
-    model._get_candidate_generator = lambda **settings: LookupDrafts(own(**settings))
-    try:
-        yield
-    finally:
-        del model._get_candidate_generator
+    return patch.object(model, "_get_candidate_generator", lambda **settings: LookupDrafts(own(**settings)))

@@ -5,9 +5,10 @@ What was meant, and what 4.57 computes: the weighted sum of the experts whose co
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +34,7 @@ def intended_forward(self: Any, hidden: Tensor, mask: Tensor, combine: Tensor) -
 def mended(model: nn.Module) -> Iterator[list[str]]:
     """Within the context, NLLB's experts in `model` run as intended; yields what to tell the user, if anything."""
     broken: list[Any] = [module for module in model.modules() if type(module).__name__ == "NllbMoeExperts"]
-    for module in broken:
-        module.forward = MethodType(intended_forward, module)
-    try:
-        yield [NOTE] if broken else []
-    finally:
+    with ExitStack() as patched:
         for module in broken:
-            del module.forward
+            patched.enter_context(patch.object(module, "forward", MethodType(intended_forward, module)))
+        yield [NOTE] if broken else []

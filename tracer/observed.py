@@ -1,13 +1,12 @@
 """What recording needs of a model that runs: its answers, and what each of their tokens was routed to.
 
-An engine fulfils these protocols: transformers (`tracer.answers`) or llama.cpp (`tracer.llama`). Nothing here needs
-one of them.
+Engines are transformers (`tracer.answers`) and llama.cpp (`tracer.llama`), alike in all that `tracer.record` calls.
+Nothing here needs one of them.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from tracer.loading import PANEL as RUN
 from tracer.prompts import PANEL as PROMPTS
 from traces.errors import refuse
-from traces.schema import Picks, TraceMeta
+from traces.schema import Picks
 from traces.typed import Natural, Option
 
 Tokens = list[int]
@@ -112,56 +111,3 @@ class Answer:
     output: Tokens  # the last one was not fed back
     routed: list[tuple[Pass, slice]]  # prompt + output - 1 rows, in order
     drafted: list[int] | None = None  # of the rows behind the prompt, as a trace states it; None: nothing is drafted
-
-
-class ObservedModel(Protocol):
-    """A model that answers while its routing is observed. What cannot be done raises InputError."""
-
-    @property
-    def loaded(self) -> "Loaded":
-        """The model, for its texts and tokens."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether others in a batch would change a request's routing."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Lines that the user should read."""
-
-    def meta(self) -> TraceMeta:
-        """Return the metadata of a trace recorded from this model."""
-
-    def compute(self) -> dict[str, Any]:
-        """Return what decides over the routing besides the options: fingerprints of weights, types, the device."""
-
-    def seed(self, seed: int) -> None:
-        """Draw tokens by these random numbers from now on."""
-
-    def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Answers) -> list[Answer]:
-        """Let the model answer until its end of sequence or for `limit` tokens."""
-
-    def force(self, prompts: Sequence[Tokens], responses: Sequence[Tokens]) -> list[Answer]:
-        """Feed each prompt and its response."""
-
-
-class Loaded(Protocol):
-    """A model ready to be observed."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def context(self) -> int | None:
-        """Tokens of a request, prompt and answer, that the model is made for, if it says so."""
-
-    def prompt_tokens(self, said: Sequence[str], template: bool) -> Tokens:
-        """Return the tokens of texts of user and model in turn: by the chat template if `template`, else as lines."""
-
-    def response_tokens(self, text: str) -> Tokens:
-        """Return the tokens of an answer, with the end of sequence that the model would have written."""
-
-    def text(self, tokens: Sequence[int]) -> str: ...
-
-    def observed(self, wanted: Wanted, on_step: Callable[[int], None]) -> AbstractContextManager[ObservedModel]:
-        """Observe the model, and what is wanted besides the ids; `on_step` hears how many tokens a pass gave."""

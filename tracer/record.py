@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.loading import PANEL as RUN
-from tracer.observed import NEW_TOKENS, Answer, Answers, Loaded, ObservedModel, Tokens, Wanted
+from tracer.observed import NEW_TOKENS, Answer, Answers, Tokens, Wanted
 from tracer.prompts import PANEL as PROMPTS
 from tracer.prompts import Prompt
 from traces.check import first_fault
@@ -26,6 +26,13 @@ from traces.schema import OPTIONAL
 from traces.trace import Trace, concatenate, in_turn, listed
 from traces.typed import Option, Positive
 from traces.writer import TraceWriter
+
+if TYPE_CHECKING:  # each engine needs an extra of its own
+    from tracer.answers import LoadedModel, Runner
+    from tracer.llama import GgufModel, GgufRunner
+
+    Loaded = LoadedModel | GgufModel
+    Observed = Runner | GgufRunner
 
 GENERATE, FORCED = "generate", "teacher-forced"
 MODES = (GENERATE, FORCED)
@@ -88,7 +95,7 @@ class Options(Answers):
 
 
 def record(
-    loaded: Loaded,
+    loaded: "Loaded",
     prompts: Sequence[Prompt],
     out: Path,
     options: Options,
@@ -118,7 +125,7 @@ class Recording:
 
     def __init__(
         self,
-        model: ObservedModel,
+        model: "Observed",
         prompts: Sequence[Prompt],
         options: Options,
         on_note: Callable[[str], None] = lambda text: None,
@@ -254,13 +261,13 @@ def _require_turns(prompts: Sequence[Prompt], options: Options) -> None:
         raise InputError(f"two requests would have the id {name!r}; name another --id-column")
 
 
-def _require_tokens(what: str, prompts: Sequence[Prompt], tokens: Sequence[Tokens], loaded: Loaded) -> None:
+def _require_tokens(what: str, prompts: Sequence[Prompt], tokens: Sequence[Tokens], loaded: "Loaded") -> None:
     for prompt, each in zip(prompts, tokens, strict=True):
         if not each:
             raise InputError(f"the {what} {prompt.id!r} has no tokens in the vocabulary of {loaded.name}")
 
 
-def _settings(model: ObservedModel, prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
+def _settings(model: "Observed", prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
     """What decides over a recording besides its model, as plain values; of prompts and routers, fingerprints."""
     negated = {"token_ids": not options.no_tokens, "chat_template": not options.no_chat_template}
     elsewhere = {"mode", "no_tokens", "no_chat_template"}

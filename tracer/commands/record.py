@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,12 +13,15 @@ from terminal import console
 from tracer import demo
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, report
 from tracer.loading import Loading
-from tracer.observed import Loaded
 from tracer.prompts import Columns, read_prompts
 from tracer.record import GENERATE, Options
 from tracer.record import record as record_routing
 from traces.errors import refuse
 from traces.writer import check_target
+
+if TYPE_CHECKING:
+    from tracer.answers import LoadedModel
+    from tracer.llama import GgufModel
 
 
 class Meter:
@@ -121,7 +124,7 @@ def record(
     report(folder, quiet)
 
 
-def _loaded(model: str | None, gguf: Path | None, loading: Loading) -> Loaded:
+def _loaded(model: str | None, gguf: Path | None, loading: Loading) -> "LoadedModel | GgufModel":
     """Load a model with the engine that runs it, and import no other: each needs an extra of its own."""
     if gguf:
         from tracer.llama import GgufModel
