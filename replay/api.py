@@ -1,7 +1,4 @@
-"""The public function of replay: `replay` runs a policy over a trace on a real device, beside the prediction of it.
-
-Parameters have the names of the command's options, and the same defaults.
-"""
+"""The public function of replay: `replay` runs a policy over a trace on a real device, beside the prediction of it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack

@@ -44,8 +44,6 @@ class ExpertsHook:
     After `probe`, `names` and `modules` list the MoE layers in the order of execution, the encoder's first, and
     `sites` all that is known of them; `experts` is E, `top_k` the largest k, `stacks` 1 or 2, and `notes` are
     lines that the user should read. Weights, scores and lookahead are recorded if asked for.
-
-    A forward pass raises InputError at its end if a layer did not choose exactly once.
     """
 
     def __init__(self, model: nn.Module, wanted: Wanted | None = None):

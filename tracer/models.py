@@ -1,7 +1,4 @@
-"""Find a model in a folder or on the hub, and load it with its tokenizer: the one door for checkpoints.
-
-A checkpoint whose weights are not whole is refused, as its routing would be random.
-"""
+"""Find a model in a folder or on the hub, and load it with its tokenizer: the one door for checkpoints."""
 
 import atexit
 import logging

@@ -101,10 +101,7 @@ def steps_ns(model: MeasuredModel, shape: tuple[int, int]) -> dict[str, int]:
 
 
 def choices(profiles: Sequence[str], traces: Sequence[str], target: DeviceChoice) -> list[Choice]:
-    """Return each model once: with the first trace that fits it, else with synthetic routing.
-
-    InputError for a profile or trace that cannot be used.
-    """
+    """Return each model once: with the first trace that fits it, else with synthetic routing. Raise InputError."""
     named = {text: model_profile.model(text) for text in profiles}
     by_name: dict[str, TimedRun] = {}
     for trace in traces:

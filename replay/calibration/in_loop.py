@@ -163,10 +163,7 @@ def _busy(log: RunLog, steps: Any = slice(FIRST_STEPS, None), of: Callable[[Any]
 def half_missing_in_loop(
     meter: Meter, run: Run, alone: MeasuredModel, top_k: int, context: int, paces: list[Pace]
 ) -> Busy | None:
-    """Run tokens of which half of the experts miss; None where there are too few slots or experts.
-
-    paces: gets those of the machine meanwhile.
-    """
+    """Run tokens of which half of the experts miss; None of too few slots or experts. paces: gets those meanwhile."""
     layers, half = _mixed(run, top_k)
     if not (layers and half):
         return None

@@ -1,7 +1,4 @@
-"""Each part of a step alone, and transfers, timed through the device that replays; at which points; and both together.
-
-Transfers go through the loop's own machine.
-"""
+"""Each part of a step alone, transfers, and both together, timed through the device that replays; at which points."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

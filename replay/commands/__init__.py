@@ -1,7 +1,4 @@
-"""The command `moe-replay`: run a trace with real transfers and real compute, predicted beside measured.
-
-`moe-replay --policy eamc` is `moe-replay run --policy eamc`.
-"""
+"""The command `moe-replay`: run a trace with real transfers and real compute, predicted beside measured."""
 
 from typing import Any
 

@@ -8,7 +8,6 @@ all run beside the driver. The slots ("GPU memory") are allocated once.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from queue import Empty, SimpleQueue
@@ -20,8 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from replay.devices.expert_file import ExpertFile
 from replay.devices.lanes import parts
-from replay.devices.store import ExpertSource, ExpertStore, anonymous
+from replay.devices.store import ExpertSource, HostStore, anonymous
 from replay.devices.waiting import WATCHDOG_S, Pace, spread, stuck, timed
 from replay.model.dense import Weights
 from replay.model.network import Network, Operands
@@ -68,16 +68,6 @@ class LinkThreads(Device):
     def now(self) -> int:
         """Return the wall clock without pauses, in ns."""
         return time.perf_counter_ns() - self._paused_ns
-
-    @contextmanager
-    def _paused(self, streams: Sequence["Stream"]) -> Iterator[None]:
-        """Let what these streams have begun end, then stand still; the clock stands still throughout."""
-        began = time.perf_counter_ns()
-        self._took(streams, [[nothing] * len(streams)], Kind.COPY)
-        try:
-            yield
-        finally:
-            self._paused_ns += time.perf_counter_ns() - began
 
     def _took(self, streams: Sequence["Stream"], works: Sequence[Sequence[Callable[[], None]]], kind: Kind) -> int:
         """Give each stream its part of each piece of work; return the ns until all has ended. Raise what one raises."""
@@ -159,7 +149,9 @@ class LinkThreads(Device):
 class CpuDevice(LinkThreads):
     """Threads. With `verify`, each expert's bytes are compared with the store's when it computes."""
 
-    def __init__(self, store: ExpertStore, network: Network, slots: int, verify: bool = False, lanes: int = 1) -> None:
+    def __init__(
+        self, store: HostStore | ExpertFile, network: Network, slots: int, verify: bool = False, lanes: int = 1
+    ) -> None:
         super().__init__(store, slots, lanes)
         self._holds = store.holds
         self._network = network
@@ -191,11 +183,13 @@ class CpuDevice(LinkThreads):
 
     @timed
     def pace(self) -> Pace:
-        """Stop the clock; read some experts into slots of their own, and compute what was read there a while ago.
+        """Stop the clock once all has ended; read some experts into slots of their own, and compute earlier ones.
 
         Both at once, as in a run: a machine that others keep busy is slower at both than at either.
         """
-        with self._paused([*self._lanes, self._compute]):
+        streams, began = [*self._lanes, self._compute], time.perf_counter_ns()
+        self._took(streams, [[nothing] * len(streams)], Kind.COPY)
+        try:
             if not len(self._spare):
                 slots = min(max(1, SPARE_BYTES // self.store.stride), MOST_PACED)
                 self._spare = self._slots(slots)
@@ -204,6 +198,8 @@ class CpuDevice(LinkThreads):
                 self._took(self._lanes, self._reads(slots)[0], Kind.COPY)
                 self._pace()  # the first one is slower
             return self._pace()
+        finally:
+            self._paused_ns += time.perf_counter_ns() - began
 
     def _pace(self) -> Pace:
         count = min(max(PACED, PACED_BYTES // self.store.stride), MOST_PACED)

@@ -1,7 +1,4 @@
-"""The memory that a live model takes, part by part, stated before it is taken and compared with the peak afterwards.
-
-The KV cache of a transformers model has a name that depends on the version (`kv_name_in`).
-"""
+"""The memory that a live model takes, part by part, stated before it is taken and compared with the peak afterwards."""
 
 import contextlib
 import resource

@@ -1,8 +1,4 @@
-"""What `moe-trace record` uses when nothing is named: a small model and prompts that ship with the project.
-
-The model is a small OLMoE, trained on two cores (`train`): its routing is learned, what it says is not worth
-reading. Its card is README.md.
-"""
+"""What `moe-trace record` uses when nothing is named: a small OLMoE (README.md) and prompts that ship with it."""
 
 from pathlib import Path
 
