@@ -292,19 +292,18 @@ class Check:
             found.models[profile.name] = known
             found.passes[profile.name] = [Measurement(known, noise=0.0)]
             found.shapes[profile.name] = profile.moe_layers, profile.top_k
-            found.costs[profile.name] = dict(known.predictor_us)
         else:
             with stage.device(choice.slots, choice.contexts) as device, undisturbed(choice.run):
                 self.say(f"{profile.name}: kernels against float64")
                 self.record.facts["kernels"].append(verify(stage, device, choice.slots, profile.top_k))
                 calibrate.add_model(found, choice, device, [*map(parse, POLICIES)], PASSES, self.say)
-            model = found.model(profile.name)
+            model = found.models[profile.name]
             transfer = {"expert_bytes": model.expert_bytes, "gb_per_s": model.expert_bytes / model.transfer_ns}
             self.record.facts["transfers"].append({"model": profile.name, **transfer})  # one behind another
         self._record_profile()
         if fallbacks := stage.facts["fallbacks"]:
             self.record.facts["fallbacks"].append(f"{profile.name}: {fallbacks}")
-        machine = replace(choice.loaded.hardware, name="calibrated", measured=(found.model(profile.name),))
+        machine = replace(choice.loaded.hardware, name="calibrated", measured=(found.models[profile.name],))
         return replace(choice, loaded=replace(choice.loaded, hardware=machine))
 
     def _peer(self, name: str) -> None:

@@ -63,12 +63,7 @@ class Calibration:
     models: dict[str, MeasuredModel] = field(default_factory=dict)
     passes: dict[str, list[Measurement]] = field(default_factory=dict)  # by model: what each pass alone comes to
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # by model: layers, top-k
-    costs: dict[str, dict[str, float]] = field(default_factory=dict)  # by model, then policy: us an event
     computed_in: dict[str, str] = field(default_factory=dict)  # by model of packed experts: a type
-
-    def model(self, name: str) -> MeasuredModel:
-        """Return the model with what policies cost."""
-        return replace(self.models[name], predictor_us=self.costs.get(name, {}))
 
     def disagreement(self) -> tuple[float, str]:
         """Return by what share passes differ at most, and in what."""
@@ -193,20 +188,20 @@ def add_model(
     for number in range(1, passes + 1):
         say(f"{name}: pass {number} of {passes}")
         taken.append(one_pass(device, run, choice.most_tokens, name))
-    result.shapes[name], result.costs[name] = (run.shape.layers, top_k(run)), {}
-    result.models[name], result.passes[name] = combined(run, taken).model, [combined(run, [each]) for each in taken]
-    model = result.model(name)
+    result.shapes[name], result.passes[name] = (run.shape.layers, top_k(run)), [combined(run, [each]) for each in taken]
+    model, costs = combined(run, taken).model, dict[str, float]()
     run = choice.on(model.timing(), model.link())
     for policy in policies:
         say(f"{name}: {policy.text}")
-        result.costs[name][policy.text] = policy_ns(run.under(policy), device) / 1_000
+        costs[policy.text] = policy_ns(run.under(policy), device) / 1_000
+    result.models[name] = replace(model, predictor_us=costs)
 
 
 # The profile
 
 
 def profile(result: Calibration) -> str:
-    models = [result.model(name) for name in result.models]
+    models = list(result.models.values())
     facts: dict[str, Any] = {key: value for key, value in result.facts.items() if value is not None}
     scalars: dict[str, Any] = {"title": str(facts["device_name"]), **middle([asdict(one) for one in result.rates])}
     scalars |= {**ASSUMED, "framework_us_per_layer": median([model.turnaround_ns for model in models]) / 1_000}

@@ -74,8 +74,7 @@ def calibrate(
 
 
 def _print_calibration(found: Calibration, path: Path) -> None:
-    for name in found.models:
-        model = found.model(name)
+    for name, model in found.models.items():
         gb_per_s = model.expert_bytes / model.transfer_ns
         costs = ", ".join(f"{policy} {us:.1f}" for policy, us in model.predictor_us.items())
         console.say(

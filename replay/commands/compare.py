@@ -87,18 +87,13 @@ def compare(
         require_resume(len(record), folder, output.resume)
         cells = comparison.cells()
         refuse_others(sum(cell["key"] not in cells for cell in record), folder, "comparison")
-        _run(comparison, record, output)
+        due = comparison.due(record)
+        if len(record):
+            output.note(f"resuming {folder}: {len(record)} cells done, {len(due)} to go")
+        total = sum(len(request.tokens) for request in Requests(loaded.trace)) * len(due) * repeat
+        with keeping("moe-replay", record, record.path), progress(total, output.quiet, "steps replayed") as advance:
+            comparison.run(record, lambda row: advance(1), output.note)
         _report(comparison, record, max_error, output)
-
-
-def _run(comparison: Comparison, record: Record, output: options.OutputOptions) -> None:
-    due = comparison.due(record)
-    if len(record):
-        output.note(f"resuming {comparison.folder}: {len(record)} cells done, {len(due)} to go")
-    steps = sum(len(request.tokens) for request in Requests(comparison.choice.loaded.trace))
-    total = steps * len(due) * comparison.repeat
-    with keeping("moe-replay", record, record.path), progress(total, output.quiet, "steps replayed") as advance:
-        comparison.run(record, lambda row: advance(1), output.note)
 
 
 def _report(comparison: Comparison, record: Record, max_error: float | None, output: options.OutputOptions) -> None:

@@ -222,6 +222,9 @@ class FixedOrder(Decider):
 
     def observe(self, event: Event) -> None: ...
 
+    def propose(self, event: Event) -> tuple[Int, Float] | None:
+        return None
+
     def end_request(self, batch_slot: int = 0) -> None: ...
 
 

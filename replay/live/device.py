@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from threading import local
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ class LiveDevice(LinkThreads):
 
     @property
     def slots(self) -> Tensor:
-        return torch.from_numpy(self.pool)
+        return torch.as_tensor(self.pool)  # of a GPU it is one
 
     def finish(self) -> None:
         """Wait until what this thread has submitted is computed: only then may a slot be written again."""
@@ -61,20 +61,16 @@ class LiveDevice(LinkThreads):
         """Return the most that was ever taken of the memory which slots are in."""
         return peak_bytes()
 
-    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
-        pass
+    def dense(self, *_: int, **__: int) -> None:
+        """The model's own thread computes it, as sums and heads."""
+
+    combine = head = dense
 
     def experts(self, works: Sequence[Work]) -> None:
         """Whatever is landing is waited for, and so taken by itself."""
         landing = [work for work in works if (flag := self._landing.get(work[0])) and not flag.is_set()]
         here = [work for work in works if work not in landing]
         self.works.extend(group for group in (here, landing) if group)
-
-    def combine(self, layer: int, tokens: int, context: int) -> None:
-        pass
-
-    def head(self, tokens: int, requests: int = 1) -> None:
-        pass
 
     def settle(self) -> None:
         """Return when nothing is under way, whatever has become of it. Raise InputError where that never comes."""
@@ -128,33 +124,25 @@ class LiveGpu(LiveDevice):
     """A link from host memory to a GPU's. One lane waits for one copy after another."""
 
     name = "cuda"
+    gpu: Gpu
 
     def __init__(self, store: HostExperts, slots: int, gpu: Gpu) -> None:
         self.gpu = gpu
         super().__init__(store, slots)
 
     def _slots(self, slots: int) -> Any:
-        return torch.zeros(slots, self.store.stride, dtype=torch.uint8, device=self._on.device)
-
-    @property
-    def slots(self) -> Tensor:
-        return cast(Tensor, self.pool)
-
-    @property
-    def _on(self) -> Gpu:
-        assert self.gpu
-        return self.gpu
+        return torch.zeros(slots, self.store.stride, dtype=torch.uint8, device=self.gpu.device)
 
     def finish(self) -> None:
-        self._on.current_stream().synchronize()
+        self.gpu.current_stream().synchronize()
 
     def stuck(self) -> Exception:
         """Return what is to be raised; what the GPU may still read is not given back."""
-        self._on.is_stuck = True
+        self.gpu.is_stuck = True
         return super().stuck()
 
     def peak_bytes(self) -> int:
-        return self._on.peak_bytes()
+        return self.gpu.peak_bytes()
 
 
 @contextmanager

@@ -93,15 +93,12 @@ class Recorder:
         """Return all as a trace, with `meta`. Raise InputError where there is nothing."""
         if not self._batches:
             raise InputError("no pass has been run since the model was loaded, or since its cache's last `clear`")
-        experts, ids, prompts, picks, scores = [], [], [], [], []
+        found, prompts = list[Part](), list[int]()
         for batch in self._batches:
             every = Part(*(np.concatenate(each, axis=1) for each in zip(*batch, strict=True)))
-            for row, own in enumerate(every.is_own):
-                experts.append(every.experts[row, own])
-                ids.append(every.ids[row, own])
-                picks.append(every.picks[row, own])
-                scores.append(every.scores[row, own])
-                prompts.append(int(batch[0].is_own[row].sum()))
+            found += [Part(*(each[row, own] for each in every)) for row, own in enumerate(every.is_own)]
+            prompts += batch[0].is_own.sum(1).tolist()
+        experts, ids, _, picks, scores = zip(*found, strict=True)
         made = Trace.from_arrays(experts, meta.experts, prompts, name="recorded", token_ids=ids)
         requests = made.requests.assign(dataset="", mode=meta.mode)
         ahead: dict[str, Any] = {}

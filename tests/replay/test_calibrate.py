@@ -88,10 +88,9 @@ def found_of(*models: measured.MeasuredModel, rates=(RATES, RATES)) -> Calibrati
     return Calibration(
         facts={"device_name": "Somebody's CPU", "driver": None, "torch": "2", "host_pinned": False, "host_experts": 3},
         rates=list(rates),
-        models={"tiny": middle(models)},
+        models={"tiny": replace(middle(models), predictor_us={"lru": 0.0, "lru+popular:n=2": 3.25})},
         passes={"tiny": [Measurement(model, noise) for model, noise in zip(models, (0.01, 0.02, 0.005), strict=False)]},
         shapes={"tiny": (3, 2)},
-        costs={"tiny": {"lru": 0.0, "lru+popular:n=2": 3.25}},
     )
 
 
@@ -139,7 +138,7 @@ def test_the_profile_is_read_back_as_it_was_found(tmp_path: Path) -> None:
     file = tmp_path / "here.toml"
     file.write_text(profile(found))
     machine = hardware(str(file))
-    assert machine.measured == (found.model("tiny"),)
+    assert machine.measured == (found.models["tiny"],)
     (model,) = machine.measured
     assert model.transfer_ns == 1_050
     assert model.dense[0] == (1, 4, 41)
