@@ -47,7 +47,7 @@ from replay.devices.expert_file import write
 from replay.devices.stage import driver, machine_name
 from replay.devices.store import Stamps
 from replay.keys import key_of
-from replay.live.answering import answer, outcome, prompts_of, reading_ids
+from replay.live.answering import OfTokenIds, answer, outcome, prompts_of
 from replay.live.opening import MOST, open_live
 from replay.run import replay
 from replay.warmup import undisturbed
@@ -174,7 +174,7 @@ class LiveCheck:
         """Decode with the shipped model in turns: with a cache that holds all experts, and without one."""
         alone = load_model(str(demo.MODEL), Loading(device=self._on.type)).model
         took: dict[str, list[float]] = {CACHED: [], ALONE: []}
-        cached = open_live(str(demo.MODEL), DeviceChoice(self.device), policy="lru", cache_size="100%", name=demo.NAME)
+        cached = open_live(None, DeviceChoice(self.device), policy="lru", cache_size="100%")
         with cached as live, undisturbed():
             for round_ in range(ROUNDS):
                 turns = [(CACHED, live.model), (ALONE, alone)]
@@ -274,7 +274,7 @@ class Turns:
             undisturbed(),
         ):
             prompts = prompts_of([], None, ",".join(map(str, PROMPT)))
-            answered = answer(live, reading_ids(live.loaded), prompts, options, lambda token: None, lambda: None)
+            answered = answer(live, OfTokenIds(**vars(live.loaded)), prompts, options, lambda token: None, lambda: None)
             result = outcome(live, answered)
         row, slots = result.row, live.run.gpu.slots
         if self._trace is None:

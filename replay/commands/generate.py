@@ -8,7 +8,7 @@ import typer
 from replay.commands import shown
 from replay.commands.device_options import Live
 from replay.commands.live_options import LiveOptions
-from replay.live.answering import TextStream, answer, outcome, prompts_of, reading_ids
+from replay.live.answering import OfTokenIds, TextStream, answer, outcome, prompts_of
 from replay.warmup import undisturbed
 from sim.commands import options
 from sim.sweeps.verdict import lossy
@@ -59,8 +59,8 @@ def generate(
         console.out.file.flush()
 
     with opened.live(on, quiet, settings.seed) as live:
-        loaded = reading_ids(live.loaded) if token_ids else live.loaded
-        if loaded.tokenizer is None:
+        loaded = OfTokenIds(**vars(live.loaded)) if token_ids else live.loaded
+        if loaded.tokenizer is None and not token_ids:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")
         stream, last = TextStream(loaded), list[int]()
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -133,30 +132,21 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
     return Outcome(row, log, by_request, {"this machine as timed": predicted})
 
 
-class TokenIds:
-    """Stands for a tokenizer: it reads token ids, `5,6,7`, and writes what the model's own does, if there is one."""
+class OfTokenIds(LoadedModel):
+    """A model that is asked with token ids, `5,6,7`, and answers with them where it has no tokenizer."""
 
-    def __init__(self, vocabulary: int, own: Any) -> None:
-        self._vocabulary, self._own = vocabulary, own
-        self.eos_token_id = getattr(own, "eos_token_id", None)
-        self.pad_token_id = getattr(own, "pad_token_id", None)
-
-    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        for token in text.split(","):
-            if not (re.fullmatch(r"\s*\d{1,18}\s*", token) and int(token) < self._vocabulary):
+    def prompt_tokens(self, said: Sequence[str], template: bool) -> list[int]:
+        vocabulary, ids = self.model.config.get_text_config().vocab_size, said[0].split(",")
+        for token in ids:
+            if not (re.fullmatch(r"\s*\d{1,18}\s*", token) and int(token) < vocabulary):
                 raise InputError(
-                    f"token ids: the model has no token {token[:40]}, its vocabulary has {self._vocabulary}; "
+                    f"token ids: the model has no token {token[:40]}, its vocabulary has {vocabulary}; "
                     "write numbers with commas between them, as in 5,6,7"
                 )
-        return {"input_ids": [int(token) for token in text.split(",")]}
+        return list(map(int, ids))
 
-    def decode(self, tokens: Sequence[int], **options: Any) -> str:
-        return ",".join(map(str, tokens)) if self._own is None else str(self._own.decode(tokens, **options))
-
-
-def reading_ids(loaded: LoadedModel) -> LoadedModel:
-    vocabulary = loaded.model.config.get_text_config().vocab_size
-    return replace(loaded, tokenizer=TokenIds(vocabulary, loaded.tokenizer))
+    def text(self, tokens: Sequence[int]) -> str:
+        return super().text(tokens) if self.tokenizer is not None else ",".join(map(str, tokens))
 
 
 def prompts_of(texts: Sequence[str], file: Path | None, token_ids: str | None) -> list[Prompt]:

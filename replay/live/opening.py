@@ -139,7 +139,6 @@ def open_live(
     cache_size: str = CACHE_SIZE,
     dtype: str = "auto",
     profile: Path | None = None,
-    name: str | None = None,
     progress: Progress = lambda count: nullcontext(lambda pieces: None),
     on_note: Callable[[str], None] = warnings.warn,
     lookahead: int = 0,
@@ -148,8 +147,8 @@ def open_live(
     """Load a model without its experts and put a cache of them in front of disk or host memory. See `load_model`.
 
     target: `cuda`, or `disk` with `lanes`, `threads`, which all of torch has until the model is closed, and `store`, a
-    file for experts that loading converts, by default in the user's cache folder. name: of the model; by default the
-    folder's, or the hub id. progress: is shown while experts are written or read; on_note: gets what no pass can raise.
+    file for experts that loading converts, by default in the user's cache folder. progress: is shown while experts are
+    written or read; on_note: gets what no pass can raise.
     """
     spec, rule = _prepared(target, policy, profile, lookahead), read_rule(routing) if routing else None
     if isinstance(rule, Commit):
@@ -159,9 +158,7 @@ def open_live(
         if target.threads:
             opening.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(target.threads)
-        without = opening.enter_context(
-            opened(source or str(demo.MODEL), dtype, name or (None if source else demo.NAME))
-        )
+        without = opening.enter_context(opened(source or str(demo.MODEL), dtype, None if source else demo.NAME))
         if gpu:  # what tensors share stays so
             for tensor in (*without.loaded.model.parameters(), *without.loaded.model.buffers()):
                 if not tensor.is_meta:
