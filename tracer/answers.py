@@ -140,28 +140,17 @@ def _loaded(module: torch.nn.Module) -> Iterator[None]:
         yield
 
 
+@dataclass
 class Runner:
     """Runs batches of token ids through a model that is observed by `hook`."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        hook: ExpertsHook,
-        on_step: Callable[[int], None],
-        on_tokens: Callable[[Tokens], None] = lambda tokens: None,
-        draft: int = 0,
-    ):
-        """`on_step` hears how many tokens a forward pass gave, `on_tokens` which: one a row, for each that it gave.
-
-        draft: tokens that are looked up for each pass that decodes, at most (`tracer.lookup`).
-        """
-        self.loaded = loaded
-        self.hook = hook
-        self._on_step = on_step
-        self._on_tokens = on_tokens
-        self._draft = draft
-        self._width = 0  # tokens of each row so far
-        self._gave: list[int] = []  # tokens of each row, by pass
+    loaded: LoadedModel
+    hook: ExpertsHook
+    on_step: Callable[[int], None]  # hears how many tokens a forward pass gave
+    on_tokens: Callable[[Tokens], None] = lambda tokens: None  # hears which: one a row, for each that it gave
+    draft: int = 0  # tokens that are looked up for each pass that decodes, at most (`tracer.lookup`)
+    _width: int = 0  # tokens of each row so far
+    _gave: Sequence[int] = ()  # tokens of each row, by pass
 
     @property
     def alone(self) -> bool:
@@ -227,14 +216,14 @@ class Runner:
             disable_compile=True,
             eos_token_id=self.loaded.stop_ids or None,
             pad_token_id=self.loaded.pad_id,
-            prompt_lookup_num_tokens=self._draft or None,
+            prompt_lookup_num_tokens=self.draft or None,
             **sampling.settings,
             **self.loaded.starts,
         )
         model, start = self.loaded.model, 1 if self.hook.stacks == 2 else ids.shape[1]
         own_config = patch.object(model, "generation_config", _config())  # its limits and penalties would be mixed in
-        self._width, self._gave = start, []
-        with self._running(ids), own_config, drafting(model) if self._draft else nullcontext():
+        self._width, self._gave = start, list[int]()
+        with self._running(ids), own_config, drafting(model) if self.draft else nullcontext():
             everything = model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=config, stopping_criteria=[self._stepped]
             )
@@ -248,7 +237,7 @@ class Runner:
             self._require_one_by_one(ids.shape, n)
             gave = zip(self._decoder_passes, self._gave, strict=True)
             routed = [(part, slice(row, row + kept)) for part, kept in gave][:n]
-            drafted = [count for of, kept in self.drafts for count in (of, *[-1] * kept)] if self._draft else None
+            drafted = [count for of, kept in self.drafts for count in (of, *[-1] * kept)] if self.draft else None
             if self.hook.stacks == 2:
                 encoded = [(part, own) for part in self.hook.passes if part.stack == 0]
                 answers.append(Answer(prompt + first, new[:n], encoded + routed, drafted))
@@ -275,7 +264,7 @@ class Runner:
             given["logits_to_keep"] = 1
         with self._running(ids):
             model(input_ids=ids, attention_mask=mask, use_cache=False, **given)
-        self._on_step(sum(map(len, responses)))
+        self.on_step(sum(map(len, responses)))
         if [part.stack for part in self.hook.passes] != list(range(self.hook.stacks)):
             raise InputError(f"{self.loaded.name} runs its layers several times for one forward pass")
         answers = []
@@ -309,10 +298,10 @@ class Runner:
         """A stopping criterion that stops nothing: it tells of the step."""
         new = input_ids[:, self._width :]
         self._width = input_ids.shape[1]
-        self._gave.append(new.shape[1])
-        self._on_step(new.numel())
+        self._gave = [*self._gave, new.shape[1]]
+        self.on_step(new.numel())
         for column in new.T.tolist():
-            self._on_tokens(column)
+            self.on_tokens(column)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     @property
@@ -326,7 +315,7 @@ class Runner:
         fed, gave = [len(part.ids) for part in self._decoder_passes], self._gave
         fits = len(fed) == len(gave) and fed[0] == first and sum(gave) >= n
         if not fits or any(
-            each < kept if self._draft else each != rows for each, kept in zip(fed[1:], gave[1:], strict=True)
+            each < kept if self.draft else each != rows for each, kept in zip(fed[1:], gave[1:], strict=True)
         ):
             raise InputError(f"{self.loaded.name} does not decode token by token: its tokens cannot be attributed")
 

@@ -3,6 +3,7 @@
 import ipaddress
 import signal
 import socket
+from contextlib import suppress
 from types import FrameType
 from typing import Annotated
 
@@ -54,7 +55,9 @@ def serve(
 
     [b]moe-replay serve --model ~/models/OLMoE-1B-7B --cache-size 8GiB[/b]
     """
-    is_local = _is_loopback(host)
+    is_local = host == "localhost"
+    with suppress(ValueError):
+        is_local = ipaddress.ip_address(host).is_loopback
     refuse(
         (api_key is not None and not api_key.strip(), "--api-key is empty: name a key, or leave the option out"),
         (
@@ -63,10 +66,11 @@ def serve(
         ),
     )
     transformers.logging.set_verbosity_error()
-    with (
-        listen(host, port) as listening,
-        opened.live(on, quiet) as live,
-    ):
+    try:  # clients wait from now on until they are served
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise InputError(f"cannot listen at --host {host}, --port {port}: {error}; choose others") from error
+    with listening, opened.live(on, quiet) as live:
         for note in live.loaded.notes:
             console.warn(note)
         free, longest = live.free_bytes(), live.loaded.context or 1 << 30
@@ -98,18 +102,3 @@ def serve(
             generation.close()
         if not quiet:
             console.note("stopped serving: requests that ran have ended")
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; clients wait until it is served. Raise InputError where it cannot."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise InputError(f"cannot listen at --host {host}, --port {port}: {error}; choose others") from error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

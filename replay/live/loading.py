@@ -142,7 +142,10 @@ def expert_store(
         return
     origin = _origin(model, layers)
     stored = StoredModel(model.loaded.name, len(layers), layers[0].experts, max(layer.expert_bytes for layer in layers))
-    file = file or _own_file(model.loaded.name, origin)
+    if file is None:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        digest = hashlib.sha256(origin.encode()).hexdigest()[:16]
+        file = caches / "moe-expert-cache" / f"{model.loaded.name.replace('/', '--')}-{digest}.experts"
     if not file.exists():
         count = len(layers) * layers[0].experts
         with located(f"{model.loaded.name}: loading converts its experts, so they are written to a file (--store)"):
@@ -155,13 +158,6 @@ def expert_store(
             raise InputError(f"{file} holds experts of {written.facts.weights}: remove it, or name another --store")
         yield written
         written.require_unchanged()
-
-
-def _own_file(name: str, origin: str) -> Path:
-    """Return the file of a store without a name of its own, by what it is made from."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(origin.encode()).hexdigest()[:16]
-    return caches / "moe-expert-cache" / f"{name.replace('/', '--')}-{digest}.experts"
 
 
 def _in_slots(model: Opened, layers: list[ExpertLayer]) -> list[InSlot] | None:

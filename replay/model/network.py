@@ -53,7 +53,10 @@ class Network:
         self._positions = -(-max(max_context, max_tokens) // BUCKET) * BUCKET
         self._source = Source(device, dtype, seed)
         self._stack = Stack(profile, self._source, self._positions, max_tokens) if dense == "real" else None
-        self.ready = None if stored else self._source.matrices(*_ready_shape(profile, dtype)).view(torch.uint8)
+        numbers = -(-profile.expert_parameters * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
+        most = max(1, READY_BYTES // (numbers * dtype.itemsize))  # each whole units of what a kernel loads
+        ready = min(profile.moe_layers * profile.experts, most)
+        self.ready = None if stored else self._source.matrices(ready, numbers).view(torch.uint8)
         self._residual = torch.ones(max_tokens, profile.hidden_size, device=device, dtype=dtype)
         self.hidden = torch.ones_like(self._residual)
         self.experts_out = torch.zeros_like(self._residual, dtype=torch.float32)
@@ -143,10 +146,3 @@ class Operands:
 
     def __getitem__(self, slot: int) -> Weights:
         return self._weights[self.rows([slot])[0]]
-
-
-def _ready_shape(profile: ModelProfile, dtype: torch.dtype) -> tuple[int, int]:
-    """Return how many experts' matrices lie ready, and the numbers of each, whole units of what a kernel loads."""
-    numbers = -(-profile.expert_parameters * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
-    experts = profile.moe_layers * profile.experts
-    return min(experts, max(1, READY_BYTES // (numbers * dtype.itemsize))), numbers

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,10 +18,6 @@ from tracer.record import GENERATE, Options
 from tracer.record import record as record_routing
 from traces.errors import refuse
 from traces.writer import check_target
-
-if TYPE_CHECKING:
-    from tracer.answers import LoadedModel
-    from tracer.llama import GgufModel
 
 
 class Meter:
@@ -105,7 +101,15 @@ def record(
     for option, value, default in (("--model", gguf or model, demo.MODEL), ("--prompts", prompts, demo.PROMPTS)):
         if value is None and not quiet:
             console.note(f"no {option} given: taking what ships with the project, {default}")
-    loaded = _loaded(model, gguf, loading)
+    if gguf:  # each engine needs an extra of its own
+        from tracer.llama import GgufModel
+
+        loaded: Any = GgufModel(gguf, loading)
+    else:
+        from tracer.models import load_model
+
+        loaded = load_model(model or str(demo.MODEL), loading)
+        loaded = loaded if model else replace(loaded, name=demo.NAME)
     requests = sum(len(prompt.turns) for prompt in chosen)
     with console.progress(requests, quiet, "requests recorded") as advance:
         meter = Meter(advance)
@@ -122,18 +126,6 @@ def record(
             kept = kept if meter.done else "nothing was written"
             console.fail("moe-trace", f"interrupted after {meter.done} of {requests} requests: {kept}", 130)
     report(folder, quiet)
-
-
-def _loaded(model: str | None, gguf: Path | None, loading: Loading) -> "LoadedModel | GgufModel":
-    """Load a model with the engine that runs it, and import no other: each needs an extra of its own."""
-    if gguf:
-        from tracer.llama import GgufModel
-
-        return GgufModel(gguf, loading)
-    from tracer.models import load_model
-
-    loaded = load_model(model or str(demo.MODEL), loading)
-    return loaded if model else replace(loaded, name=demo.NAME)
 
 
 def _name(model: str | None, prompts: Path | None, shard: tuple[int, int]) -> str:
