@@ -125,7 +125,9 @@ class CellOutcome:
 
     @property
     def decoded(self) -> NDArray[np.bool_]:
-        return decoded_steps(self.choice, self.measured.log)
+        log = self.measured.log
+        decoded: NDArray[np.bool_] = counted_steps(self.choice, log) & (log.phase == DECODE)
+        return decoded
 
     @property
     def noise(self) -> float | None:
@@ -282,12 +284,9 @@ def run_cell(
                 side.row["others_processors"], side.row["other_program"] = others.seen()
             return replace(side, paces=tuple(paces))
 
-    def mean_ms(side: Side) -> float:
-        decoded = side.latency_ns[decoded_steps(choice, side.log)]
-        return float(decoded.mean()) / 1e6 if len(decoded) else 0.0
-
-    runs = sorted([run_once() for _ in range(repeat)], key=mean_ms)
-    return CellOutcome(choice, runs[(repeat - 1) // 2], tuple(map(mean_ms, runs)), (timing, link), script)
+    runs = sorted([run_once() for _ in range(repeat)], key=lambda side: side.row["tpot_mean_ms"] or 0.0)
+    means_ms = tuple(side.row["tpot_mean_ms"] or 0.0 for side in runs)
+    return CellOutcome(choice, runs[(repeat - 1) // 2], means_ms, (timing, link), script)
 
 
 def require_decoded(choice: Choice) -> None:
@@ -311,12 +310,6 @@ def under_contention(choice: Choice, model: MeasuredModel, predictor_ns: int) ->
 def counted_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
     """Return all steps but warm-up: bool[S]."""
     return log.request >= choice.loaded.experiment.warmup_requests
-
-
-def decoded_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
-    """Return the counted steps that decode: bool[S]."""
-    decoded: NDArray[np.bool_] = counted_steps(choice, log) & (log.phase == DECODE)
-    return decoded
 
 
 class WithoutPolicy(Derived):

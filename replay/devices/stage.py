@@ -63,7 +63,7 @@ class Stage:
     ) -> Iterator[Device]:
         """Open one with so many slots, ready to decode at these contexts. path: another way to move bytes, on a GPU.
 
-        InputError where memory does not suffice, the GPU fails, or what was computed is not finite.
+        InputError where memory does not suffice, or what was computed is not finite.
         """
         gpu_bytes = slots * self.store.stride
         needed = f"{slots} slots beside the dense weights"
@@ -86,9 +86,6 @@ class Stage:
                 device.close()
         except (torch.OutOfMemoryError, MemoryError):
             raise _out_of_memory(needed, gpu_bytes) from None
-        except torch.AcceleratorError as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"the GPU reports an error, and the run cannot continue: {reason}") from error
 
 
 @contextmanager
