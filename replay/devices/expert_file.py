@@ -129,10 +129,6 @@ class ExpertFile(DirectFile):
         place = expert % self.distinct * 8
         return CHECKSUM.format(zlib.crc32(content.data)) == self.facts.checksums[place : place + 8]
 
-    @property
-    def nbytes(self) -> int:
-        return self._places[-1]
-
 
 class StoredModel(NamedTuple):
     """What a file of experts states of their model."""

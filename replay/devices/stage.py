@@ -35,7 +35,6 @@ class Stage:
     target: DeviceChoice
     store: HostStore | ExpertFile
     network: Network
-    is_pinned: bool
     gpu: Gpu | None = None
     launches: Launches | None = None
     lanes: int = 1
@@ -50,7 +49,7 @@ class Stage:
         return {
             **facts(self.gpu, self.store),
             "fallbacks": "; ".join(self.launches.fallbacks) or None if self.launches else None,
-            "host_pinned": self.is_pinned,
+            "host_pinned": self.gpu is not None,
             "lanes": self.lanes if self.target.store else None,
             "past_cache": self.store.past_cache if isinstance(self.store, ExpertFile) else None,
             "computed_in": self.network.computed_in,
@@ -114,7 +113,7 @@ def open_stage(
     if memory is None:
         _require_host_memory(target, profile, network_bytes)
     with ExitStack() as opened:
-        is_pinned, lanes = gpu is not None, 1
+        lanes = 1
         if target.store:
             store: HostStore | ExpertFile = opened.enter_context(closing(ExpertFile(target.store, profile)))
             lanes = target.lanes or knee(rates(store))
@@ -126,14 +125,14 @@ def open_stage(
             else:
                 store = HostStore.of(total, size, seed, target.host_dedup, sizes)
             if gpu and not memory:
-                is_pinned = opened.enter_context(pinned(store.memory, gpu, is_required=True))
+                opened.enter_context(pinned(store.memory, gpu, is_required=True))
         if gpu is None:
             opened.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(target.threads or max(1, torch.get_num_threads() - 1))  # one for driver and link
         try:
             opened.enter_context(torch.inference_mode())
             network = network_on(gpu.device if gpu else torch.device("cpu"))
-            yield Stage(target, store, network, is_pinned, gpu, Launches(gpu, network) if gpu else None, lanes)
+            yield Stage(target, store, network, gpu, Launches(gpu, network) if gpu else None, lanes)
             if isinstance(store, ExpertFile):
                 store.require_unchanged()
         except (torch.OutOfMemoryError, MemoryError):

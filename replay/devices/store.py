@@ -121,10 +121,6 @@ class HostStore:
     def bytes_of(self, expert: int) -> int:
         return len(self._experts[expert])
 
-    @property
-    def nbytes(self) -> int:
-        return self.distinct * self.stride
-
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         np.copyto(slot[first:last], self[expert][first:last])
 
