@@ -74,7 +74,6 @@ class Found(NamedTuple):
     """A model before any of its weights are read."""
 
     name: str
-    source: str  # a folder or a hub id
     config: Any
     tokenizer: Any  # None: there is none, and none is needed
     auto: Any  # the auto class that loads it
@@ -105,7 +104,7 @@ def find_model(source: str, needs_tokenizer: bool = True) -> Found:
         if needs_tokenizer or not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZER_FILES):
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         name = folder.resolve().name if folder.is_dir() else source
-        return Found(name, source, config, tokenizer, _class_for(source, config))
+        return Found(name, config, tokenizer, _class_for(source, config))
 
 
 def _class_for(source: str, config: Any) -> Any:

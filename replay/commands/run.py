@@ -104,7 +104,7 @@ def run(
         (output.resume and not is_real, "--resume: a run on a logical clock takes seconds: leave it out"),
     )
     outcome = _replay(choice, folder, timeline, output)
-    output.show(lambda: shown.as_json(outcome), lambda: _shown(outcome, folder))
+    output.show(lambda: {**outcome.row, "predictions": outcome.predictions}, lambda: _shown(outcome, folder))
 
 
 def _of_sweep(

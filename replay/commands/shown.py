@@ -12,7 +12,7 @@ from replay.run import Outcome
 from sim.loop.log import RunLog
 from sim.probe.busy import QUIET
 from sim.quantities import show_bytes
-from sim.results.metrics import Row, cell_text
+from sim.results.metrics import cell_text
 
 AMPLE_HOST_BYTES = 8 << 30  # distinct host buffers of less than this may be served by the host's caches
 JUST = 0.02
@@ -159,7 +159,3 @@ def _show(value: float | None, form: str) -> str:
     if value is None:
         return "-"
     return form.format(value) if form else f"{value / 1e6:,.1f}"
-
-
-def as_json(outcome: Outcome) -> Row:
-    return {**outcome.row, "predictions": outcome.predictions}

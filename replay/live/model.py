@@ -114,7 +114,7 @@ class LiveModel:
         distances = len(next_routers.picks.distances) if next_routers else 0
         self._recorder = Recorder(len(layers), self._experts, self._top_k, distances)
         self._profile, self._process, self._is_closed = profile, os.getpid(), False
-        self._opening = ExitStack()  # what is open as long as this is
+        self.opening = ExitStack()  # what is open as long as this is
         self._turn = RLock()
         for number, layer in enumerate(layers):
             setattr(layer.module, HOOK, partial(self._event, number))
@@ -148,7 +148,7 @@ class LiveModel:
             return
         with self._turn:
             self._is_closed = True
-            self._opening.__exit__(kind, error, trace)
+            self.opening.__exit__(kind, error, trace)
 
     def close(self) -> None:
         """Write the profile, end what is under way, close files. Raise InputError where what was read has changed."""
@@ -318,10 +318,6 @@ class LiveModel:
         finally:
             with suppress(InputError):  # what is under way never ends, as the last pass has said
                 self.loop.stop()
-
-    def until_closed(self, opening: ExitStack) -> None:
-        """Keep open what `opening` holds, until this is closed."""
-        self._opening = opening.pop_all()
 
     def detach(self) -> None:
         self.model.__class__ = self._kind

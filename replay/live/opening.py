@@ -127,7 +127,7 @@ def attach(
         source, size = lambda layers: nullcontext(held_store(layers)), cache_text(cache_size)
         live = _cached(opening, whole, source, gpu, 1, spec, size, kept)
         opening.callback(live.detach)
-        live.until_closed(opening)
+        live.opening = opening.pop_all()
     return model
 
 
@@ -166,7 +166,7 @@ def open_live(
         experts = partial(expert_store, without, file=target.store, progress=progress)
         more = progress, on_note, lookahead, rule
         live = _cached(opening, without, experts, gpu, target.lanes, spec, cache_size, profile, *more)
-        live.until_closed(opening)
+        live.opening = opening.pop_all()
     return live
 
 
