@@ -5,7 +5,8 @@ profile named by `--hardware`, which describes another one; that prediction stan
 disagree is the interval of the prediction.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -55,15 +56,22 @@ def replay(
     loaded, lru = choice.loaded, replace(choice, policy=PolicySpec.of("lru"))
     profile, described = loaded.hardware.name, lru.described
     names, window = loaded.trace.requests["id"].astype(str).tolist(), timeline_window.first_steps(loaded.requests)
-    observer = TimelineObserver(timeline, choice.run, "measured", names, window) if timeline else None
+
+    @contextmanager
+    def observing() -> Iterator[TimelineObserver | None]:  # which knows the device, and so may not outlive it
+        observer = TimelineObserver(timeline, choice.run, "measured", names, window) if timeline else None
+        yield observer
+        if observer:
+            observer.close()
+
     facts: Row = {"device_name": None, "host_ms": 0.0}
     predictions = dict[str, Row]()
     if choice.device == "virtual":
-        cell = run_cell(choice, CLOSED_LOOP, *choice.described, None, on_step, 1, observer)
+        cell = run_cell(choice, CLOSED_LOOP, *choice.described, None, on_step, 1, observing)
     else:
         with choice.stage() as stage, undisturbed():
             here = Machine(choice, stage, is_calibrated=False, slots=choice.slots)
-            cell = here.outcome(choice, CLOSED_LOOP, on_step, 1, observer, done)
+            cell = here.outcome(choice, CLOSED_LOOP, on_step, 1, observing, done)
             facts = {**stage.facts, "hardware": stage.facts["device_name"], "resumed_steps": len(done)}
         assert cell.around
         alone, described = cell.around.before, under_contention(lru, cell.around.during, 0)
@@ -71,8 +79,7 @@ def replay(
         predictions["this machine as measured"] = cell.predicted.row
     predictions[profile] = cell.simulated(*choice.described).row
     predictions = {machine: {**row, "hardware": machine} for machine, row in predictions.items()}
-    if observer and timeline:
-        observer.close()
+    if timeline:
         run = choice.on(*cell.machine)
         play_simulated(run, lambda log: None, timeline, names, replace(window, stops=True))
     (machine, first), *_ = predictions.items()

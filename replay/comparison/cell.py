@@ -63,6 +63,9 @@ FIGURES = (
 )
 """Columns of a replay's row, for both sides; from `host_ms` on of real devices alone."""
 
+Observing = Callable[[], AbstractContextManager[LoopObserver | None]]
+"""Opens what observes a run."""
+
 WITHOUT_HOST = ("tpot_mean_ms", "tpot_p50_ms", "tpot_p95_ms", "tpot_p99_ms")
 
 
@@ -260,7 +263,7 @@ def run_cell(
     stage: "Stage | None" = None,
     on_step: OnStep | None = None,
     repeat: int = 1,
-    observer: LoopObserver | None = None,
+    observing: Observing = nullcontext,
     done: Sequence[StepRow] = (),
 ) -> CellOutcome:
     """Run a cell on the stage's device, `repeat` times, and in the simulator on a machine of this timing and link.
@@ -276,7 +279,8 @@ def run_cell(
         script = Lockstep(run, recorder.script)
 
     def run_once() -> Side:  # so that nothing refers to a device when the next one is made
-        with _device(choice, stage, run) as device, undisturbed(run if stage else None, script):
+        quiet = undisturbed(run if stage else None, script)
+        with _device(choice, stage, run) as device, quiet, observing() as observer:
             paces, others = list[Pace](), busy.Others() if stage else None
             paused = pausing(device, paces, on_step or (lambda row: None))
             side = run_on(choice, run, device, script, paused, observer, done)

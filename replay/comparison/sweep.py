@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 from policies.core.spec import PolicySpec
 from replay.calibration.pace import OnStep
 from replay.choice import Choice, Described
-from replay.comparison.cell import MODES, CellOutcome, require_decoded, run_cell, under_contention
+from replay.comparison.cell import MODES, CellOutcome, Observing, require_decoded, run_cell, under_contention
 from replay.comparison.errors import accuracy, rankings
 from replay.comparison.record import Record
 from replay.keys import key_of
 from replay.warmup import undisturbed
 from sim.loop.log import StepRow
-from sim.loop.observer import LoopObserver
 from sim.profiles.measured import MeasuredModel
 from sim.results.metrics import Row
 from sim.sweeps.grid import Grid, key
@@ -135,11 +134,11 @@ class Machine:
         mode: str,
         on_step: OnStep | None = None,
         repeat: int = 1,
-        observer: LoopObserver | None = None,
+        observing: Observing = nullcontext,
         done: Sequence[StepRow] = (),
     ) -> CellOutcome:
         """Run a cell and predict it; where the machine is measured, by what is measured before, during and after it."""
-        outcome = run_cell(choice, mode, *self._under(choice), self._stage, on_step, repeat, observer, done)
+        outcome = run_cell(choice, mode, *self._under(choice), self._stage, on_step, repeat, observing, done)
         if not self._is_measured:
             return outcome
         from replay.calibration.measure import Around
