@@ -1,6 +1,7 @@
 """Times that are another timing's, but for what a subclass changes: what several systems have in common."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from sim.profiles.timing import Timing
 
@@ -11,28 +12,8 @@ class Derived:
 
     timing: Timing
 
-    @property
-    def predictor_ns(self) -> int:
-        return self.timing.predictor_ns
-
-    @property
-    def hop_ns(self) -> int:
-        return self.timing.hop_ns
-
-    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        return self.timing.dense_ns(layer, tokens, context, requests)
-
-    def expert_ns(self, tokens: int, layer: int = 0) -> int:
-        return self.timing.expert_ns(tokens, layer)
-
-    def host_ns(self, tokens: int, layer: int = 0) -> int:
-        return self.timing.host_ns(tokens, layer)
-
-    def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
-        return self.timing.combine_ns(tokens, layer, context)
-
-    def head_ns(self, tokens: int, requests: int = 1) -> int:
-        return self.timing.head_ns(tokens, requests)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.timing, name)
 
 
 @dataclass(frozen=True)
