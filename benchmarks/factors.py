@@ -7,10 +7,10 @@ equal weights. Some minutes on two cores; it writes nothing.
 
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
 from sim.backtest import DATA, file
@@ -82,13 +82,9 @@ def ratio(case: Case) -> float:
     return speed / case.row.measured if case.row.metric == "speed" else speed * case.row.measured
 
 
-def held(factor: Factor) -> Struct:
+def held(factor: Factor) -> Any:
     """Return what a factor is a field of."""
-    found: Any = FACTORS
-    for key in factor[:-1]:
-        found = found[key] if isinstance(found, dict) else getattr(found, key)
-    assert isinstance(found, Struct)
-    return found
+    return reduce(getattr, factor[:-1], FACTORS)
 
 
 def loss(some: list[Split]) -> float:

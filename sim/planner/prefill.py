@@ -30,10 +30,10 @@ def _batch_s(layout: Layout, own: Hardware, tokens: int, before: float) -> float
     dense = profile.layers_parameters * profile.dense_bytes_per_parameter + profile.head_bytes
     disk = used * layout.missing_bytes / own.mapped(profile).disk_bandwidth_gb_per_s if layout.missing_bytes else 0.0
     if not layout.on_gpu:
-        cores = own.host_compute_tflop_per_s * FACTORS.host_prefill_of_decode * 1e3
+        cores: float = own.host_compute_tflop_per_s * FACTORS.host_prefill_of_decode * 1e3
         reading = (dense + used * layout.experts_bytes) / own.host_memory_bandwidth_gb_per_s
         return max(reading, flop / cores, disk) / 1e9
-    computing = flop / (own.compute_tflop_per_s * FACTORS.gpu_prefill_of_tflop * 1e3)
+    computing: float = flop / (own.compute_tflop_per_s * FACTORS.gpu_prefill_of_tflop * 1e3)
     reading = (dense + used * layout.experts_bytes) / own.memory_bandwidth_gb_per_s
     copying = used * layout.host_bytes / own.link_bandwidth_gb_per_s if layout.host_bytes else 0.0
     return (max(reading, computing) + max(copying, disk)) / 1e9

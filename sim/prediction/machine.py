@@ -10,7 +10,7 @@ from dataclasses import replace
 from policies.core.systems import System
 from sim.catalogue.parts import LINKS, Gpu, gpu_that_reads, ram_gb_per_s, thread_gflop_per_s
 from sim.prediction.described import Machine
-from sim.prediction.tables import FACTORS, CpuFactors
+from sim.prediction.tables import FACTORS, Factors
 from sim.profiles.hardware_profile import WHOLE, Hardware, gpu_of, hardware
 from traces.errors import unknown
 from traces.models.profile import ModelProfile
@@ -47,7 +47,7 @@ def hardware_of(machine: Machine, engine: System, model: ModelProfile) -> Hardwa
     """
     factors, sheet = FACTORS, _data_sheet(machine)
     gpu = factors.gpu[sheet.kind]
-    of_read = (model.expert_bytes_per_parameter >= WHOLE and gpu.kernels_of_read_16_bits) or gpu.kernels_of_read
+    of_read = (model.expert_bytes_per_parameter >= WHOLE and gpu.get("kernels_of_read_16_bits")) or gpu.kernels_of_read
     base = hardware(machine.profile) if machine.profile else None
     link = machine.link or ("" if base or not machine.gpu else sheet.link)
     if machine.fit_parameter not in ("", *FITTED):
@@ -116,9 +116,10 @@ def peak_of(machine: Machine) -> float:
     return machine.host_peak_gb_per_s or (ram_gb_per_s(machine.ram) if machine.ram else 0.0)
 
 
-def cpu_class(gb_per_s: float) -> CpuFactors:
+def cpu_class(gb_per_s: float) -> Factors:
     """Return the threads, and GFLOP/s of each, of a CPU that reads memory so fast."""
-    return FACTORS.cpu.server if gb_per_s > FACTORS.server_gb_per_s else FACTORS.cpu.desktop
+    cpu: Factors = FACTORS.cpu.server if gb_per_s > FACTORS.server_gb_per_s else FACTORS.cpu.desktop
+    return cpu
 
 
 def kernels_per_layer(model: ModelProfile) -> float:

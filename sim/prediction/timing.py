@@ -35,7 +35,7 @@ class Runtime(Roofline):
         value = FACTORS.host_attention_flop_per_value
         if self.model.kv_latent_size:
             value = FACTORS.host_attention_flop_per_latent_value
-        return FACTORS.host_attention_flop_per_head * self.model.heads * pairs + value * kept
+        return float(FACTORS.host_attention_flop_per_head * self.model.heads * pairs + value * kept)
 
     def _slower(self, read_bytes: float, flop: float) -> float:
         if not self.cpu:
