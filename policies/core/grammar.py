@@ -6,7 +6,6 @@ first + before it divides the halves, so no path on the left of either has one. 
 """
 
 import itertools
-import math
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
@@ -111,11 +110,6 @@ def alternatives(text: str) -> Iterator[str]:
     between = _ALTERNATIVES.split(text)
     for chosen in itertools.product(*(values.split("|") for values in _ALTERNATIVES.findall(text))):
         yield between[0] + "".join(value + rest for value, rest in zip(chosen, between[1:], strict=True))
-
-
-def count_alternatives(text: str) -> int:
-    """Return how many policies `alternatives` yields, without making them."""
-    return math.prod(len(values.split("|")) for values in _ALTERNATIVES.findall(text))
 
 
 def split_size(text: str, scopes: Container[str]) -> tuple[str, str]:

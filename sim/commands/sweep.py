@@ -34,9 +34,6 @@ from traces.errors import InputError
 from traces.location import name_of
 from traces.output import claim, claimed
 
-MOST = 1_000_000
-"""Cells of a sweep, at most."""
-
 
 def sweep(
     traces: Annotated[
@@ -99,8 +96,6 @@ def sweep(
     values = {**(read(config, values, trust_folder) if config else {}), **values}
     shipped = {} if values.keys() & {"traces", "hardware", "model_profile"} else defaults.OF_SHIPPED_TRACE
     made = Sweep.of({**shipped, **values}, str(config or ""))
-    if made.cells > MOST:
-        raise InputError(f"this sweep has {made.cells:,} cells, and {MOST:,} are the most: make it smaller")
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
     folder = output.out or _free(Path("results"), name, output)
     made, tables = _charging(made, _tables(made, folder), Store(folder) if output.resume else None, output)

@@ -1,8 +1,7 @@
 """A sweep is an experiment with axes: lists of traces, policies, cache sizes, machines, seeds and numbers of users.
 
 An option of a policy may list alternatives between bars, `eamc:capacity=100|300:matches=1|2`: each combination is a
-policy of its own. Seeds are for the policies that draw; others are run once. The number of cells is known before
-any is made.
+policy of its own. Seeds are for the policies that draw; others are run once.
 """
 
 import itertools
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from policies.core.grammar import alternatives, count_alternatives, split_list
+from policies.core.grammar import alternatives, split_list
 from policies.core.spec import SEED, PolicyLike, PolicySpec, parse
 from sim.defaults import CACHE_SIZES, HARDWARE, POLICIES
 from sim.experiment import OPTIONS, Experiment, Natural, Positive, Text, from_file, resolve
@@ -56,12 +55,6 @@ class Sweep:
         one = {"trace": str(demo_trace()), "max_batch": 1 if axes.get("max_batch") else None}
         shared = Experiment.of({**others, **one}, where)
         return typed(cls, {**axes, "shared": shared}, where)
-
-    @property
-    def cells(self) -> int:
-        policies = sum(map(count_alternatives, self.policies))
-        experiments = len(self.traces) * len(self.machines) * max(1, len(self.max_batch))
-        return policies * len(self.cache_sizes) * experiments * len(self.seeds)
 
     @property
     def machines(self) -> tuple[str, ...]:

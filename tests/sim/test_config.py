@@ -29,13 +29,6 @@ def test_options_list_alternatives_and_every_combination_is_a_policy():
     assert list(alternatives("lru+popular:n=2")) == ["lru+popular:n=2"]
 
 
-def test_cells_are_counted_as_they_would_be_made():
-    config = Sweep.of({**GIVEN, "policies": ("eamc:capacity=5|6:matches=3|4", "lru"), "hardware": ("a5000", "h200")})
-    assert config.cells == len(config.specs) * len(list(config.experiments())) == 5 * 2
-    many = "|".join(map(str, range(1, 1001)))
-    assert Sweep.of({**GIVEN, "policies": (f"eamc:capacity={many}:matches={many}:threshold={many}",)}).cells == 10**9
-
-
 def test_policies_that_draw_play_once_with_each_seed_and_others_once():
     config = Sweep.of({**GIVEN, "policies": ("random", "lru", "random:seed=7@layer", "random@layer"), "seeds": (1, 2)})
     assert [spec.text for spec in config.specs] == [
