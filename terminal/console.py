@@ -6,7 +6,7 @@ Names and paths are printed as they are: the consoles take no markup and no emoj
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -57,18 +57,23 @@ def _print(part: RenderableType, to: Console) -> None:
     Console(**AS_THEY_ARE, width=width, stderr=to.stderr).print(part)
 
 
-def listing(name: str, *headings: str) -> Table:
-    """Return an empty table without lines; what its first column names is never broken."""
-    return Table(Column(name, no_wrap=True), *headings, box=None, header_style="bold")
+def listing(name: str, *headings: str, rows: Iterable[Iterable[str]]) -> Table:
+    """Return a table without lines; what its first column names is never broken."""
+    shown = Table(Column(name, no_wrap=True), *headings, box=None, header_style="bold")
+    for row in rows:
+        shown.add_row(*row)
+    return shown
 
 
-def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> Table:
+def table(*headings: str, rows: Iterable[Iterable[str]] = (), left: int = 1, gap: int = 0, fold: bool = False) -> Table:
     """Return a plain table; its first columns are flush left (and fold), the others flush right."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0))
     for i, heading in enumerate(headings):
         shown.add_column(heading, justify="left" if i < left else "right", no_wrap=True)
     if fold:
         shown.columns[0].no_wrap, shown.columns[0].overflow, shown.columns[0].min_width = False, "fold", 10
+    for row in rows:
+        shown.add_row(*row)
     return shown
 
 

@@ -1,6 +1,5 @@
 """The commands `moe-sim policies`, `moe-sim hardware` and `moe-sim models`: what can be named."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -31,16 +30,14 @@ def policies(
     elif name is not None:
         console.say(_whole(by_name[name]))
     else:
-        _show(
-            ("name", "kind", "what it does", "options (defaults)"),
-            [
-                (
-                    *(policy.name, policy.kind + (", oracle" if policy.oracle else ""), policy.summary),
-                    f"= {policy.stands_for}" if policy.stands_for else _written(policy.options),
-                )
-                for policy in by_name.values()
-            ],
-        )
+        rows = [
+            (
+                *(policy.name, policy.kind + (", oracle" if policy.oracle else ""), policy.summary),
+                f"= {policy.stands_for}" if policy.stands_for else _written(policy.options),
+            )
+            for policy in by_name.values()
+        ]
+        console.say(console.listing("name", "kind", "what it does", "options (defaults)", rows=rows))
 
 
 def hardware(as_json: Json = False) -> None:
@@ -60,7 +57,7 @@ def hardware(as_json: Json = False) -> None:
         )
         for machine in machines
     ]
-    _show(("name", "GPU", "memory", "link", "memory bandwidth", "bf16"), rows)
+    console.say(console.listing("name", "GPU", "memory", "link", "memory bandwidth", "bf16", rows=rows))
 
 
 def models(as_json: Json = False) -> None:
@@ -77,14 +74,8 @@ def models(as_json: Json = False) -> None:
         )
         for profile in known
     ]
-    _show(("name", "layers x experts, top-k", "expert", "needed per token", "models"), rows)
-
-
-def _show(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = console.listing(*headings)
-    for row in rows:
-        table.add_row(*row)
-    console.say(table)
+    headings = "layers x experts, top-k", "expert", "needed per token", "models"
+    console.say(console.listing("name", *headings, rows=rows))
 
 
 def _whole(policy: PolicyInfo) -> str:

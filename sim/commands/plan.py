@@ -358,10 +358,8 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
 
 
 def _assumed(plan: Plan) -> Table:
-    shown = table("assumed", "stated by", "tokens/s over its range", "80% if it were stated", left=2)
-    for each in plan.assumed:
-        shown.add_row(each.what, each.option, _between(each), _between(each.without))
-    return shown
+    rows = ((each.what, each.option, _between(each), _between(each.without)) for each in plan.assumed)
+    return table("assumed", "stated by", "tokens/s over its range", "80% if it were stated", rows=rows, left=2)
 
 
 def _shares(plan: Plan) -> str:
@@ -392,10 +390,8 @@ def _cache(cache: CachePlan, plan: Plan) -> str:
 
 
 def _upgrades(plan: Plan) -> Table:
-    shown = table("with", "tokens/s", "gain", gap=1)
-    for each in plan.upgrades:
-        shown.add_row(each.resource, _digits(each.tokens_per_s), f"{each.gain:+.0%}")
-    return shown
+    rows = ((each.resource, _digits(each.tokens_per_s), f"{each.gain:+.0%}") for each in plan.upgrades)
+    return table("with", "tokens/s", "gain", rows=rows, gap=1)
 
 
 def _precisions(plan: Plan) -> Table:

@@ -47,14 +47,11 @@ def probe(
 
 
 def _show(found: Probe) -> None:
-    memory = table("memory", "threads", "GB/s", gap=2)
-    for each in found.memory:
-        memory.add_row(each.cores, str(each.threads), f"{each.gb_per_s:.1f}")
-    console.say(memory)
+    memory = ((each.cores, str(each.threads), f"{each.gb_per_s:.1f}") for each in found.memory)
+    console.say(table("memory", "threads", "GB/s", rows=memory, gap=2))
     if found.link:
         console.say(f"link to the GPU: {found.link:.1f} GB/s")
-    disk = table("reads of", "1 at a time, GB/s", "4 at a time, GB/s", gap=2)
     rates = {(each.size, each.lanes): each.gb_per_s for each in found.disk}
-    for size in sorted({size for size, _ in rates}):
-        disk.add_row(f"{size >> 10:,} KiB", *(f"{rates[size, lanes]:.2f}" for lanes in (1, 4)))
-    console.say(disk)
+    sizes = sorted({size for size, _ in rates})
+    disk = ((f"{size >> 10:,} KiB", *(f"{rates[size, lanes]:.2f}" for lanes in (1, 4))) for size in sizes)
+    console.say(table("reads of", "1 at a time, GB/s", "4 at a time, GB/s", rows=disk, gap=2))
