@@ -1,7 +1,7 @@
 """The command `moe-sim sweep`: from flags and a TOML file to results on disk, a table and a winner."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import cpu_count
 from pathlib import Path
@@ -15,10 +15,9 @@ from sim import defaults
 from sim.commands import options
 from sim.engines import compiling
 from sim.loaded import Loaded, TimedRun, load
-from sim.quantities import parse_whole, show_gap, show_ms, show_share
+from sim.quantities import parse_whole
 from sim.results.compare import SweptRun
 from sim.results.files import write_figure
-from sim.results.metrics import Row, engine_words, idle_share
 from sim.results.plot import DRAWN
 from sim.sweeps import notes, verdict
 from sim.sweeps.config import NAME as TOML
@@ -256,40 +255,17 @@ def _title(outcome: Outcome) -> str:
 
 
 def _cells(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> RichTable:
-    times = _times(outcome.rows)
-    sized = ["MiB"] if outcome.rows[0]["cache_bytes"] else []
-    both = any(row["phase"] == "both" for row in outcome.rows)  # prompts and decoded tokens
-    hits = ["hits", *(["decode\nhits"] if both else []), "hits\ngap"]
-    reads = ["host\nreads"] if any(row["on_host"] for row in outcome.rows) else []  # a token
-    shown = console.table(
-        "cache", "a\nlayer", *sized, "policy", *hits, *reads, *times, "idle" if times else "misses", ""
-    )
-    shown.columns[2 + len(sized)].justify = "left"
-    stated = {slots: text for text, slots in outcome.table.grid.sizes.items()}
-    typed = [stated[slots] for _, slots in outcome.table.grid.requested()]
-    for size, row, following in zip(typed, outcome.rows, [*typed[1:], None], strict=True):
+    rows, grid = outcome.rows, outcome.table.grid
+    stated = {slots: text for text, slots in grid.sizes.items()}
+    typed = [stated[slots] for _, slots in grid.requested()]
+    found = notes.columns(rows) | {"cache": typed, "policy": [row["policy"] for row in rows]}
+    left_out = (*notes.IN_REPORTS, "misses" if "idle" in found else "idle")
+    names = [name for name in found if name not in left_out]
+    shown = console.table(*names, "")
+    shown.columns[names.index("policy")].justify = "left"
+    cells = zip(*(found[name] for name in names), strict=True)
+    for texts, size, row, following in zip(cells, typed, rows, [*typed[1:], None], strict=True):
         mark = marks.get((row["cache_experts"], row["policy"]), "oracle" if row["oracle"] else "")
-        rates = [row["hit_rate"], *([row["decode_hit_rate"]] if both else [])]
-        cells = [size, *engine_words(row), row["policy"], *map(show_share, rates), show_gap(row["gap_hits"])]
-        cells += [f"{row['on_host'] / row['tokens']:.3g}"] * len(reads) + [text(row) for text in times.values()]
-        idle = idle_share(row)
-        cells.append(f"{row['misses']:,}" if not times else "-" if idle is None else f"{idle:.0%}")
         style = {notes.BEST: "bold green", notes.EQUAL: "green", notes.NO_ROOM: "dim"}.get(mark)
-        shown.add_row(*cells, mark, style=style, end_section=following != size)
-    return shown
-
-
-def _times(rows: list[Row]) -> dict[str, Callable[[Row], str]]:
-    if any(row["gpu_idle_ms"] is None for row in rows):
-        return {}
-    decoded, prefilled = (all(row[name] is not None for row in rows) for name in ("tpot_mean_ms", "ttft_mean_ms"))
-    shown: dict[str, Callable[[Row], str]] = {}
-    if decoded:
-        shown["TPOT\nms"] = lambda row: show_ms(row["tpot_mean_ms"])
-        shown["time\ngap"] = lambda row: show_gap(row["gap_latency"])
-        shown["p99"] = lambda row: show_ms(row["tpot_p99_ms"])
-    if prefilled:
-        shown["TTFT\nms"] = lambda row: show_ms(row["ttft_mean_ms"])
-    if prefilled and not decoded:
-        shown["time\ngap"] = lambda row: show_gap(row["gap_latency"])
+        shown.add_row(*texts, mark, style=style, end_section=following != size)
     return shown

@@ -1,17 +1,15 @@
 """What the page shows of one sweep: figures, and at its end the table of all cells."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from policies.core.grammar import policy_title
 from sim.loaded import Loaded, TimedRun, sample_text
 from sim.loop.log import STALLS
-from sim.quantities import show_gap, show_ms, show_share, show_three
 from sim.report import bounds
 from sim.report.elements import Item, Section, figure_item
 from sim.report.inputs import Results
 from sim.results import compare, plot
-from sim.results.metrics import Row, cell_text, engine_words, idle_share, size_text, users_text
-from sim.sweeps import winner
+from sim.results.metrics import Row, cell_text, size_text, users_text
+from sim.sweeps import notes, winner
 
 BARS = 24
 """Cells in a figure of bars at most: those of the largest sizes."""
@@ -168,46 +166,13 @@ def _time(sweep: Results) -> Iterator[Item]:
 
 
 def _table(rows: Sequence[Row]) -> Item:
-    names = [name for name in COLUMNS if name != HOST_READS or any(row["on_host"] for row in rows)]
-    columns = {name: [COLUMNS[name](row) for row in rows] for name in names}
-    known = {name: texts for name, texts in columns.items() if set(texts) != {"-"}}
-    return Item("table", head=list(known), rows=list(zip(*known.values(), strict=True)))
+    known = notes.columns(rows)
+    head = [name.replace("\n", " ") for name in known]
+    return Item("table", head=head, rows=list(zip(*known.values(), strict=True)))
 
-
-def _of(name: str, show: Callable[[float], str]) -> Callable[[Row], str]:
-    return lambda row: "-" if row[name] is None else show(row[name])
-
-
-def _per_token(name: str, unit: float = 1e6) -> Callable[[Row], str]:
-    return lambda row: "-" if row[name] is None else show_three(row[name] / row["tokens"] / unit)
-
-
-HOST_READS = "host reads a token"
-
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "policy": lambda row: policy_title(row["policy"], row["oracle"]),
-    "cache": size_text,
-    "a layer": lambda row: engine_words(row)[0],
-    "MiB": lambda row: "".join(engine_words(row)[1:]) or "-",
-    "hits": _of("hit_rate", show_share),
-    "decode hits": lambda row: show_share(row["decode_hit_rate"] if row["phase"] == "both" else None),
-    "gap in hits": _of("gap_hits", show_gap),
-    "misses": _of("misses", "{:,}".format),
-    HOST_READS: _per_token("on_host", 1),
-    "TPOT, ms": _of("tpot_mean_ms", show_ms),
-    "gap in time": _of("gap_latency", show_gap),
-    "TPOT p99": _of("tpot_p99_ms", show_ms),
-    "TTFT, ms": _of("ttft_mean_ms", show_ms),
-    "decoded tokens/s": _of("tokens_per_s", show_three),
-    "fetched, MB a token": _per_token("bytes_demand"),
-    "prefetched, MB a token": _per_token("bytes_prefetch"),
-    "GPU idle": lambda row: show_share(idle_share(row)),
-}
-"""The table of cells: what each column shows of a row."""
 
 COLUMNS_MEAN = (
     "Hits and times are of all requests together.",
-    "Gap: share closed of the way from LRU to Belady, in lookups that need no transfer, not even a prefetch, and in",
-    "time; <0: worse than LRU, >100%: better than Belady, which prefetches nothing.",
-    "Decoded tokens/s: over all time, also that of prompts. MB a token: over all tokens, also those of prompts.",
+    *(f"{text[0].upper()}{text[1:]}." for text in notes.GAPS),
+    "Tokens/s: decoded ones over all time, also that of prompts. MB a token: over all tokens, also those of prompts.",
 )

@@ -1,13 +1,15 @@
 """What a sweep reports: warnings and notes before it, and which policies are the best after it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from policies.core.grammar import policy_title
 from policies.core.spec import PolicySpec
 from sim.experiment import overheads
 from sim.loaded import Loaded, TimedRun
 from sim.profiles.policy_overhead import cost_us
-from sim.quantities import show_bytes
+from sim.quantities import show_bytes, show_gap, show_ms, show_share, show_three
 from sim.results import compare
+from sim.results.metrics import Row, engine_words, idle_share, size_text
 from sim.sweeps.grid import Grid, Outcome
 
 GAPS = (
@@ -15,7 +17,45 @@ GAPS = (
     "time gap: the same in time; <0: worse than LRU, >100%: better than Belady, which prefetches nothing",
 )
 
+IN_REPORTS = ("tokens/s", "fetched,\nMB a token", "prefetched,\nMB a token")
+"""Columns that a sweep does not print."""
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "cache": size_text,
+    "a\nlayer": lambda row: engine_words(row)[0],
+    "MiB": lambda row: "".join(engine_words(row)[1:]) or "-",
+    "policy": lambda row: policy_title(row["policy"], row["oracle"]),
+    "hits": lambda row: show_share(row["hit_rate"]),
+    "decode\nhits": lambda row: show_share(row["decode_hit_rate"] if row["phase"] == "both" else None),
+    "hits\ngap": lambda row: show_gap(row["gap_hits"]),
+    "host\nreads": lambda row: _per_token(row, "on_host", 1) if row["on_host"] else "-",
+    "TPOT\nms": lambda row: _known(row["tpot_mean_ms"], show_ms),
+    "time\ngap": lambda row: show_gap(row["gap_latency"]),
+    "p99": lambda row: _known(row["tpot_p99_ms"], show_ms),
+    "TTFT\nms": lambda row: _known(row["ttft_mean_ms"], show_ms),
+    "idle": lambda row: _known(idle_share(row), "{:.0%}".format),
+    "misses": lambda row: f"{row['misses']:,}",
+    IN_REPORTS[0]: lambda row: _known(row["tokens_per_s"], show_three),
+    IN_REPORTS[1]: lambda row: _per_token(row, "bytes_demand"),
+    IN_REPORTS[2]: lambda row: _per_token(row, "bytes_prefetch"),
+}
+"""What each column of a sweep's table shows of a row."""
+
 BEST, EQUAL, UNKNOWN, NO_ROOM = "best", "equal", "?", "no room"
+
+
+def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the texts of each column of which anything is known."""
+    texts = {name: [show(row) for row in rows] for name, show in COLUMNS.items()}
+    return {name: each for name, each in texts.items() if {*each} != {"-"}}
+
+
+def _known(value: float | None, show: Callable[[float], str]) -> str:
+    return "-" if value is None else show(value)
+
+
+def _per_token(row: Row, name: str, unit: float = 1e6) -> str:
+    return _known(row[name], lambda value: show_three(value / row["tokens"] / unit))
 
 
 def warnings(loaded: Loaded, grid: Grid) -> list[str]:
