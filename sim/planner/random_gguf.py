@@ -80,19 +80,17 @@ def _representative(blocks: list[list[StoredTensor]], layers: int) -> list[int]:
 
 
 def write(path: Path, file: GgufFile) -> None:
-    """Write a file of this shape. Raise InputError for a type of weights that the package `gguf` does not know."""
     import gguf  # an extra
 
-    kinds = gguf.GGMLQuantizationType
-    if unknown := next((each for each in file.tensors if each.dtype not in kinds.__members__), None):
-        raise InputError(f"{unknown.name} is of {unknown.dtype}, which cannot be made")
+    kinds, types = gguf.GGMLQuantizationType, gguf.GGUFValueType
     writer = gguf.GGUFWriter(path, file.keys["general.architecture"])
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(next(each.shape[0] for each in file.tensors if each.name == "token_embd.weight"))
     for key, value in file.keys.items():
         if key != "general.architecture" and not key.endswith(".vocab_size"):
-            kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else _kind_of(value)
-            writer.add_key_value(key, value, kind, sub_type=_kind_of(value[0]) if isinstance(value, list) else None)
+            kind = types.get_type(value)
+            is_count = kind is types.INT32 and value >= 0  # which llama.cpp reads unsigned
+            writer.add_key_value(key, value, types.UINT32 if is_count else kind)
     for each in file.tensors:
         writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), each.size, kinds[each.dtype])
     writer.write_header_to_file()
@@ -102,17 +100,6 @@ def write(path: Path, file: GgufFile) -> None:
     for each in file.tensors:
         writer.write_tensor_data(_data(each, random, pools))
     writer.close()
-
-
-def _kind_of(value: Any) -> Any:
-    """Return the type that llama.cpp reads such a key as: whole numbers have 32 bits."""
-    from gguf import GGUFValueType as Kind
-
-    if isinstance(value, bool):
-        return Kind.BOOL
-    if isinstance(value, int):
-        return Kind.UINT32 if value >= 0 else Kind.INT32
-    return Kind.FLOAT32 if isinstance(value, float) else Kind.STRING
 
 
 def _data(tensor: StoredTensor, random: np.random.Generator, pools: dict[str, NDArray[np.uint8]]) -> NDArray[np.uint8]:
@@ -129,14 +116,12 @@ def _data(tensor: StoredTensor, random: np.random.Generator, pools: dict[str, ND
 def _pool(kind: str, random: np.random.Generator) -> NDArray[np.uint8]:
     """Return blocks of a type, as bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import quantize
 
     weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if weights == 1:
         values = random.normal(0, 0.02, POOL_BYTES // 4).astype(np.float32)
-        if kind == "F32":
-            return values.view(np.uint8)
-        halves = values.astype(np.float16).view(np.uint16) if kind == "F16" else values.view(np.uint32) >> 16
-        return halves.astype(np.uint16).view(np.uint8)
+        return np.asarray(quantize(values, GGMLQuantizationType[kind])).view(np.uint8)
     blocks = random.integers(0, 256, (POOL_BYTES // size, size), np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = 121  # 2 to the power of -6
