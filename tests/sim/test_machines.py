@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = synthetic(6, tokens=8, layers=L, experts=E, top_k=K, seed=3)
     made = replace(made, meta=replace(made.meta, model="tiny", **SIZES))
     write_trace(made, home / "tiny")
-    for name, arrivals in (("arriving", [0, 0, 10**6, 10**6, 10**7, 10**9]), ("backward", [0, 5, 4, 6, 7, 8])):
+    for name, arrivals in (("arriving", [0, 0, 10**6, 10**6, 10**7, 10**9]), ("backward", [6, 8, 7, 5, 9, 10])):
         requests = made.requests.assign(arrival_ns=pd.array(arrivals, dtype="Int64"))
         write_trace(replace(made, requests=requests), home / name)
     return home
@@ -125,10 +125,16 @@ def test_what_cannot_be_is_refused_in_one_line(home: Path, says: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_arrivals_that_go_back_are_refused_by_the_requests_names(home: Path) -> None:
-    names = Trace.read(home / "backward").requests["id"]
-    with pytest.raises(InputError, match=f"request {names[2]} arrives before {names[1]}"):
-        TimedRun.of(Experiment(str(home / "backward"), max_batch=2, arrivals="trace"))
+def test_recorded_arrivals_count_from_the_first_wherever_it_stands_in_the_trace(home: Path) -> None:
+    """Requests that all arrive before a step ends wait in the order of their arrival (rule 18)."""
+    loaded = TimedRun.of(Experiment(str(home / "backward"), max_batch=1, arrivals="trace"))
+    sent = users(loaded.experiment, loaded.trace)
+    assert sent is not None
+    assert sent.arrival_ns == (1, 3, 2, 0, 4, 5)
+    run = loaded.run(parse("lru"), 12)
+    log = compiled_engine.simulate(run)
+    assert_logs_equal(log, simpy_engine.simulate(run))
+    assert list(dict.fromkeys(log.request.tolist())) == [3, 0, 2, 1, 4, 5]
 
 
 @pytest.mark.parametrize("capacity", ["30%", "700000B", "12"])
