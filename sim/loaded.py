@@ -420,14 +420,8 @@ def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | Tim
     if profile is None or experiment.untimed:
         return CountedRun(experiment, requests, profile, in_memory=in_memory)
     drafter = model_profile.model(experiment.draft_model) if experiment.draft_model else None
-    timed = TimedRun(experiment, requests, profile, hardware(experiment.hardware), drafter, in_memory=in_memory)
-    if timed.memory < profile.dense_bytes:
-        raise InputError(
-            f"{timed.hardware.name} has {show_bytes(timed.memory)} of memory, and {profile.name} needs "
-            f"{show_bytes(profile.dense_bytes)} without any expert: choose another `hardware`"
-        )
     users(experiment, requests)  # refuses arrivals that cannot be
-    return timed
+    return TimedRun(experiment, requests, profile, hardware(experiment.hardware), drafter, in_memory=in_memory)
 
 
 def _cut(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
