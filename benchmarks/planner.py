@@ -87,7 +87,7 @@ def _line(row: Row, faster: float, spread: Spread) -> str:
 
 def main() -> None:
     if "--write" in sys.argv:
-        rows = file.unique([row for path in file.shipped() for row in file.read(path)])
+        rows = [row for path in file.shipped() for row in file.read(path)]
         (DATA / "errors.toml").write_text(errors_text(score.backtest(rows).results), "utf-8")
     print(published())
 

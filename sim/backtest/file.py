@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
-from sim.prediction.described import UNITS, Machine, Model, Row, Setting
+from sim.prediction.described import Machine, Model, Row, Setting
 from sim.profiles.hardware_profile import MACHINES
-from traces.errors import InputError, located, refuse, unknown
+from traces.errors import located, refuse, unknown
 from traces.files import read_toml
 from traces.typed import typed
 
@@ -73,15 +73,6 @@ def read(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[Ro
     return rows
 
 
-def unique(rows: list[Row]) -> list[Row]:
-    """Return the rows. Raise InputError where two have one name."""
-    seen: dict[str, Row] = {}
-    for row in rows:
-        if seen.setdefault(row.figure, row) is not row:
-            raise InputError(f"{row.where}: figure {row.figure!r} is there twice, also in {seen[row.figure].file}")
-    return rows
-
-
 def _part(
     cls: type[T],
     where: str,
@@ -106,8 +97,6 @@ def _part(
 
 def _check(row: Row) -> None:
     """Raise InputError for a row that would be run as something else than it states."""
-    if row.unit not in UNITS[row.metric]:
-        raise unknown(f"unit of {row.metric}", row.unit, UNITS[row.metric])
     if row.unsimulated:
         return
     fitted, is_cache = row.machine and row.machine.fit_parameter, row.setting.place == "policy"

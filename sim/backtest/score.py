@@ -121,19 +121,19 @@ def backtest(
     rows: Sequence[Row], ended: Callable[[], None] = lambda: None, warn: Callable[[str], None] = lambda text: None
 ) -> Backtest:
     """Run all rows; `ended` is called after each, `warn` for one that cannot be run and for a missed hit rate."""
-    simulated, failures = dict[str, tuple[Case, Outcome]](), dict[str, InputError]()
-    for row in rows:
+    simulated, failures = dict[int, tuple[Case, Outcome]](), dict[int, InputError]()
+    for place, row in enumerate(rows):
         if row.unsimulated:
             continue
         try:
             with located(row.where):
                 case = Case(row)
                 case = case.aimed(case.hardware)
-                simulated[row.figure] = case, case.simulated(case.hardware)
-            for text in case.warnings(simulated[row.figure][1]):
+                simulated[place] = case, case.simulated(case.hardware)
+            for text in case.warnings(simulated[place][1]):
                 warn(f"{row.where}: {text}")
         except InputError as error:
-            failures[row.figure] = error
+            failures[place] = error
             warn(str(error))
         ended()
     if failures and not simulated:
@@ -141,11 +141,11 @@ def backtest(
     fitting = grouped((case for case, _ in simulated.values() if case.row.fit), lambda case: _machine_key(case.row))
     fits = {machine: _fit(cases) for machine, cases in fitting.items()}
     results = []
-    for row in rows:
-        if row.figure not in simulated:
-            results.append(Result(row, failed=str(failures.get(row.figure, ""))))
+    for place, row in enumerate(rows):
+        if place not in simulated:
+            results.append(Result(row, failed=str(failures.get(place, ""))))
             continue
-        case, blind = simulated[row.figure]
+        case, blind = simulated[place]
         final, kind, spread = blind, "", errors_of.NONE
         if row.timed and (fit := fits.get(_machine_key(row))):
             final, kind = _with_parameter(case, fit.parameter, fit.after), errors_of.CALIBRATED
@@ -173,8 +173,6 @@ def _fit(cases: list[Case]) -> FittedParameter:
     parameter = row.machine.fit_parameter
     before = float(getattr(cases[0].hardware, FITTED[parameter]))
     is_overhead = "us" in parameter.split("_")
-    if not before and not is_overhead:
-        raise InputError(f"{row.where}: its machine states nothing from which {parameter}, to be fitted, follows")
 
     def predicted(case: Case, value: float) -> float:
         return figure(case.row, _with_parameter(case, parameter, value))

@@ -24,7 +24,7 @@ def backtest(
 
     [b]moe-sim backtest my-rows.toml --rows[/b]
     """
-    rows = file.unique([row for path in files or file.shipped() for row in file.read(path, console.warn)])
+    rows = [row for path in files or file.shipped() for row in file.read(path, console.warn)]
     with progress(sum(not row.unsimulated for row in rows), as_json, "rows run") as advance:
         test = score.backtest(rows, ended=lambda: advance(1), warn=console.warn)
     if as_json:

@@ -63,10 +63,6 @@ class Run:
     users: Users | None = None
     routing: Rule | None = None
 
-    def __post_init__(self) -> None:
-        if len(self.tiers) not in (1, 2):
-            raise ValueError(f"a run has one tier or two, GPU memory over host memory, not {len(self.tiers)}")
-
     @property
     def gpu(self) -> Tier:
         """The tier in which experts compute."""

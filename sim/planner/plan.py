@@ -347,8 +347,6 @@ def chosen(text: str, machine: Machine, context: int, precision: str | None) -> 
 
     A file, and the precision that is stated or that a file's name says, are planned as they are.
     """
-    if context < 1:
-        raise InputError(f"--context is {context}; a whole number of at least 1 is needed")
     layout = Layout(_model(text, precision), machine, context)
     if layout.model.precision or is_gguf_file(text) or layout.profile.layer_expert_bytes:
         if layout.lack:

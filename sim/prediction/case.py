@@ -98,8 +98,6 @@ class Case:
         if self.static:
             n = max(setting.host_layers, setting.cpu_layers)
             n = round(setting.host_share * layers) if n < 0 else n
-            if n > layers:
-                raise InputError(f"setting: {setting.place} {n} of {layers} layers")
             return PolicySpec.of("lru", placement=f"layers:n={n}")
         return parse("belady" if setting.whole_layers else setting.policy)
 

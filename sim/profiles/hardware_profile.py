@@ -74,10 +74,6 @@ class Hardware:
     calibration: Mapping[str, Any] = field(default_factory=dict, hash=False)
     measured: tuple[MeasuredModel, ...] = field(default=(), hash=False)
 
-    def __post_init__(self) -> None:
-        if len({(each.model, each.expert_bytes, each.layer_bytes) for each in self.measured}) < len(self.measured):
-            raise InputError("measured: a model with experts of the same sizes stands there twice")
-
     @property
     def host_expert_bandwidth_gb_per_s(self) -> float:
         """Return the rate at which the host reads the experts that it computes."""
