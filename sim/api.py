@@ -44,7 +44,6 @@ T = TypeVar("T")
 Run = TypeVar("Run", bound=Loaded)
 
 TraceLike = Trace | Path | str
-"""A trace, or the folder or URL of one."""
 
 FIGURES = ("hit_rate", "tpot_mean_ms", "ttft_mean_ms", "tokens_per_s")
 """Columns of results that a short description shows."""
@@ -225,7 +224,6 @@ def simulate(
 
 
 def result_of(row: Row, log: RunLog, requests: pd.DataFrame, loaded: Loaded) -> RunResult:
-    """Return the result of a run from its row, its log and the table of its requests."""
     return RunResult(row, steps.frame(log, loaded.trace.requests["id"], loaded.experiment.warmup_requests), requests)
 
 
@@ -302,7 +300,6 @@ def _title(row: Row) -> str:
 
 
 def _html(sentences: Sequence[str], table: pd.DataFrame) -> str:
-    """Return sentences above a table, its figures of four digits."""
     said = "".join(f"<p>{escape(each)}</p>" for each in sentences)
     return said + table.to_html(index=False, float_format="{:.4g}".format, border=0)
 

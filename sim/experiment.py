@@ -289,7 +289,6 @@ def options_of(described: type) -> dict[str, Option]:
 
 
 OPTIONS: dict[str, Option] = options_of(Experiment)
-"""The fields, by name."""
 
 
 def _read(name: str, value: Any) -> Any:

@@ -363,7 +363,6 @@ class TimedRun(Loaded):
         self.engine(self.run(policy, slots), ended)
 
     def play_cells(self, policy: PolicySpec, slots: Sequence[int], ended: Sequence[Ended]) -> None:
-        """Run cells of one policy, which learns once for all of them where that is possible."""
         compiled_engine.play_cells([self.run(policy, each) for each in slots], ended)
 
     def learns_once(self, policy: PolicySpec) -> bool:

@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMES = ("misses.parquet", "curves.parquet", "curves.png")
-"""The files that `save` writes."""
 
 MAKER = "moe-sim analyze"
 
 CURVED = ("lru", "belady")
-"""Policies known at all sizes."""
 
 SPLITS = pa.schema(
     [

@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 
 MAKER = "moe-sim speculate"
 NAMES = ("speculation.parquet", "speculation.png")
-"""The files that `save` writes."""
 
 LONGEST = 8
 RUN = (0.0, 0.5, 0.8, 1.0)
-"""Acceptances that are run."""
 
 MIDDLE = 1
 """Of these the one whose steps are printed."""
@@ -125,7 +123,6 @@ class Speculation:
 
 
 def _expected(acceptance: Float, length: int) -> Float:
-    """Return the mean tokens that a step keeps, where a request does not end."""
     return np.asarray(sum(acceptance**n for n in range(length + 1)))
 
 

@@ -155,7 +155,6 @@ def _rows_and_errors(results: Iterable[Result]) -> Cells:
 
 
 def text(test: Backtest, every: bool = False) -> str:
-    """Return the report as text; every: every row included."""
     parts = [headline(test)]
     for heading, rows in [*tables(test), *(every_row(test) if every else [])]:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

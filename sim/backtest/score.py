@@ -61,7 +61,6 @@ class Result:
 
     @property
     def faster(self) -> float | None:
-        """Predicted over measured speed."""
         if self.predicted is None or not self.row.timed:
             return None
         ratio = self.predicted / self.row.measured
@@ -69,7 +68,6 @@ class Result:
 
     @property
     def scored(self) -> bool:
-        """Whether it has a prediction, and fits nothing."""
         return self.predicted is not None and not self.row.fit
 
     @property

@@ -1,9 +1,7 @@
 """What is run: traces from a cold and from a warm cache, sizes, three machines, each with another wall, and policies.
 
-Cold: each request begins with an empty cache. Warm: the first request fills the cache and is not counted, and each
-further one finds what the one before has left; of traces of one request there is only cold. Counted are all requests,
-timed the first TIMED. Of policies that is left out which needs a file (a profile, a predictor), a trace with lookahead
-or a slot for each layer, or computes misses on the host or moves whole layers: `moe-sim systems` has those.
+docs/board.md says what cold and warm are, and which policies are left out. Of traces of one request there is only
+cold. Counted are all requests, timed the first TIMED.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -103,7 +101,6 @@ def cases_of(cards: Sequence[Card]) -> Iterator[Case]:
 
 
 POLICIES = ("lfu", "lrfu", "eamc", "eamc-blend")
-"""Those that are run where none are named."""
 
 FASTEST = "belady+oracle1"
 """Belady that fetches what the next layer will use: the ceiling in time."""

@@ -1,8 +1,6 @@
 """What was found: figures of each policy, the score made of them, intervals, costs, and the file that holds all of it.
 
-A share is how much of the gap from LRU to Belady a policy closes in hits, in one case at one size. The score is the
-mean of the shares: of a trace over starts and sizes, then over traces. In time, where some gaps are close to nothing,
-it is what a policy saves of LRU's time over what Belady saves, each the same mean.
+docs/board.md defines shares and scores, in hits and in time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -63,7 +61,6 @@ class Result:
 
     @property
     def ranking(self) -> list[tuple[str, Entry]]:
-        """Return policies with their entries, the best score first."""
         return sorted(self.policies.items(), key=lambda each: -each[1].score[HITS])
 
     @property
@@ -76,14 +73,12 @@ class Result:
         return [name for name in MEASURES if name in self.policies[LRU].figures]
 
     def shares(self, policy: str) -> dict[str, tuple[float, ...]]:
-        """Return by start the share of the gap in hits that is closed at each size: NaN where there is none."""
         return shares(*(self.policies[name].figures for name in (policy, LRU, BELADY)))
 
 
 def entry(
     measured: Mapping[str, Figures], policy: str, gains: dict[str, dict[str, tuple[Gain, ...]]], **about: Any
 ) -> Entry:
-    """Return a policy's entry, with what follows of the figures of all."""
     figures, lru, belady = (measured[name] for name in (policy, LRU, BELADY))
     found = shares(figures, lru, belady)
     slower = {
@@ -206,7 +201,6 @@ def gain_text(gain: Gain) -> str:
 
 
 def write(found: Result, path: Path, overwrite: bool = False) -> None:
-    """Write a file that `read` reads, whole or not at all."""
     heading = f"# Figures at {', '.join(SIZES)} of the experts. `moe-sim board --check THIS` runs the same again.\n"
     write_toml(heading, asdict(found), path, overwrite)
 

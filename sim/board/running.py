@@ -21,7 +21,6 @@ from sim.sweeps.workers import Local
 from traces.board import Card, board, sum_of
 
 COLUMNS = {True: "misses", False: "tpot_mean_ms"}
-"""Of results, which judges: whether hits are counted."""
 
 
 @dataclass(frozen=True)

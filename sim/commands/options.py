@@ -67,7 +67,6 @@ Form = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 
 Stated = dict[str, Any]
-"""The options of an experiment that were typed, by name."""
 
 
 def some(*names: str, of: type = Experiment, defaults: Mapping[str, Any] = MappingProxyType({}), **help: str) -> Fields:

@@ -165,7 +165,6 @@ def _charging(
 
 
 def _folders(loaded: Sequence[Loaded]) -> list[str]:
-    """A name for each trace, machine and number of users: of what differs."""
     traces, machines = {each.experiment.trace for each in loaded}, {each.experiment.hardware for each in loaded}
     users = {each.experiment.max_batch for each in loaded}
     names: list[str] = []

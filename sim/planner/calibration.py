@@ -22,13 +22,11 @@ from traces.models.gguf_profile import of_file
 from traces.models.profile import ModelProfile
 
 LAYERS = (2, 4, 8)
-"""MoE layers of the cuts."""
 
 LARGEST_BYTES = 3 << 30
 """Of the largest cut, unless less memory is free: models of larger layers are cut to fewer experts."""
 
 DEPTH = 2048
-"""Tokens of the long context."""
 
 OFF = 0.06
 """How far off a calibrated prediction is taken to be: docs/planner.md shows what was measured."""
@@ -55,7 +53,6 @@ class Calibration:
         return self.fixed_s + layers_s + values(self.profile, context) * self.value_s
 
     def facts(self) -> dict[str, float]:
-        """Return what people may want to know of it."""
         gpu, cpu = bytes_read(self.profile, self.profile.moe_layers, on_gpu=False)
         layers = len(self.profile.order)
         return {
@@ -75,7 +72,6 @@ def bytes_read(profile: ModelProfile, host_layers: int, on_gpu: bool) -> tuple[f
 
 
 def values(profile: ModelProfile, context: float) -> float:
-    """Return the values of the cache that a token attends to."""
     return sum(kind.kept(context) for kind in profile.order)
 
 

@@ -265,7 +265,6 @@ class Placement:
         return replace(self, parts=parts)
 
     def seconds(self, hardware: Hardware | None = None) -> float:
-        """Return the seconds of a decoded token under llama.cpp."""
         return self.simulated(hardware)[0]
 
     def simulated(self, hardware: Hardware | None = None) -> tuple[float, Outcome]:
@@ -292,7 +291,6 @@ class Placement:
 
     @property
     def assumed(self) -> list[Assumed]:
-        """What is not stated, of all parts."""
         return list({fact.what: fact for case in self.cases for fact in errors.assumed(case)}.values())
 
     @property

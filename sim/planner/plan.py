@@ -200,7 +200,6 @@ class Plan:
         return max(faster, key=lambda each: each.tokens_per_s, default=None)
 
     def facts(self) -> dict[str, Any]:
-        """Return all of it for JSON, tokens_per_s first."""
         values = asdict(self)
         speed = values.pop("speed")
         cache = values["cache"] and {**values["cache"].pop("speed"), **values["cache"]}
@@ -296,7 +295,6 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
 
 
 def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: Any) -> Speed:
-    """Return what `plan` expects, and nothing else of it. Raise InputError likewise."""
     return expected(placements.today(chosen(model, resources(**machine), context, precision)[0]))[0]
 
 
@@ -458,7 +456,6 @@ def _notes(placement: Placement) -> list[str]:
 
 
 def _advice(layout: Layout) -> list[str]:
-    """Return what an engineer would say of such a machine."""
     machine, said = layout.machine, []
     if layout.loses_quality:
         four = layout.at(FOUR)

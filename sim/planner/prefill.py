@@ -12,7 +12,6 @@ BATCH = 512
 
 
 def seconds(layout: Layout, tokens: int) -> float:
-    """Return the seconds of a prompt of so many tokens."""
     own = layout.hardware
     full, rest = divmod(tokens, BATCH)
     batches = [BATCH] * full + [rest] * (rest > 0)

@@ -58,7 +58,6 @@ def cut(file: GgufFile, layers: int, experts: int = 0) -> GgufFile:
 
 
 def _blocks(file: GgufFile) -> tuple[list[list[StoredTensor]], list[StoredTensor]]:
-    """Return the tensors of each layer, and those of none."""
     blocks: list[list[StoredTensor]] = [[] for _ in range(file.key("block_count"))]
     rest: list[StoredTensor] = []
     for each in file.tensors:
@@ -67,7 +66,6 @@ def _blocks(file: GgufFile) -> tuple[list[list[StoredTensor]], list[StoredTensor
 
 
 def _representative(blocks: list[list[StoredTensor]], layers: int) -> list[int]:
-    """Return a layer of the model for each of the first ones."""
     shapes = [sorted((each.name.split(".", 2)[2], each.shape) for each in block) for block in blocks]
     sizes = [sum(each.size for each in block) for block in blocks]
     places, ahead = list[int](), 0.0
@@ -114,7 +112,6 @@ def _data(tensor: StoredTensor, random: np.random.Generator, pools: dict[str, ND
 
 
 def _pool(kind: str, random: np.random.Generator) -> NDArray[np.uint8]:
-    """Return blocks of a type, as bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import quantize
 

@@ -32,7 +32,6 @@ class Ranked:
 def ranked(
     machine: Machine, context: int, models: Sequence[str] = CURRENT, precision: str | None = None
 ) -> Iterator[Ranked]:
-    """Yield each model. Raise InputError for an unknown one."""
     for name in models:
         try:
             layout, _ = chosen_or_smaller(name, machine, context, precision)

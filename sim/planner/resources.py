@@ -32,7 +32,6 @@ RATES = {
 """Fields of a machine of which one or the other is stated."""
 
 USUAL_HOST = 32 * GIB
-"""Host memory beside a GPU, where it is not stated."""
 
 
 def reserved(machine: Machine) -> tuple[int, ...]:

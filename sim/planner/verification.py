@@ -72,7 +72,6 @@ def verify(
 
 
 def predicted_s(layout: Layout, variant: Variant, context: int, calibration: Calibration | None) -> float:
-    """Return the seconds of a token behind so many others that are planned for a variant."""
     if calibration:
         return calibration.seconds(variant.host_layers, layout.on_gpu, context)
     own = layout.changed({"host_threads": variant.threads})

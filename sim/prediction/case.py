@@ -33,7 +33,6 @@ from traces.models.profile import ModelProfile
 from traces.steps import DECODE, RequestSteps
 
 FREE = Link(0, 1, 10**12, 1)
-"""A link on which copies take no time."""
 
 NO_TIME = FixedTiming(0, 0, 0, 0, 0)
 

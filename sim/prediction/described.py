@@ -43,7 +43,6 @@ class Assumed:
 
     @staticmethod
     def times(what: str, option: str, field: str, value: float, between: tuple[float, float]) -> "Assumed":
-        """Return a fact in which a field is a value times what lies between two factors."""
         low, high = ({field: value * factor} for factor in between)
         return Assumed(what, option, low, high)
 

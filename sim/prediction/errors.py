@@ -135,13 +135,11 @@ def effect(fact: Assumed, seconds: float, otherwise: Callable[[Mapping[str, Any]
 
 
 def together(spreads: Iterable[Spread]) -> Spread:
-    """Return the spread of independent facts."""
     slower, faster = zip(NONE, *spreads, strict=True)
     return Spread(math.hypot(*slower), math.hypot(*faster))
 
 
 def spread_of(case: Case) -> Spread:
-    """Return the spread of all that is assumed of a case."""
 
     def seconds(fields: Mapping[str, Any]) -> float:
         changed = case.changed(fields)
@@ -152,7 +150,6 @@ def spread_of(case: Case) -> Spread:
 
 
 def class_of(case: Case) -> str:
-    """Return what is known of the machine and the engine of a row, calibration aside."""
     machine, setting = case.row.machine, case.row.setting
     assert machine
     if case.engine.is_unknown:

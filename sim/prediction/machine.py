@@ -123,7 +123,6 @@ def cpu_class(gb_per_s: float) -> Factors:
 
 
 def kernels_per_layer(model: ModelProfile) -> float:
-    """Return how many kernels a runtime launches for a layer, in the mean of the model's layers."""
     counts, order = FACTORS.kernels, model.order
     more = [
         counts.shared * bool(kind.shared or (kind.mlp and kind.routed))

@@ -47,7 +47,6 @@ def like(name: str, experts: int, top_k: int) -> Reuse:
 
 
 def nearest(experts: int) -> str:
-    """Return the model with statistics whose number of experts a layer is nearest, as a ratio."""
     return min(table("reuse"), key=lambda name: abs(np.log(len(table("reuse")[name]["reuse"]) / experts)))
 
 

@@ -96,12 +96,10 @@ def with_stated(facts: Facts, stated: dict[str, Any]) -> Facts:
 
 
 def options(facts: Facts) -> dict[str, Any]:
-    """Return the facts as the planner takes them."""
     return {key: fact.value for key, fact in facts.items() if fact.value is not None}
 
 
 def gpus() -> tuple[list[Gpu], str]:
-    """Return the GPUs, and the program that lists them."""
     for program, read in (("nvidia-smi", _of_nvidia), ("rocm-smi", _of_amd)):
         if shutil.which(program) and (found := read()):
             return found, program

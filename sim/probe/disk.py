@@ -17,7 +17,6 @@ from traces.errors import InputError
 FILE_BYTES = 2 << 30
 SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 LANES = (1, 4)
-"""Reads at a time."""
 READING_S = 1.5
 
 

@@ -39,7 +39,6 @@ WHOLE = 2
 """Bytes of a parameter that is not quantised."""
 
 THIS_MACHINE = "this-machine"
-"""The profile that `moe-sim probe` writes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class Hardware:
 
     @property
     def host_expert_bandwidth_gb_per_s(self) -> float:
-        """Return the rate at which the host reads the experts that it computes."""
         return self.host_memory_bandwidth_gb_per_s * self.host_expert_share
 
     @property

@@ -26,7 +26,6 @@ Surface = Annotated[tuple[tuple[Count, Count, Size], ...], Meta(min_length=1)]
 """(tokens, context, ns), ascending by tokens, then context."""
 
 TABLES = ("first_dense", "dense", "expert", "combine", "head")
-"""The keys that hold curves and surfaces."""
 
 
 @dataclass(frozen=True)

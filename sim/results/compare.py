@@ -1,9 +1,8 @@
 """Is one cell of a sweep better than another? Differences of totals, with intervals over paired requests.
 
-Intervals are the percentile bootstrap's over requests (Efron 1979), 95%: of few requests too narrow, under a normal law
-they hold a mean in 85% of cases with five requests, in 90% with ten. Of fewer than FEWEST requests with LEAST_TOKENS
-decoded tokens blocks of about sqrt(n) of their n tokens are drawn instead (the stationary bootstrap of Politis and
-Romano 1994): how sure a difference is on such text, and nothing of other requests. Prompts stay as they are.
+Intervals are the percentile bootstrap's over requests (Efron 1979), 95%. Of fewer than FEWEST requests with
+LEAST_TOKENS decoded tokens blocks of about sqrt(n) of their n tokens are drawn (the stationary bootstrap of Politis and
+Romano 1994), prompts stay as they are. sim/README.md says how far to trust both.
 """
 
 import math
@@ -126,7 +125,6 @@ class Difference:
 
     @property
     def is_certain(self) -> bool:
-        """Return whether the interval is of enough, and does not reach 0."""
         return self.is_enough and not self.low <= 0 <= self.high
 
     @property

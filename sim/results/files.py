@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Rows = Sequence[Mapping[str, Any]]
 
 RESULTS_FILE, REQUESTS_FILE = "results.parquet", "requests.parquet"
-"""Tables of results: a row per cell, and a row per cell and request."""
 
 A_SWEEP = "name a folder that moe-sim sweep has written, of several sweeps in one the folder of one"
 

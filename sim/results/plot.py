@@ -68,7 +68,6 @@ DRAWN = {
 USERS = "users.png"
 
 BELADY = "belady"
-"""The name of the bound, which is drawn like none of the policies."""
 
 FIXED = ("lru", "eamc", "eamc-blend", "lfu", "lrfu")
 """Policies that have the first colours; others get those that are left, in the order in which they come."""
@@ -233,7 +232,6 @@ def single(
 
 
 def looks(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return how each of these is drawn, alike in all figures of the same policies."""
     names = list(dict.fromkeys(policies))
     places = {name: FIXED.index(name) for name in names if name in FIXED}
     others = (place for place in count() if place not in places.values())

@@ -1,7 +1,6 @@
 """A sweep is an experiment with axes: lists of traces, policies, cache sizes, machines, seeds and numbers of users.
 
-An option of a policy may list alternatives between bars, `eamc:capacity=100|300:matches=1|2`: each combination is a
-policy of its own. Seeds are for the policies that draw; others are run once.
+Seeds are for the policies that draw; others are run once.
 """
 
 import itertools
@@ -93,7 +92,6 @@ DEFAULTS = {
     "cache_sizes": split_list(CACHE_SIZES),
     "hardware": split_list(HARDWARE),
 }
-"""Of axes that are not stated."""
 
 AXES = tuple(field.name for field in fields(Sweep) if field.name != "shared")
 

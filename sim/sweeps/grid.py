@@ -260,7 +260,6 @@ def drawn(found: Outcome, swept: Sequence[compare.SweptRun], column: str) -> "Fi
 
 
 def run_cells(loaded: Loaded, policy: PolicySpec, slots: Sequence[int], advance: Advance) -> list[tuple[Row, pa.Table]]:
-    """Run cells of one policy; return the row of each, and those of its requests."""
     return [(each.row(), each.requests()) for each in summed(loaded, policy, slots, advance)]
 
 

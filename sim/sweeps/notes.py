@@ -169,7 +169,6 @@ def marks(outcome: Outcome, runs: Sequence[compare.SweptRun]) -> dict[tuple[int,
 
 
 def legend(marks: Mapping[tuple[int, str], str], runs: Sequence[compare.SweptRun], judged_by: str) -> Iterator[str]:
-    """Yield what the columns and marks of a sweep's table mean, as far as they occur."""
     yield from GAPS
     if EQUAL in marks.values():
         drawn = compare.sample(runs[0], runs[0], compare.measure_of(judged_by))

@@ -1,8 +1,7 @@
 """Who runs the cells of a sweep: threads, processes, or a Dask cluster. Neither number nor order changes a result.
 
 What the compiled engine runs leaves Python's lock alone: threads over one copy of the trace. What runs in Python has a
-process, which reads the trace itself, but a policy of a notebook or script and a trace in memory stay in the thread. On
-a cluster every cell is a task, whose worker reads the trace by its path or URL.
+process, but a policy of a notebook or script and a trace in memory stay in the thread.
 """
 
 import logging
@@ -37,7 +36,6 @@ Played = Generator[tuple[int, T], None, None]
 """(place of a task, its result), as they finish; who closes it, as Ctrl-C does, stops what is running."""
 
 ANSWER_S = 10
-"""Seconds in which a scheduler has to answer."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,6 @@ class Setting:
         return memory - kept
 
     def slots(self, system: System | None = None) -> int:
-        """Return how many experts the budget holds, all at most."""
         model = self.model(system)
         return min(self.loaded.shape.total, int(self.budget(model) / model.expert_bytes))
 
@@ -124,7 +123,6 @@ class Setting:
         return 1 + max(int(steps.tokens.max(initial=0)) for steps in Requests(self.loaded.trace))
 
     def predicted(self, system: System) -> Prediction:
-        """Return what a system takes. Raise InputError for bad input."""
         try:
             run = SystemRun.of(system, self)
         except CannotRunError as cannot:

@@ -23,7 +23,6 @@ def copying_back(link: Link) -> Link:
 
 
 def of_whole_layers(link: Link, experts: int) -> Link:
-    """Return a link whose unit is a layer with all its experts."""
     sizes = tuple(size * experts for size in link.layer_bytes) if link.layer_bytes else None
     return replace(link, expert_bytes=link.expert_bytes * experts, layer_bytes=sizes, chunk_bytes=None)
 

@@ -40,7 +40,6 @@ class Timeline:
         self.is_open = False
 
     def process(self, name: str) -> int:
-        """Return the number of a new group of tracks; counters belong to it."""
         process = next(self._numbers)
         self._name("process", name, process, process)
         return process
