@@ -5,11 +5,11 @@ the line through both, over the experts of a layer or over all of them, whicheve
 flattered. Recency, victims and the queue are any cache's work, so `lru` costs 0; so do oracles, which cannot be run.
 """
 
-import tomllib
 from functools import cache
 from pathlib import Path
 
 from policies.core.spec import PolicySpec, parse
+from traces.files import read_toml
 
 TABLE = Path(__file__).parent / "predictors.toml"
 
@@ -23,7 +23,7 @@ def cost_us(policy: PolicySpec, layers: int, experts: int) -> float | None:
     A preset's own row counts; halves that share what they learn are one predictor, others add up; options do not count.
     """
     table = _table()
-    rows: list[tuple[float, float] | None]
+    rows: list[list[float] | None]
     presets = [
         row for name, row in table["preset"].items() if name == policy.preset or _same_halves(parse(name), policy)
     ]
@@ -41,7 +41,7 @@ def _same_halves(one: PolicySpec, other: PolicySpec) -> bool:
     return (one.evict, one.prefetch) == (other.evict, other.prefetch)
 
 
-def _at(layers: int, experts: int, row: tuple[float, float]) -> float:
+def _at(layers: int, experts: int, row: list[float]) -> float:
     """Return the cost on the higher of two lines through both points, but at least half of the lower point."""
     (few, small, _), (many, large, _) = MEASURED
     over_layer = (experts - small) / (large - small)
@@ -50,6 +50,5 @@ def _at(layers: int, experts: int, row: tuple[float, float]) -> float:
 
 
 @cache
-def _table() -> dict[str, dict[str, tuple[float, float]]]:
-    kinds = tomllib.loads(TABLE.read_text("utf-8"))["us"]
-    return {kind: {name: (small, large) for name, (small, large) in rows.items()} for kind, rows in kinds.items()}
+def _table() -> dict[str, dict[str, list[float]]]:
+    return read_toml(TABLE)["us"]  # type: ignore[no-any-return]

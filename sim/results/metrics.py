@@ -243,8 +243,7 @@ class Summary:
         lookups = sums["hits"] + sums["late"] + sums["misses"]
         fetched = sums["prefetch_transfers"] + self._unused
         row: Row = {
-            **vars(cell),
-            **_identity(cell),
+            **_of_cell(cell),
             "requests": int(np.count_nonzero(self._steps)),
             **{name: sums[name] for name in ("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch")},
             "lookups": lookups,
@@ -275,7 +274,7 @@ class Summary:
             **{f"{phase}lookups": counts for phase, counts in lookups.items()},
         }
         columns: dict[str, Any] = {
-            **{name: [value] * len(here) for name, value in _identity(self._cell).items()},
+            **{name: [value] * len(here) for name, value in _of_cell(self._cell).items()},
             "request": self._labels["id"].iloc[here].astype(str),
             "dataset": self._labels["dataset"].iloc[here].astype(str),
             "task": self._labels["task"].iloc[here].astype(str),
@@ -346,15 +345,9 @@ def summarise(log: RunLog, cell: Cell, requests: pd.DataFrame) -> tuple[Row, pa.
     return summary.row(), summary.requests()
 
 
-def _identity(cell: Cell) -> Row:
-    return {
-        "policy": cell.policy,
-        "options": json.dumps(facts.finite(cell.options), sort_keys=True, allow_nan=False),
-        "trace": cell.trace,
-        "cache_experts": cell.cache_experts,
-        "cache_bytes": cell.cache_bytes,
-        "cache_fraction": cell.cache_experts / cell.all_experts,
-    }
+def _of_cell(cell: Cell) -> Row:
+    options = json.dumps(facts.finite(cell.options), sort_keys=True, allow_nan=False)
+    return {**vars(cell), "options": options, "cache_fraction": cell.cache_experts / cell.all_experts}
 
 
 def size_text(row: Row | pd.Series) -> str:
