@@ -10,18 +10,26 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sim.backtest import file, score
 from sim.backtest.score import Result
-from sim.planner.plan import quick
+from sim.planner.placements import today
+from sim.planner.plan import CONTEXT, Speed, chosen, expected
+from sim.planner.resources import resources
 from sim.prediction import Case
 from sim.prediction.described import Row
 from sim.prediction.errors import CALIBRATED, NARROWER, NONE, UNKNOWN, Spread, class_of, spread_of
 from sim.prediction.tables import DATA
 
 PUBLISHED = Path(__file__).with_suffix(".toml")
+
+
+def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: Any) -> Speed:
+    """Return the speed that a plan expects, and nothing else of it."""
+    return expected(today(chosen(model, resources(**machine), context, precision)[0]))[0]
 
 
 def published() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from sim.planner import flags, placements, prefill
 from sim.planner.calibration import OFF, Calibration
 from sim.planner.placements import DISK, Layout, Placement
-from sim.planner.resources import GIB, SECOND_CARD, described, margins, resources, with_more
+from sim.planner.resources import GIB, described, margins, resources, upgrades
 from sim.prediction import errors
 from sim.prediction.described import Machine, Model
 from sim.profiles.hardware_profile import Hardware
@@ -52,15 +52,6 @@ OVERHEADS = (
     "framework_us_per_expert",
     "framework_us_per_token",
 )
-
-UNITS: Mapping[str, str] = {
-    "one more card": SECOND_CARD,
-    "twice the RAM": "host_memory",
-    "RAM twice as fast": "host_reads",
-    "a link twice as fast": "link_copies",
-    "a disk twice as fast": "disk_reads",
-}
-"""What people buy next, and what of the machine that is."""
 
 PRECISIONS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "iq2_m")
 FOUR = "q4_k_m"
@@ -294,10 +285,6 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
     )
 
 
-def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: Any) -> Speed:
-    return expected(placements.today(chosen(model, resources(**machine), context, precision)[0]))[0]
-
-
 def expected(
     placement: Placement, again: Callable[[Layout], Placement] = placements.today, kind: str = ""
 ) -> tuple[Speed, tuple[AssumedFact, ...]]:
@@ -525,14 +512,11 @@ def _cache(layout: Layout) -> CachePlan | None:
 
 def _upgrades(layout: Layout, speed: float, times: float) -> tuple[Upgrade, ...]:
     """Return what each would buy at this precision; times: as many times as fast as modelled the machine is."""
-    upgrades = []
-    for resource, field in UNITS.items():
-        if not getattr(layout.machine, field) or (layout.machine.unified and field == SECOND_CARD):
-            continue
-        grown = replace(layout, machine=with_more(layout.machine, field))
-        faster = 1 / placements.today(grown).seconds()
-        upgrades.append(Upgrade(resource, faster * times, faster / speed - 1))
-    return tuple(upgrades)
+    bought = []
+    for resource, machine in upgrades(layout.machine).items():
+        faster = 1 / placements.today(replace(layout, machine=machine)).seconds()
+        bought.append(Upgrade(resource, faster * times, faster / speed - 1))
+    return tuple(bought)
 
 
 def _at(layout: Layout, speed: float, times: float) -> Precision:

@@ -23,14 +23,6 @@ desktop. Other GPUs have the buffers alone."""
 HOST_RESERVED = 2 * GIB
 """The margin of host memory, for the operating system and the runtime."""
 
-SECOND_CARD = "gpu_memory"
-
-RATES = {
-    "host_reads": ("host_peak_gb_per_s", "host_stream_gb_per_s"),
-    "disk_reads": ("disk_peak_gb_per_s", "disk_gb_per_s"),
-}
-"""Fields of a machine of which one or the other is stated."""
-
 USUAL_HOST = 32 * GIB
 
 
@@ -44,14 +36,21 @@ def margins(machine: Machine) -> tuple[int, int]:
     return sum(reserved(machine)), HOST_RESERVED * bool(machine.host_memory)
 
 
-def with_more(machine: Machine, resource: str) -> Machine:
-    """Return the machine with what people buy next: a second card, twice the memory, or twice the rate of a part."""
-    if resource == SECOND_CARD:
-        return replace(machine, gpus=(*machine.gpus, machine.gpus[0]))
-    if resource == "link_copies":
-        return replace(machine, link="", link_gb_per_s=2 * machine.link_copies)
-    doubled: dict[str, Any] = {name: 2 * getattr(machine, name) for name in RATES.get(resource, (resource,))}
-    return replace(machine, **doubled)
+def upgrades(machine: Machine) -> dict[str, Machine]:
+    """Return the machine with what people buy next, of what it has."""
+
+    def twice(*names: str) -> Machine:
+        doubled: dict[str, Any] = {name: 2 * getattr(machine, name) for name in names}
+        return replace(machine, **doubled)
+
+    upgrades = {
+        "one more card": replace(machine, gpus=(*machine.gpus, *machine.gpus[: not machine.unified])),
+        "twice the RAM": twice("host_memory"),
+        "RAM twice as fast": twice("host_peak_gb_per_s", "host_stream_gb_per_s"),
+        "a link twice as fast": replace(machine, link="", link_gb_per_s=2 * machine.link_copies),
+        "a disk twice as fast": twice("disk_peak_gb_per_s", "disk_gb_per_s"),
+    }
+    return {name: grown for name, grown in upgrades.items() if grown != machine}
 
 
 def resources(

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import planner as benchmark
+from benchmarks.planner import quick
 from sim.backtest import file, score
 from sim.catalogue.parts import Gpu
 from sim.planner import prefill
 from sim.planner.placements import Layout, cached, today
-from sim.planner.plan import PRECISIONS, Plan, TooSmallError, chosen, plan, quick
-from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, SECOND_CARD, resources, with_more
+from sim.planner.plan import PRECISIONS, Plan, TooSmallError, chosen, plan
+from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, resources, upgrades
 from sim.prediction import Case, Machine, Model, errors, table
 from sim.prediction.model import profile_of
 from sim.prediction.tables import DATA
@@ -255,11 +256,11 @@ def test_a_model_is_planned_at_the_fastest_precision_that_keeps_the_quality():
 MORE: Mapping[str, Callable[[Machine], Machine]] = {
     "GPU memory": lambda one: replace(one, gpus=tuple(replace(gpu, memory_gib=gpu.memory_gib + 8) for gpu in one.gpus)),
     "GPU": lambda one: replace(one, gpus=tuple(replace(gpu, gb_per_s=gpu.gb_per_s * 1.5) for gpu in one.gpus)),
-    "second card": lambda one: with_more(one, SECOND_CARD) if one.gpus else one,
+    "second card": lambda one: upgrades(one).get("one more card", one),
     "RAM": lambda one: replace(one, host_memory=one.host_memory + 32 * 2**30),
-    "rate of RAM": lambda one: with_more(one, "host_reads"),
-    "link": lambda one: with_more(one, "link_copies"),
-    "disk": lambda one: with_more(one, "disk_reads"),
+    "rate of RAM": lambda one: upgrades(one)["RAM twice as fast"],
+    "link": lambda one: upgrades(one)["a link twice as fast"],
+    "disk": lambda one: upgrades(one)["a disk twice as fast"],
 }
 
 
