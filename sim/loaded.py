@@ -25,7 +25,7 @@ from sim.loop.run import Run, Tier, gpu_run
 from sim.profiles.hardware_profile import Hardware, hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.policy_overhead import cost_us
-from sim.profiles.roofline import Roofline, disk_link, host_link
+from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.quantities import exceeds, parse_cache_bytes, parse_cache_size, show_bytes
 from sim.results.metrics import Cell
@@ -384,7 +384,7 @@ class TimedRun(Loaded):
             return None
         with located("`host_memory`"):
             slots = self.slots(self.experiment.host_memory)
-        return Tier(slots, None, disk_link(self.hardware, self.profile))
+        return Tier(slots, None, host_link(self.hardware.from_disk(), self.profile))
 
     def cell(self, policy: PolicySpec, slots: int) -> Cell:
         machine = f"{self.hardware.name} (measured)" if self.measured else self.hardware.name

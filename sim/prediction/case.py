@@ -25,7 +25,7 @@ from sim.prediction.tables import FACTORS
 from sim.prediction.timing import Runtime
 from sim.profiles.derived import Blocking, FirstLayersElsewhere
 from sim.profiles.hardware_profile import Hardware
-from sim.profiles.roofline import disk_link, host_link
+from sim.profiles.roofline import host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
 from sim.quantities import parse_cache_size, show_share, stated_bytes
 from traces.errors import InputError
@@ -286,7 +286,7 @@ class Case:
             hardware = replace(hardware, host_expert_share=reads / hardware.host_memory_bandwidth_gb_per_s)
         above = hardware.from_disk() if disk and not self.host_capacity else hardware
         link = host_link(above, profile) if copies else FREE
-        below = disk_link(hardware, profile) if self.host_capacity else FREE
+        below = host_link(hardware.from_disk(), profile) if self.host_capacity else FREE
         timing: Timing = Runtime(above, profile, cpu)
         if setting.cpu_layers > 0:
             timing = FirstLayersElsewhere(timing, Runtime(hardware, profile, True), setting.cpu_layers)

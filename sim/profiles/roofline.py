@@ -25,17 +25,9 @@ LINK_STEPS = 10**6
 
 def host_link(hardware: Hardware, model: ModelProfile, chunk_bytes: int | None = None) -> Link:
     """Return the profile's link to the host as whole numbers, carrying experts of `model`."""
-    return _link(hardware.link_bandwidth_gb_per_s, hardware.link_latency_us, model, chunk_bytes)
-
-
-def disk_link(hardware: Hardware, model: ModelProfile) -> Link:
-    return _link(hardware.disk_bandwidth_gb_per_s, hardware.disk_latency_us, model)
-
-
-def _link(gb_per_s: float, latency_us: float, model: ModelProfile, chunk_bytes: int | None = None) -> Link:
-    per_byte = 1 / Fraction(gb_per_s).limit_denominator(LINK_STEPS)
+    per_byte = 1 / Fraction(hardware.link_bandwidth_gb_per_s).limit_denominator(LINK_STEPS)
     return Link(
-        latency_ns=math.ceil(latency_us * 1_000),
+        latency_ns=math.ceil(hardware.link_latency_us * 1_000),
         ns_per_byte_num=per_byte.numerator,
         ns_per_byte_den=per_byte.denominator,
         expert_bytes=model.expert_bytes,
