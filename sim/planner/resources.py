@@ -75,12 +75,7 @@ def resources(
     host = _memory(host_memory, "--host-memory")
     names, memories, rates = _listed(gpu), _listed(gpu_memory), _listed(gpu_bandwidth)
     sheets = [gpu_of(name) for name in names]
-    if sheets and not gpu_memory and not all(sheet.memory_gib for sheet in sheets):
-        if not host:
-            raise InputError(f"--gpu {gpu} shares its memory with the CPU: say how much there is with --host-memory")
-        unified = True
-    if unified and not (gpu_memory or host):
-        raise InputError("--unified without memory: say how much there is with --host-memory 36GiB")
+    unified = unified or not (gpu_memory or all(sheet.memory_gib for sheet in sheets))
     sizes = [_memory(text, "--gpu-memory") for text in memories]
     if unified and not sizes:
         sizes = [int(host * UNIFIED)]

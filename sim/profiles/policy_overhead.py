@@ -24,8 +24,11 @@ def cost_us(policy: PolicySpec, layers: int, experts: int) -> float | None:
     """
     table = _table()
     rows: list[list[float] | None]
+    halves = policy.evict, policy.prefetch
     presets = [
-        row for name, row in table["preset"].items() if name == policy.preset or _same_halves(parse(name), policy)
+        row
+        for name, row in table["preset"].items()
+        if name == policy.preset or ((preset := parse(name)).evict, preset.prefetch) == halves
     ]
     if presets:
         rows = list(presets[:1])
@@ -35,10 +38,6 @@ def cost_us(policy: PolicySpec, layers: int, experts: int) -> float | None:
         rows = [table["retention"].get(policy.evict.name), table["prefetch"].get(policy.prefetch.name)]
     costs = [_at(layers, experts, row) for row in rows if row is not None]
     return sum(costs) if len(costs) == len(rows) else None
-
-
-def _same_halves(one: PolicySpec, other: PolicySpec) -> bool:
-    return (one.evict, one.prefetch) == (other.evict, other.prefetch)
 
 
 def _at(layers: int, experts: int, row: list[float]) -> float:

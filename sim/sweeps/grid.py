@@ -33,7 +33,7 @@ from sim.results.files import REQUESTS_FILE, RESULTS_FILE
 from sim.results.metrics import RESULTS, Row
 from sim.results.provenance import sources
 from sim.sweeps import config, winner
-from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store
+from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store, clear
 from sim.sweeps.winner import Winner
 from sim.sweeps.workers import Advance, Local, Task, Workers
 from traces.errors import InputError
@@ -214,7 +214,7 @@ def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
         rows = [row for found in outcomes for row in found.rows]
         files.write_rows(rows, RESULTS, folder / RESULTS_FILE)
         written = [folder / RESULTS_FILE, *plot.draw_users(by_source(outcomes), folder)]
-    store.clear()
+    clear(store.folder)
     return written
 
 

@@ -74,9 +74,6 @@ class Store:
             for table in _grouped(self.requests(key) for key in keys):
                 writer.write_table(table)
 
-    def clear(self) -> None:
-        _clear(self.folder)
-
     def _take(self, folder: Path) -> None:
         """Cells of a sweep that has ended there, if one has; those without their requests were being replaced."""
         rows, requests = folder / RESULTS_FILE, folder / REQUESTS_FILE
@@ -95,7 +92,7 @@ def held(folder: Path) -> bool:
 
 def drop(folder: Path) -> None:
     """Remove all that sweeps have written in `folder`, and nothing else."""
-    _clear(folder)
+    clear(folder)
     for table in _ended(folder):
         for file in (table / name for name in _ours(table)):
             if file.parent == table and file.is_file():
@@ -110,7 +107,7 @@ _CELL = re.compile(r"\.?[0-9a-f]{16}\.parquet(\.part|\.lock)?")
 """The name of a cell's file, whole or being written."""
 
 
-def _clear(folder: Path) -> None:
+def clear(folder: Path) -> None:
     """Remove the cells' files, rows first: a key with a row is done; and folders in which nothing else lies."""
     for place in _folders(folder):
         for file in list(place.iterdir()) if place.is_dir() else ():
