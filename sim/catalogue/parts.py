@@ -1,12 +1,15 @@
 """Parts of machines by their names: GPUs, CPUs, links and memories."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from msgspec import Struct, toml
+from msgspec import toml
 
 from traces.errors import InputError, unknown
+from traces.files import read_toml
 
 FOLDER = Path(__file__).parent
 
@@ -22,39 +25,21 @@ class Gpu:
     kind: str = "gddr"
 
 
-class Cpu(Struct, frozen=True, forbid_unknown_fields=True):
-    """A family of CPUs: what is searched in a name, and what one thread multiplies of Q4_K."""
+class Entries(dict[str, Any]):
+    """A table of a TOML file, whose keys are attributes as well; the file says what each means."""
 
-    names: str
-    gflop_per_s_per_thread: float
-
-
-class Link(Struct, frozen=True, forbid_unknown_fields=True):
-    """A link: what pinned copies reach, and the memory of desktops of its time."""
-
-    gb_per_s: float
-    ram: str
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
 
 
-class Host(Struct, frozen=True, forbid_unknown_fields=True):
-    """A usual computer around a GPU. of_peak: of its memory's peak, where that is the one of its link's time."""
-
-    compute_tflop_per_s: float
-    memory_gib: float
-    disk: str  # of DISKS
-    slowest: str
-    fastest: str
-    ram: str = ""
-    most_gib: float = 0.0
-    gb_per_s: float = 0.0
-    of_peak: float = 0.0
+def entries(path: Path) -> Entries:
+    """Return the content of a file of ours, the tables in it likewise."""
+    read: Entries = json.loads(json.dumps(read_toml(path)), object_hook=Entries)
+    return read
 
 
 GPUS = toml.decode((FOLDER / "gpus.toml").read_bytes(), type=dict[str, Gpu])
-CPUS = toml.decode((FOLDER / "cpus.toml").read_bytes(), type=dict[str, Cpu])
-LINKS = toml.decode((FOLDER / "links.toml").read_bytes(), type=dict[str, Link])
-
-HOSTS = toml.decode((FOLDER / "hosts.toml").read_bytes(), type=dict[str, Host])
+CPUS, LINKS, HOSTS = (entries(FOLDER / f"{name}.toml") for name in ("cpus", "links", "hosts"))
 
 DISKS = {"NVMe disk": 5.0, "server's NVMe disks": 12.0, "SSD": 0.5, "hard disk": 0.15, "virtual disk": 1.0}
 """GB/s of large reads that are assumed of a disk of each kind."""
@@ -89,7 +74,7 @@ def gpu_that_reads(gb_per_s: float, title: str = "") -> Gpu:
     return alike[-1][2] if alike else Gpu(gb_per_s)
 
 
-def link_named(text: str) -> tuple[str, Link]:
+def link_named(text: str) -> tuple[str, Entries]:
     """Return a link by its name, such as `pcie4x16`. Raise InputError for an unknown one."""
     parts = _LINK.fullmatch(text.strip())
     name = f"PCIe {parts[1]}.0 x{parts[2]}" if parts else text

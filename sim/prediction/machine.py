@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from policies.core.systems import System
-from sim.catalogue.parts import LINKS, Gpu, gpu_that_reads, ram_gb_per_s, thread_gflop_per_s
+from sim.catalogue.parts import LINKS, Entries, Gpu, gpu_that_reads, ram_gb_per_s, thread_gflop_per_s
 from sim.prediction.described import Machine
-from sim.prediction.tables import FACTORS, Factors
+from sim.prediction.tables import FACTORS
 from sim.profiles.hardware_profile import WHOLE, Hardware, gpu_of, hardware
 from traces.errors import unknown
 from traces.models.profile import ModelProfile
@@ -116,9 +116,9 @@ def peak_of(machine: Machine) -> float:
     return machine.host_peak_gb_per_s or (ram_gb_per_s(machine.ram) if machine.ram else 0.0)
 
 
-def cpu_class(gb_per_s: float) -> Factors:
+def cpu_class(gb_per_s: float) -> Entries:
     """Return the threads, and GFLOP/s of each, of a CPU that reads memory so fast."""
-    cpu: Factors = FACTORS.cpu.server if gb_per_s > FACTORS.server_gb_per_s else FACTORS.cpu.desktop
+    cpu: Entries = FACTORS.cpu.server if gb_per_s > FACTORS.server_gb_per_s else FACTORS.cpu.desktop
     return cpu
 
 

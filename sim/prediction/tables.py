@@ -1,25 +1,16 @@
 """Tables of the back-test: general factors (data/factors.toml), reuse, errors."""
 
-import json
-import tomllib
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from sim.catalogue.parts import Entries, entries
 
 DATA = Path(__file__).parent / "data"
 
 
 @cache
-def table(name: str) -> Mapping[str, Any]:
-    return tomllib.loads((DATA / f"{name}.toml").read_text("utf-8"))
+def table(name: str) -> Entries:
+    return entries(DATA / f"{name}.toml")
 
 
-class Factors(dict[str, Any]):
-    """What is assumed where nothing is stated, by names that are attributes as well; the file says what each means."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
-FACTORS: Factors = json.loads(json.dumps(table("factors")), object_hook=Factors)
+FACTORS = table("factors")
