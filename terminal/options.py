@@ -21,6 +21,15 @@ class Fields:
     parameters: Mapping[str, inspect.Parameter]
 
 
+def option(name: str, kind: Any, help: str, default: Any = None) -> inspect.Parameter:
+    """Return an option of a type, which may be one of several; None, or a default that is shown, unless it is typed."""
+    first: Any = next(each for each in (get_args(kind) or (kind,)) if each is not type(None))
+    annotation: Any = Annotated[first | None, typer.Option(help=help)]
+    if first is bool:
+        annotation, default = Annotated[bool, typer.Option(f"--{name.replace('_', '-')}", help=help)], False
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
 def typed(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value is not False}
 

@@ -4,21 +4,20 @@ Those of a run are the fields of `sim.experiment.Experiment`: a command names wh
 those that were typed. Others stand here, some in groups, which are dataclasses (`terminal.options`).
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from policies.core.spec import PolicySpec, parse
 from sim.defaults import CACHE_SIZE, CACHE_SIZES, POLICIES, POLICY
-from sim.experiment import OPTIONS, SIZES, Experiment, Option, options_of
+from sim.experiment import OPTIONS, SIZES, Experiment, options_of
 from sim.loaded import Loaded
 from terminal import console
-from terminal.options import Fields, typed
+from terminal.options import Fields, option, typed
 from terminal.tables import FORMATS, formatted
 from traces import demo_trace
 from traces.errors import InputError, with_flags
@@ -71,28 +70,14 @@ Stated = dict[str, Any]
 
 def some(*names: str, of: type = Experiment, defaults: Mapping[str, Any] = MappingProxyType({}), **help: str) -> Fields:
     """Return these fields of a dataclass as options, with another help or a default for those that have one here."""
-    described, kinds = options_of(of), get_type_hints(of)
-    return Fields(
-        {name: _parameter(name, kinds[name], described[name], help.get(name), defaults.get(name)) for name in names}
-    )
+    described, hints = options_of(of), get_type_hints(of)
+    kinds = {name: str if described[name].read else hints[name] for name in names}
+    helps = {name: help.get(name) or described[name].help for name in names}
+    return Fields({name: option(name, kinds[name], helps[name], defaults.get(name)) for name in names})
 
 
 def all_but(*names: str) -> Fields:
     return some(*(name for name, each in OPTIONS.items() if each.help and name not in names))
-
-
-def _parameter(name: str, kind: Any, option: Option, help: str | None, default: Any) -> inspect.Parameter:
-    """Return a field as a command's parameter: None, or a default that is shown, unless it is typed."""
-    of_it = next(each for each in (get_args(kind) or (kind,)) if each is not type(None))
-    help = help or option.help
-    if of_it is bool:
-        flag = typer.Option(f"--{name.replace('_', '-')}", help=help)
-        return _keyword(name, Annotated[bool, flag], False)
-    return _keyword(name, Annotated[(str if option.read else of_it) | None, typer.Option(help=help)], default)
-
-
-def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @dataclass(frozen=True)
