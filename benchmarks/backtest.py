@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sim.backtest import DATA, file, printed, score
 from sim.backtest.printed import Cells
 from sim.backtest.score import Backtest
-from sim.prediction import Case
+from sim.prediction.case import Case
 from traces.steps import DECODE
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "backtest.md"

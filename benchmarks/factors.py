@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.backtest import DATA, file
-from sim.prediction import FACTORS, Case, table
+from sim.prediction import table
+from sim.prediction.case import Case
 from sim.prediction.errors import class_of, of_rows
+from sim.prediction.tables import FACTORS
 from sim.prediction.timing import Runtime
 
 Factor = tuple[str, ...]

@@ -19,7 +19,7 @@ from sim.backtest.score import Result
 from sim.planner.placements import today
 from sim.planner.plan import CONTEXT, Speed, chosen, expected
 from sim.planner.resources import resources
-from sim.prediction import Case
+from sim.prediction.case import Case
 from sim.prediction.described import Row
 from sim.prediction.errors import CALIBRATED, NARROWER, NONE, UNKNOWN, Spread, class_of, spread_of
 from sim.prediction.tables import DATA

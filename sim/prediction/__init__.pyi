@@ -1,9 +1,1 @@
-from .case import Case as Case
-from .described import Machine as Machine
-from .described import Model as Model
-from .described import Setting as Setting
-from .machine import hardware_of as hardware_of
-from .model import profile_of as profile_of
-from .tables import DATA as DATA
-from .tables import FACTORS as FACTORS
 from .tables import table as table

@@ -17,9 +17,11 @@ from benchmarks import backtest as benchmark
 from policies.core.systems import system_of, systems
 from sim.backtest import DATA, file, score
 from sim.catalogue.parts import CPUS, LINKS, thread_gflop_per_s
-from sim.prediction import FACTORS, Case, Machine, Model, Setting, routing
-from sim.prediction.described import Row
+from sim.prediction import routing
+from sim.prediction.case import Case
+from sim.prediction.described import Machine, Model, Row, Setting
 from sim.prediction.machine import hardware_of, kernels_per_layer
+from sim.prediction.tables import FACTORS
 from sim.prediction.timing import Runtime
 from sim.profiles.hardware_profile import Hardware, gpu_of
 from traces import InputError

@@ -20,7 +20,9 @@ from sim.planner import prefill
 from sim.planner.placements import Layout, cached, today
 from sim.planner.plan import PRECISIONS, Plan, TooSmallError, chosen, plan
 from sim.planner.resources import GPU_BUFFERS, GPU_RESERVED, resources, upgrades
-from sim.prediction import Case, Machine, Model, errors, table
+from sim.prediction import errors, table
+from sim.prediction.case import Case
+from sim.prediction.described import Machine, Model
 from sim.prediction.model import profile_of
 from sim.prediction.tables import DATA
 from tests.support.command import moe_sim
