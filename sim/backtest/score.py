@@ -1,8 +1,6 @@
 """Predictions of rows, one fitted parameter a machine, and what the errors come to.
 
-Errors of speed, latency and bytes are predicted / measured - 1; of hit rates, predicted - measured (0.02 is 2 points).
-The median and the worst are of speeds and latencies; hit rates and bytes are summed up apart. A row with fit = true
-fits its machine's parameter and is in no score.
+docs/backtest.md defines errors and scores. Those of hit rates are predicted - measured (0.02 is 2 points).
 """
 
 import math

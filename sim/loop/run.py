@@ -1,8 +1,4 @@
-"""What an engine runs: requests of a model through tiers of memory, on a simulated machine's times.
-
-A tier is a memory that caches experts: room for them, the policy that manages it, and the link to the tier below. GPU
-memory comes first. Below it is host memory: unlimited, or over a disk, a second tier whose policy is rule 17's.
-"""
+"""What an engine runs: requests of a model through tiers of memory, on a simulated machine's times."""
 
 from dataclasses import dataclass, replace
 

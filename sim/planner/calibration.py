@@ -1,8 +1,6 @@
 """What the parts of a model take in this machine's llama.cpp, from cuts of its shape with random weights.
 
-Cuts of a few layers decode tokens; what a byte of a layer's weights takes, and what is the same for all of them, follow
-by least squares, with a GPU for experts on either side. One cut also decodes behind a long context. No file of the
-model is needed: of its GGUF file, or its URL, the header is read, else the shape follows from its profile.
+docs/planner.md says how (`--calibrate`). With a GPU each cut runs with its experts on either side.
 """
 
 from collections.abc import Callable, Sequence

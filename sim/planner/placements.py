@@ -1,8 +1,7 @@
 """What fits where, and the placements with which a model may run on a machine.
 
-A placement states where each part of a model lies and who computes it, as a setting of the back-test. The dense part
-and the KV cache are on the GPU if there is one, the embedding in host memory (a lookup needs no bandwidth), experts in
-what is free.
+A placement states where each part of a model lies and who computes it, as a setting of the back-test. The embedding is
+in host memory: a lookup needs no bandwidth.
 """
 
 from collections.abc import Mapping

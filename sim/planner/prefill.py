@@ -1,8 +1,4 @@
-"""How long a prompt takes: batches of 512 tokens, whose matmuls limit compute, and whose experts all cross the link.
-
-A batch of llama.cpp (`-ub 512`) uses nearly all experts of a layer. Those in host memory are copied to the GPU for it,
-layer by layer, while nothing is computed; without a GPU the CPU computes all. Weights are read once a batch.
-"""
+"""How long a prompt takes: batches of 512 tokens, whose matmuls limit compute, and whose experts all cross the link."""
 
 from sim.planner.placements import Layout
 from sim.prediction.tables import FACTORS

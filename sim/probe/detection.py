@@ -1,8 +1,6 @@
 """This machine in the options of `moe-sim plan`, each with where it is from.
 
-GPUs are those that nvidia-smi or rocm-smi lists, or Apple's, whose memory is the CPU's. Of memories what is free
-counts: a plan is to start as the machine is now. What a probe measured counts for link, disk and the CPU's bandwidth;
-else the disk is a usual one of its kind, and memory is read for a moment, unless others use the machine.
+Of memories what is free counts: a plan is to start as the machine is now. docs/planner.md says what is detected.
 """
 
 import json

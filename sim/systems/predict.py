@@ -1,7 +1,6 @@
 """Run systems over one trace, on one machine, with one GPU budget: what each would take a token.
 
-The budget is the GPU memory for experts, in bytes, the same for all systems: the stated cache size, else what the dense
-part of the model and its KV cache leave. What a system needs beside it (buffers) comes out of it.
+The budget is that of docs/systems.md, in bytes; what a system needs beside it (buffers) comes out of it.
 """
 
 from collections.abc import Iterable, Sequence
