@@ -76,20 +76,17 @@ def streamed(steps: RequestSteps, layers: int, resident: int) -> RequestSteps:
     return replace(steps, offsets=offsets, experts=ids, counts=steps.tokens[step], lookahead=None)
 
 
+@dataclass(frozen=True, eq=False)
 class Changed(Sequence[RequestSteps]):
     """Requests, each changed when it is taken, behind those that come first. They are numbered again."""
 
-    def __init__(
-        self,
-        requests: Sequence[RequestSteps],
-        change: Callable[[RequestSteps], RequestSteps] = lambda steps: steps,
-        first: Sequence[RequestSteps] = (),
-    ) -> None:
-        self._requests, self._change, self._first = requests, change, first
+    requests: Sequence[RequestSteps]
+    change: Callable[[RequestSteps], RequestSteps] = lambda steps: steps
+    first: Sequence[RequestSteps] = ()
 
     def __len__(self) -> int:
-        return len(self._first) + len(self._requests)
+        return len(self.first) + len(self.requests)
 
     def __getitem__(self, i: Any) -> Any:
-        n = len(self._first)
-        return replace(self._first[i] if i < n else self._change(self._requests[i - n]), request=i)
+        n = len(self.first)
+        return replace(self.first[i] if i < n else self.change(self.requests[i - n]), request=i)

@@ -7,6 +7,7 @@ fill a step without a gap.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,6 @@ from sim.timeline.file import Timeline
 from sim.timeline.tracks import ComputeTrack, HostTracks, LinkTrack, ResidencyTracks, Scene
 from sim.timeline.window import WHOLE, Window
 from traces.steps import DECODE
-
-OF_TRACKS = (
-    *("event_routed", "submitted", "ended", "stalled", "copying", "copied", "host_began", "read_began", "cutting"),
-    *("routed", "proposed", "turned_to", "interrupted", "left", "landed", "arrived", "request_ended"),
-)
-"""Events of a `LoopObserver` that tracks draw by themselves."""
 
 
 class WindowOver(Exception):  # noqa: N818  # no error: it ends a run that has been shown
@@ -49,48 +44,48 @@ def play(run: Run, ended: Ended, timeline: Timeline, names: Sequence[str], windo
     observer.close()
 
 
+@dataclass(eq=False)
 class TimelineObserver(LoopObserver):
     """Shows the part of a run that lies in the window. `names`: of the trace's requests."""
 
-    def __init__(self, timeline: Timeline, run: Run, group: str, names: Sequence[str], window: Window) -> None:
-        self._timeline = timeline
-        self._run = run
-        self._group = group
-        self._names = names
-        self._window = window
-        self._ended = {True: 0, False: 0}  # steps, by whether they decode
+    timeline: Timeline
+    run: Run
+    group: str
+    names: Sequence[str]
+    window: Window
+    _ended: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # steps, by whether they decode
 
     def run_begins(self, residency: PolicyResidency, now: Callable[[], int]) -> None:
         """Make the tracks, in the order in which they are shown; each event goes to those that draw it."""
-        timeline, group, origin = self._timeline, self._group, now()
+        timeline, group, origin = self.timeline, self.group, now()
         self._process = timeline.process(f"{group}: compute and link")
-        self._scene = scene = Scene(timeline, self._process, self._run, residency, lambda: now() - origin, origin)
+        self._scene = scene = Scene(timeline, self._process, self.run, residency, lambda: now() - origin, origin)
         self._compute = ComputeTrack(scene)
         self._compute.link = LinkTrack(scene)
         self._unfinished = self._compute.link, HostTracks(scene), ResidencyTracks(scene, group)
         tracks = (self._compute, *self._unfinished)
-        for event in OF_TRACKS:
-            draw = [getattr(each, event) for each in tracks if event in vars(type(each))]
-            setattr(self, event, draw[0] if len(draw) == 1 else partial(_each, draw))
+        for event in {*dir(LoopObserver)} - {*dir(object), *vars(TimelineObserver)}:
+            if draw := [getattr(each, event) for each in tracks if event in vars(type(each))]:
+                setattr(self, event, draw[0] if len(draw) == 1 else partial(_each, draw))
 
     @property
     def _position(self) -> int:
-        return self._ended[self._window.decodes]
+        return self._ended[self.window.decodes]
 
     @property
     def is_over(self) -> bool:
-        return self._window.last is not None and self._position >= self._window.last
+        return self.window.last is not None and self._position >= self.window.last
 
     def close(self) -> None:
-        if self._timeline.is_open:
+        if self.timeline.is_open:
             for tracks in self._unfinished:
                 tracks.show_unfinished()
-            self._timeline.close()
+            self.timeline.close()
 
     def step_begins(self, step: Step, began: int) -> None:
         began -= self._scene.origin
-        if self._position >= self._window.first and not self.is_over and not self._timeline.is_open:
-            self._timeline.open(began)
+        if self._position >= self.window.first and not self.is_over and not self.timeline.is_open:
+            self.timeline.open(began)
         self._began, self._before = began, self._scene.residency.counters()
         self._compute.begin(began)
 
@@ -99,7 +94,7 @@ class TimelineObserver(LoopObserver):
         hits, late, misses = (now - then for now, then in zip(counters[:3], self._before[:3], strict=True))
         lookups, decodes = {"hits": hits, "late": late, "misses": misses}, step.phase == DECODE
         args: dict[str, object] = {
-            "request": ", ".join(self._names[place.request] for place in step.places),
+            "request": ", ".join(self.names[place.request] for place in step.places),
             "phase": "decode" if decodes else "prefill",
             "step_of_request": ", ".join(str(place.step) for place in step.places),
             "tokens": step.tokens,
@@ -107,7 +102,7 @@ class TimelineObserver(LoopObserver):
             **lookups,
         }
         self._compute.end(f"decode {self._ended[True]}" if decodes else "prefill", args)
-        self._timeline.counter(self._process, "lookups", self._began, lookups)
+        self.timeline.counter(self._process, "lookups", self._began, lookups)
         self._ended[decodes] += 1
         if self.is_over:
             self.close()
