@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from sim.catalogue.parts import LINKS, Gpu
 from traces.errors import InputError
+from traces.typed import Natural, Positive
 
 UNITS = {
     "speed": {"tok/s": 1.0},
@@ -24,8 +25,6 @@ UNITS = {
 TIMED = ("speed", "latency")
 
 Number = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -56,7 +55,7 @@ class Machine:
     profile: str = ""  # a hardware profile, for what is not stated here
     gpu: str = ""  # as in gpus.toml: "RTX 3090", for its data sheet and its link
     gpus: tuple[Gpu, ...] = ()  # with their memories, in the order in which layers are split over them
-    host_memory: Count = 0  # bytes
+    host_memory: Natural = 0  # bytes
     unified: bool = False  # GPU and CPU share host_memory, of which the GPU may use a part
     gpu_data_sheet_gb_per_s: Number = 0.0
     gpu_read_gb_per_s: Number = 0.0  # a large read, measured
@@ -68,7 +67,7 @@ class Machine:
     host_stream_gb_per_s: Number = 0.0  # STREAM Triad or the like, measured
     host_gb_per_s: Number = 0.0  # what its expert kernels reach
     host_experts_of_stream: Number = 0.0
-    host_threads: Count = 0
+    host_threads: Natural = 0
     host_layout: Literal["", "hybrid", "numa"] = ""  # threads on cores of two kinds, or memory of several nodes
     host_and_link_gb_per_s: Number = 0.0  # CPU and link at once, measured
     cpu: str = ""  # its name, for what a thread multiplies (cpus.toml); else the one in the title
@@ -81,7 +80,7 @@ class Machine:
     disk_peak_gb_per_s: Number = 0.0  # of its data sheet
     disk_gb_per_s: Number = 0.0  # large reads, measured
     disk_latency_us: Number = -1.0
-    read_ahead_kib: Count = 0  # that the system reads of a mapped file at a missing page; 0: as is usual
+    read_ahead_kib: Natural = 0  # that the system reads of a mapped file at a missing page; 0: as is usual
     page_fault_us: Number = 0.0  # until such a read has come, its bytes aside; 0: as is usual
     us_per_layer: Number = -1.0  # of the framework; -1: as its system's
     us_per_expert: Number = -1.0
@@ -120,14 +119,14 @@ class Model:
     precision: str = ""  # of the experts; beside `file_gb` only how fast it is multiplied
     dense_precision: str = ""  # of all else
     file_gb: Number = 0.0  # of the whole file, over all its parameters
-    layers: Count = 0
-    experts: Count = 0
-    top_k: Count = 0
-    expert_bytes: Count = 0
+    layers: Natural = 0
+    experts: Natural = 0
+    top_k: Natural = 0
+    expert_bytes: Natural = 0
     expert_mb: Number = 0.0
     layer_expert_bytes: tuple[Positive, ...] = ()  # of each layer, where they differ
-    dense_bytes: Count = 0  # that a token reads of all layers, beside routed experts
-    head_bytes: Count = 0  # of the vocabulary matmul
+    dense_bytes: Natural = 0  # that a token reads of all layers, beside routed experts
+    head_bytes: Natural = 0  # of the vocabulary matmul
     kv_bytes_per_token: Number = 0.0  # of all layers
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -138,12 +137,12 @@ class Setting:
     host_share, cpu_layers, policy."""
 
     all_on: Literal["", "gpu", "cpu"] = ""  # every expert is computed there
-    host_layers: Count = -1  # whose experts the CPU computes
+    host_layers: Natural = -1  # whose experts the CPU computes
     host_share: Share = -1.0  # of the layers, likewise
-    cpu_layers: Count = -1  # that the CPU computes whole, attention included (`-ngl` keeps the others on the GPU)
+    cpu_layers: Natural = -1  # that the CPU computes whole, attention included (`-ngl` keeps the others on the GPU)
     policy: str = ""  # as `moe-sim run --policy` takes it
     cache: str = ""  # 25%, 64 or 8GiB of experts; 0: none
-    slots_per_layer: Count = 0  # in place of `cache`
+    slots_per_layer: Natural = 0  # in place of `cache`
     misses_from: Literal["", "host", "disk"] = ""
     host_cache: str = ""  # experts in host memory, over the disk
     hit_rate: Share = -1.0  # measured; the routing is made to reach it
@@ -151,9 +150,9 @@ class Setting:
     misses: Number = 1.0  # times those of the stand-in
     trace: str = ""  # path or name of the very routing
     prompts: Literal["counted", "played", "decoded"] = "counted"  # of the trace, see docs/backtest.md
-    requests: Count = 0  # of the trace, the first ones; 0: all
+    requests: Natural = 0  # of the trace, the first ones; 0: all
     tokens: Positive = 48  # decoded
-    context: Count = 0
+    context: Natural = 0
     batch: Positive = 1
     copy_back: bool = False  # a victim is copied to host memory before another takes its place
     whole_layers: bool = False  # a layer is copied with all its experts
