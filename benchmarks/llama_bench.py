@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sim.planner.llama_bench import REPEATS, TOKENS, Bench
+from sim.planner.calibration import REPEATS, TOKENS
 from traces.errors import InputError
 from traces.llama_library import library
 
@@ -24,7 +24,7 @@ BATCH = 512
 WARM = 3
 """Tokens that are decoded first and not counted."""
 
-BINDING = Bench((sys.executable, "-m", "benchmarks.llama_bench"))
+BINDING = (sys.executable, "-m", "benchmarks.llama_bench")
 
 
 def _context(path: str, model: int, depth: int, options: argparse.Namespace) -> int:

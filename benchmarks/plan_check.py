@@ -14,8 +14,7 @@ from pathlib import Path
 
 from benchmarks.llama_bench import BINDING
 from sim.planner import random_gguf
-from sim.planner.calibration import calibrate
-from sim.planner.llama_bench import TOKENS
+from sim.planner.calibration import TOKENS, calibrate, seconds
 from sim.planner.placements import Layout
 from sim.planner.resources import resources
 from sim.planner.verification import DEPTHS, Variant, predicted_s
@@ -54,7 +53,7 @@ def check(path: Path, one_thread: bool) -> None:
     layout, bench = Layout(Model(path.stem, str(path)), machine, 512), BINDING
     flags = ["-t", str(len(cpus)), *(["--processor-time"] if one_thread else [])]
     calibration = calibrate(layout, str(path), bench, flags, lambda text: None)
-    took = bench.seconds([path], DEPTHS, [*flags, "-ngl", "0"])
+    took = seconds(bench, [path], DEPTHS, [*flags, "-ngl", "0"])
     variant = Variant(len(cpus), layout.profile.moe_layers, True)
     for depth in DEPTHS:
         plain, calibrated = (predicted_s(layout, variant, depth + TOKENS, each) for each in (None, calibration))

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from sim.commands import options
 from sim.planner import plan as planner
-from sim.planner.calibration import Calibration, calibrate
-from sim.planner.llama_bench import Bench
+from sim.planner.calibration import Calibration, bench_on_path, calibrate
 from sim.planner.placements import DISK, Layout, today
 from sim.planner.plan import AssumedFact, CachePlan, Plan, Speed
 from sim.planner.ranking import CURRENT, Ranked, ranked
@@ -170,7 +169,7 @@ def _facts(here: HereOptions, stated: dict[str, Any]) -> Facts:
 def _measured(model: str, layout: Layout, here: HereOptions, quiet: bool) -> tuple[Calibration | None, list[Checked]]:
     if not (here.calibrate or here.verify):
         return None, []
-    bench, threads = Bench.find(), layout.machine.host_threads
+    bench, flags = bench_on_path(), ["-t", str(layout.machine.host_threads)]
     if today(layout).kind == DISK:
         raise InputError(f"{layout.profile.name} does not fit memory: what is read from a disk is not calibrated")
     if not here.even_if_busy:
@@ -178,8 +177,8 @@ def _measured(model: str, layout: Layout, here: HereOptions, quiet: bool) -> tup
     with progress(1, quiet, "llama.cpp") as advance:
         say = partial(advance, 0)
         path = model if is_gguf_file(model) and not layout.model.precision else ""
-        calibration = calibrate(layout, path, bench, ["-t", str(threads)], say) if here.calibrate else None
-        checked = verify(layout, here.verify, threads, bench, calibration, say) if here.verify else []
+        calibration = calibrate(layout, path, bench, flags, say) if here.calibrate else None
+        checked = verify(layout, here.verify, bench, calibration, say) if here.verify else []
     return calibration, checked
 
 

@@ -3,21 +3,30 @@
 docs/planner.md says how (`--calibrate`). With a GPU each cut runs with its experts on either side.
 """
 
+import json
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import psutil
 
 from sim.planner import random_gguf
-from sim.planner.llama_bench import Bench
 from sim.planner.placements import Layout
+from traces.errors import InputError
 from traces.models import gguf_files
 from traces.models.gguf_files import GgufFile
 from traces.models.gguf_profile import of_file
 from traces.models.profile import ModelProfile
+
+BENCH = "llama-bench"
+
+TOKENS, REPEATS = 8, 5
+"""That are decoded at a time, and how often."""
 
 LAYERS = (2, 4, 8)
 
@@ -73,7 +82,9 @@ def values(profile: ModelProfile, context: float) -> float:
     return sum(kind.kept(context) for kind in profile.order)
 
 
-def calibrate(layout: Layout, path: str, bench: Bench, flags: Sequence[str], say: Callable[[str], None]) -> Calibration:
+def calibrate(
+    layout: Layout, path: str, bench: Sequence[str], flags: Sequence[str], say: Callable[[str], None]
+) -> Calibration:
     """Measure cuts of a model; path: its GGUF file, URL or ""; flags: of every run; say: gets progress. InputError."""
     whole = gguf_files.read(path) if path else random_gguf.of_profile(layout.profile, layout.precision)
     named = of_file(whole, layout.profile.name)
@@ -89,18 +100,41 @@ def calibrate(layout: Layout, path: str, bench: Bench, flags: Sequence[str], say
         for on_cpu in (False, True) if layout.on_gpu else (True,):
             say(f"decoding with experts on the {'CPU' if on_cpu else 'GPU'}")
             own = [*flags, *placed(999 if on_cpu else 0, layout.on_gpu)]
-            took = bench.seconds(files, (0,), own)
+            took = seconds(bench, files, (0,), own)
             for file, one in zip(files, profiles, strict=True):
                 gpu, cpu = bytes_read(one, one.moe_layers if on_cpu else 0, layout.on_gpu)
                 rows.append((1.0, gpu, cpu, took[file, 0]))
         say(f"decoding behind {DEPTH:,} tokens")
         middle = len(files) // 2
-        deep = bench.seconds([files[middle]], (0, DEPTH), own)
+        deep = seconds(bench, [files[middle]], (0, DEPTH), own)
     fixed, gpu_s, cpu_s = _fitted(np.array(rows))
     alone = took[files[middle], 0]  # of the same run as the others
     slower = max(0.0, deep[files[middle], DEPTH] / deep[files[middle], 0] - 1)
     value_s = slower * alone / values(profiles[middle], DEPTH)
     return Calibration(profile, fixed, gpu_s, cpu_s, value_s)
+
+
+def bench_on_path() -> list[str]:
+    """Return the command of llama-bench. Raise InputError where there is none."""
+    if path := shutil.which(BENCH):
+        return [path]
+    raise InputError(f"no {BENCH} here: put that of your llama.cpp on PATH")
+
+
+def seconds(
+    bench: Sequence[str], files: Sequence[Path], depths: Sequence[int], flags: Sequence[str]
+) -> dict[tuple[Path, int], float]:
+    """Return the seconds of a token decoded behind so many others, by file and depth. Raise InputError."""
+    models = [part for file in files for part in ("-m", str(file))]
+    shape = ["-p", "0", "-n", str(TOKENS), "-r", str(REPEATS), "-d", ",".join(map(str, depths)), "-o", "json"]
+    done = subprocess.run([*bench, *models, *shape, *flags], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise InputError(f"{BENCH} ended with status {done.returncode}: {'; '.join(last)}")
+    rows = json.loads(done.stdout)
+    return {
+        (Path(row["model_filename"]), row["n_depth"]): median(row["samples_ns"]) / row["n_gen"] / 1e9 for row in rows
+    }
 
 
 def placed(host_layers: int, on_gpu: bool) -> list[str]:

@@ -1,12 +1,11 @@
 """A plan against the machine: its flags and two neighbours, run with the model's file, beside what was predicted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sim.planner.calibration import Calibration, placed
+from sim.planner.calibration import BENCH, TOKENS, Calibration, placed, seconds
 from sim.planner.flags import layers_of_file
-from sim.planner.llama_bench import NAME, TOKENS, Bench
 from sim.planner.placements import Layout, Placement
 from traces.errors import InputError
 
@@ -39,9 +38,9 @@ class Checked:
         return self.predicted / self.measured - 1
 
 
-def variants(layout: Layout, threads: int) -> list[Variant]:
+def variants(layout: Layout) -> list[Variant]:
     """Return the plan's and its neighbours: a layer more or less on the CPU; without a GPU, fewer threads."""
-    n, L = layout.host_layers, layout.profile.moe_layers
+    n, L, threads = layout.host_layers, layout.profile.moe_layers, layout.machine.host_threads
     if not layout.on_gpu:
         counts = sorted({threads, threads - 1, threads // 2} - {0}, reverse=True)
         return [Variant(count, L, count == threads) for count in counts]
@@ -49,25 +48,25 @@ def variants(layout: Layout, threads: int) -> list[Variant]:
 
 
 def verify(
-    layout: Layout, path: Path, threads: int, bench: Bench, calibration: Calibration | None, say: Callable[[str], None]
+    layout: Layout, path: Path, bench: Sequence[str], calibration: Calibration | None, say: Callable[[str], None]
 ) -> list[Checked]:
     """Run the variants with the model's file. Raise InputError where the plan's own does not run."""
-    checked = []
-    for each in variants(layout, threads):
+    checked, threads = [], layout.machine.host_threads
+    for each in variants(layout):
         flags = ["-t", str(each.threads), *placed(layers_of_file(layout, each.host_layers), layout.on_gpu)]
-        say(f"{NAME} {' '.join(flags)}")
+        say(f"{BENCH} {' '.join(flags)}")
         depths = DEPTHS if each.planned else DEPTHS[:1]
         failure, took = "", dict[tuple[Path, int], float]()
         try:
-            took = bench.seconds([path], depths, flags)
+            took = seconds(bench, [path], depths, flags)
         except InputError as error:
             if each.planned:
                 raise
             failure = str(error)
         for depth in depths:
-            seconds = predicted_s(layout, each, depth + TOKENS, calibration if each.threads == threads else None)
+            token_s = predicted_s(layout, each, depth + TOKENS, calibration if each.threads == threads else None)
             speed = 1 / took[path, depth] if took else 0.0
-            checked.append(Checked(each, " ".join(flags), depth, 1 / seconds, speed, failure))
+            checked.append(Checked(each, " ".join(flags), depth, 1 / token_s, speed, failure))
     return checked
 
 

@@ -149,7 +149,7 @@ def test_llama_cpp_runs_cuts_and_its_times_come_in_the_keys_of_llama_bench(name,
 def test_without_a_gpu_a_plan_is_run_beside_fewer_threads() -> None:
     machine = resources(None, "32GiB", cpu_bandwidth="20GB/s measured", threads=2)
     layout = Layout(Model("olmoe-1b-7b", precision="q4_k_m"), machine, 512)
-    assert [(each.threads, each.planned) for each in variants(layout, 2)] == [(2, True), (1, False)]
+    assert [(each.threads, each.planned) for each in variants(layout)] == [(2, True), (1, False)]
 
 
 def test_a_probes_profile_is_a_machine_of_sweeps_and_plans(tmp_path: Path, monkeypatch) -> None:
