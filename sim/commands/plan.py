@@ -129,17 +129,20 @@ def plan(
     [b]moe-sim plan --model qwen3-30b-a3b --precision q4_k_m --gpu-memory 12GiB --host-memory 32GiB --link pcie4x8[/b]
     """
     model = model or (str(here.verify) if here.verify else "")
-    models = list(filter(None, map(str.strip, model.split(","))))
+    names = list(filter(None, map(str.strip, model.split(","))))
     refuse(
-        (here.calibrate and len(models) != 1, "--calibrate is of one model: name it (--model)"),
+        (here.calibrate and len(names) != 1, "--calibrate is of one model: name it (--model)"),
         (here.verify and model != str(here.verify), "--verify runs its file: leave --model out"),
     )
     facts = _facts(here, machine.stated())
     where = resources(**(of_facts(facts) if facts else machine.stated()))
-    if len(models) != 1:
-        found = list(ranked(where, context, models or CURRENT, precision))
+    if len(names) != 1:
+        found = list(ranked(where, context, names or CURRENT, precision))
         typed = _typed({**machine.stated(), **({"precision": precision} if precision else {})}, here.hardware)
-        output.show(lambda: _listed(facts, found), lambda: _ranking(facts, found, context, typed))
+        models = [{**vars(each), "speed": each.speed and vars(each.speed)} for each in found]
+        output.show(
+            lambda: {"machine": _sources(facts), "models": models}, lambda: _ranking(facts, found, context, typed)
+        )
         return
     layout, notes = planner.chosen_or_smaller(model, where, context, precision)
     calibration, checked = _measured(model, layout, here, output.quiet or output.as_json)
@@ -195,11 +198,6 @@ def _machine(facts: Facts) -> Table:
         value = "?" if fact.value is None else "yes" if fact.value is True else str(fact.value)
         shown.add_row(name.replace("_", " ").replace("gpu", "GPU").replace("cpu", "CPU"), value, fact.source)
     return shown
-
-
-def _listed(facts: Facts, found: list[Ranked]) -> dict[str, Any]:
-    models = [{**vars(each), "speed": vars(each.speed) if each.speed else None} for each in found]
-    return {"machine": _sources(facts), "models": models}
 
 
 def _typed(stated: Mapping[str, Any], hardware: object) -> str:
@@ -339,7 +337,8 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
         lines["or fit"] = f"{plan.llama_cpp_fit}: it measures what fits; -ngl, --n-cpu-moe and -ot switch that off"
     lines["vLLM"] = plan.vllm[0] if plan.vllm else "not on this machine: it needs the GPU, and the rest in host memory"
     yield "\n".join(f"  {name:<10} {text}" for name, text in lines.items())
-    yield _upgrades(plan)
+    bought = ((each.resource, _digits(each.tokens_per_s), f"{each.gain:+.0%}") for each in plan.upgrades)
+    yield table("with", "tokens/s", "gain", rows=bought, gap=1)
     if plan.precisions:
         yield _precisions(plan)
     each = plan.interval
@@ -352,13 +351,9 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
         f"{plan.calibration['ms_per_layer_and_1000_tokens']:.3g} ms a layer for 1,000 tokens of context."
     )
     if plan.assumed:
-        yield _assumed(plan)
+        rows = ((each.what, each.option, _between(each), _between(each.without)) for each in plan.assumed)
+        yield table("assumed", "stated by", "tokens/s over its range", "80% if it were stated", rows=rows, left=2)
     yield from (f"Taken: {note}." for note in plan.notes)
-
-
-def _assumed(plan: Plan) -> Table:
-    rows = ((each.what, each.option, _between(each), _between(each.without)) for each in plan.assumed)
-    return table("assumed", "stated by", "tokens/s over its range", "80% if it were stated", rows=rows, left=2)
 
 
 def _shares(plan: Plan) -> str:
@@ -386,11 +381,6 @@ def _cache(cache: CachePlan, plan: Plan) -> str:
         f"{_speed(cache.speed)} tokens/s with {cache.policy} over {cache.experts:,} experts, misses {cache.placement}: "
         f"{times:.2f} times as fast; hit rate {cache.hit_rate:.0%} under LRU, routing like {cache.routing or 'even'}"
     )
-
-
-def _upgrades(plan: Plan) -> Table:
-    rows = ((each.resource, _digits(each.tokens_per_s), f"{each.gain:+.0%}") for each in plan.upgrades)
-    return table("with", "tokens/s", "gain", rows=rows, gap=1)
 
 
 def _precisions(plan: Plan) -> Table:
