@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
-from sim.prediction.described import Machine, Model, Row, Setting
+from sim.prediction.described import UNITS, Machine, Model, Row, Setting
 from sim.profiles.hardware_profile import MACHINES
 from traces.errors import located, refuse, unknown
 from traces.files import read_toml
@@ -97,6 +97,8 @@ def _part(
 
 def _check(row: Row) -> None:
     """Raise InputError for a row that would be run as something else than it states."""
+    if row.unit not in UNITS[row.metric]:
+        raise unknown(f"unit of {row.metric}", row.unit, UNITS[row.metric])
     if row.unsimulated:
         return
     fitted, is_cache = row.machine and row.machine.fit_parameter, row.setting.place == "policy"

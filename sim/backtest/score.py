@@ -169,6 +169,8 @@ def _fit(cases: list[Case]) -> FittedParameter:
     parameter = row.machine.fit_parameter
     before = float(getattr(cases[0].hardware, FITTED[parameter]))
     is_overhead = "us" in parameter.split("_")
+    if not before and not is_overhead:
+        raise InputError(f"{row.where}: its machine states nothing from which {parameter}, to be fitted, follows")
 
     def predicted(case: Case, value: float) -> float:
         return figure(case.row, _with_parameter(case, parameter, value))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.prediction.tables import DATA, table
-from traces.errors import InputError
+from traces.errors import InputError, unknown
 from traces.files import expanded
 from traces.importers import Options, import_dump
 from traces.reader import RUN
@@ -35,6 +35,8 @@ def of_hit_rate(hit_rate: float, slots: float, experts: int, top_k: int) -> Reus
 
 def like(name: str, experts: int, top_k: int) -> Reuse:
     """Return a real model's reuse, by the share of a layer's experts that a cache holds."""
+    if name not in table("reuse"):
+        raise unknown("routing statistics", name, table("reuse"))
     theirs = np.array(table("reuse")[name]["reuse"])
     hits = np.concatenate([[0.0], np.cumsum(theirs) / theirs.sum()])
     ours = np.interp(np.linspace(0, 1, experts + 1), np.linspace(0, 1, len(hits)), hits)
