@@ -117,18 +117,6 @@ def test_vllm_moe_logger(tmp_path: Path) -> None:
     assert np.array_equal(both.experts[:, 1], told)
 
 
-def test_k3(tmp_path: Path) -> None:
-    trace, source = read("k3-fixture", tmp_path)
-    assert (len(trace.experts), trace.layers, trace.num_experts, trace.top_k) == (36, 7, 8, 2)
-    assert trace.phases == "both"
-    assert not source.findings
-    damaged = bytearray((FOREIGN / "k3-fixture/k3-f16-cpu-route-v1.bin").read_bytes())
-    damaged[1_000] ^= 1
-    (tmp_path / "x.bin").write_bytes(damaged)
-    with pytest.raises(ValueError, match="checksum is wrong"):
-        read(str(tmp_path / "x.bin"), tmp_path)
-
-
 def test_counts(tmp_path: Path) -> None:
     trace, _ = read("krasis-heatmaps/qwen235b_heatmap.json", tmp_path, top_k=8)
     told = json.loads((FOREIGN / "krasis-heatmaps/qwen235b_heatmap.json").read_bytes())

@@ -388,7 +388,6 @@ def test_every_format_has_an_example_that_a_test_reads_and_a_place_in_the_docs(n
 
 READ_BY = {
     "test_a_form_comes_back_as_the_routing_it_was_made_from": ("JSON", "JSON lines", "CSV", "Parquet"),
-    "test_k3": ("K3 route trace",),
     "test_an_imatrix_is_its_counts_and_the_older_format_has_none": ("imatrix",),
     "test_the_phases_of_an_npz_are_kept_and_need_no_option": (".npz",),
     "test_an_npy_has_its_offsets_beside_it_or_in_the_json": (".npy",),

@@ -1,18 +1,14 @@
-"""Files as rows: CSV and Parquet, JSON and JSON lines, and binary files with a written specification.
+"""Files as rows: CSV and Parquet, JSON and JSON lines, and imatrix.
 
-K3 route trace version 1: a header, records of one length, a trailer with a CRC-32 of all before it
-(murillo128/k3-out-of-core, route-trace-v1.md). imatrix: a GGUF file with NAME.counts [experts] for each tensor of
-experts (llama.cpp, tools/imatrix/imatrix.cpp); its older format, .dat, has means by expert but no counts.
+That is a GGUF file with NAME.counts [experts] for each tensor of experts (llama.cpp, tools/imatrix/imatrix.cpp); its
+older format, .dat, has means by expert but no counts.
 """
 
 import csv
 import io
 import re
-import struct
-import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,8 +20,6 @@ from traces.importers.cells import whole
 from traces.importers.source import Source
 from traces.importers.words import fact
 
-K3, K3_END = b"K3ROUTE\0", struct.Struct("<8sQII")
-K3_RECORD = "magic length ordinal:u8 request:u8 ubatch:u8 phase layer:i4 row token:i4 sequences sequence:i4 k"
 TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.weight\.counts")
 CUT = re.compile(r"(\d+)")
 ARRAYS = (".npz", ".npy", ".pt")
@@ -54,8 +48,8 @@ def records_of(path: Path, raw: bytes) -> list[Any]:
 
 def frame_of(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
     """Return a file that is no JSON as rows. Raises InputError for what is of no known kind."""
-    if kind := next((one for one in BINARY.values() if raw.startswith(one.begins)), None):
-        frame = kind.read(source, path, raw)
+    if raw.startswith((b"PAR1", b"GGUF")):
+        frame = pd.read_parquet(io.BytesIO(raw)) if raw.startswith(b"PAR1") else _imatrix(path)
         return frame.set_axis(range(1, len(frame) + 1))
     if 0 < int.from_bytes(raw[4:8], "little") < 256 and re.match(rb"blk\.\d+\.|output|token_embd", raw[8:32]):
         raise InputError(f"{path} is an imatrix of the older format, with no counts by expert: write it again as GGUF")
@@ -118,27 +112,7 @@ def _state(source: Source, comments: list[str]) -> None:
         source.found.append(f"bytes of an expert of {len(sizes)} layers, from the header")
 
 
-def _k3(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
-    """Return the records of a K3 route trace. Raises InputError where checksum or records are not as specified."""
-    mark, count, crc, _ = K3_END.unpack(raw[-K3_END.size :])
-    version, length, name = struct.unpack_from("<III", raw, 8)
-    if mark != b"K3DONE\0\0" or version != 1 or zlib.crc32(raw[: -K3_END.size]) != crc:
-        raise InputError(f"{path} is no complete K3 route trace of version 1: its end or its checksum is wrong")
-    experts, k, layers = struct.unpack_from("<III", raw, 16 + length - 12)
-    source.stated.update(model=Path(raw[20 : 20 + name].decode()).stem, experts=experts, top_k=k, layers=layers)
-    fields = [(part.partition(":")[0], f"<{part.partition(':')[2] or 'u4'}") for part in K3_RECORD.split()]
-    record = np.dtype([*fields, ("e", "<i4", k), ("w", "<f4", k)])
-    body = raw[16 + length : -K3_END.size]
-    held = np.frombuffer(body, record) if len(body) == count * record.itemsize else np.zeros(0, record)
-    if len(held) != count or (held["sequences"] != 1).any() or (held["ordinal"] != np.arange(count)).any():
-        raise InputError(f"{path}: its {count} records are not in order, of one sequence and {k} experts each")
-    source.found.append(f"{path.name}: K3 route trace, {count} records, checksum right")
-    frame = pd.DataFrame({role: held[role].astype(np.int64) for role in ("request", "phase", "layer", "token")})
-    wide = {f"{name}{j}": held[name][:, j] for name in "ew" for j in range(k)}
-    return frame.assign(phase=np.where(frame["phase"] == 1, "prefill", "decode"), **wide)
-
-
-def _imatrix(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
+def _imatrix(path: Path) -> pd.DataFrame:
     """Return the counts of an imatrix: of one of the tensors of each layer, as all count the same tokens."""
     import gguf  # the extra `gguf`
 
@@ -149,17 +123,5 @@ def _imatrix(source: Source, path: Path, raw: bytes) -> pd.DataFrame:
     return pd.DataFrame(held, columns=["layer", "expert", "count"])
 
 
-class Binary(NamedTuple):
-    """A kind of binary file."""
-
-    begins: bytes
-    read: Callable[[Source, Path, bytes], pd.DataFrame]
-
-
-BINARY = {
-    "Parquet": Binary(b"PAR1", lambda source, path, raw: pd.read_parquet(io.BytesIO(raw))),
-    "K3 route trace": Binary(K3, _k3),
-    "imatrix": Binary(b"GGUF", _imatrix),
-}
-KINDS = ("JSON", "JSON lines", "CSV", *BINARY, *ARRAYS)
+KINDS = ("JSON", "JSON lines", "CSV", "Parquet", "imatrix", *ARRAYS)
 """All kinds of files that are read, by the names that people know."""
