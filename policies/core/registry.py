@@ -12,10 +12,10 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from policies.core import grammar, user_file
-from policies.core.admission import ADMISSIONS, Admission
-from policies.core.placement import PLACEMENTS, Placement
+from policies.core.admission import ADMISSIONS
+from policies.core.placement import PLACEMENTS
 from policies.core.policy import Compiled, Listener, Policy, Prefetcher
-from policies.core.scope import SCOPES, Scope
+from policies.core.scope import SCOPES
 from policies.core.systems import System, presets, systems
 from traces.errors import InputError, unknown
 
@@ -56,7 +56,9 @@ _prefetch: dict[str, type[Prefetcher]] = {}
 
 R = TypeVar("R", bound=type[Policy])
 P = TypeVar("P", bound=type[Prefetcher])
-C = TypeVar("C")
+
+OTHERS: dict[str, Mapping[str, type[Any]]] = {"scope": SCOPES, "placement": PLACEMENTS, "admission": ADMISSIONS}
+"""The parts of a policy beside its two halves."""
 
 
 def retention(name: str, oracle: bool = False) -> Callable[[R], R]:
@@ -118,50 +120,36 @@ def built_in() -> list[type[Listener]]:
     return sorted(held, key=lambda cls: places[cls.__module__])
 
 
-def keeper(policy: str | type[Listener]) -> type[Policy]:
-    """Return the eviction policy of that name, or in that file; a class stands for itself. Raise InputError."""
-    cls = _find(policy, _retention, _prefetch)
+def find(kind: str, policy: str | type[Any]) -> type[Any]:
+    """Return the class that a text names as a part of this kind; a class stands for itself. Raise InputError.
+
+    kind: "evict" or "prefetch", which a user's file may define as well, or one of OTHERS.
+    """
+    if kind in OTHERS:
+        if not isinstance(policy, type) and policy not in OTHERS[kind]:
+            raise unknown(kind, policy, OTHERS[kind])
+        return policy if isinstance(policy, type) else OTHERS[kind][policy]
+    keeps, cls = kind == "evict", _found(policy, kind)
     if cls is None:
-        raise unknown("policy", str(policy), [*_retention, *(preset.name for preset in presets())])
-    if not issubclass(cls, Policy):
+        names = [*_retention, *(preset.name for preset in presets())] if keeps else _prefetch
+        raise unknown("policy" if keeps else "prefetcher", str(policy), names)
+    called = getattr(policy, "__name__", policy)
+    if keeps and not issubclass(cls, Policy):
         how = f"lru+{policy}" if isinstance(policy, str) else f"PolicySpec.of(evict='lru', prefetch={cls.__name__})"
-        called = getattr(policy, "__name__", policy)
         raise InputError(f"{called!r} is a prefetcher: name what to keep as well, as in {how}")
-    return cls
-
-
-def fetcher(policy: str | type[Listener]) -> type[Prefetcher]:
-    """Return the prefetcher of that name, or in that file; a class stands for itself. Raise InputError."""
-    cls = _find(policy, _prefetch, _retention)
-    if cls is None:
-        raise unknown("prefetcher", str(policy), _prefetch)
-    if not issubclass(cls, Prefetcher):
-        called = getattr(policy, "__name__", policy)
+    if not keeps and not issubclass(cls, Prefetcher):
         raise InputError(f"{called!r} decides what to keep, not what to fetch: it cannot stand after a +")
     return cls
 
 
-def scope(name: str | type[Scope]) -> type[Scope]:
-    """Return the scope of that name; a class stands for itself. Raise InputError."""
-    return _known("scope", name, SCOPES)
-
-
-def placement(name: str | type[Placement]) -> type[Placement]:
-    """Return the placement of that name; a class stands for itself. Raise InputError."""
-    return _known("placement", name, PLACEMENTS)
-
-
-def admission(name: str | type[Admission]) -> type[Admission]:
-    """Return the admission of that name; a class stands for itself. Raise InputError."""
-    return _known("admission", name, ADMISSIONS)
-
-
-def _known(kind: str, name: str | type[C], table: Mapping[str, type[C]]) -> type[C]:
-    if isinstance(name, type):
-        return name
-    if name not in table:
-        raise unknown(kind, name, table)
-    return table[name]
+def _found(policy: str | type[Listener], kind: str) -> type[Listener] | None:
+    if not isinstance(policy, str):
+        return user_file.checked(policy, policy.__name__)
+    if grammar.file_and_class(policy):
+        return user_file.load(policy)
+    retention, prefetch = tables()
+    named = retention.get(policy), prefetch.get(policy)
+    return next(filter(None, named if kind == "evict" else reversed(named)), None)
 
 
 def tables() -> tuple[dict[str, type[Policy]], dict[str, type[Prefetcher]]]:
@@ -171,12 +159,3 @@ def tables() -> tuple[dict[str, type[Policy]], dict[str, type[Prefetcher]]]:
 
 def is_pair(name: str) -> bool:
     return all(name in table for table in tables())
-
-
-def _find(
-    policy: str | type[Listener], own: Mapping[str, type[Listener]], other: Mapping[str, type[Listener]]
-) -> type[Listener] | None:
-    if not isinstance(policy, str):
-        return user_file.checked(policy, policy.__name__)
-    _load()
-    return user_file.load(policy) if grammar.file_and_class(policy) else own.get(policy) or other.get(policy)

@@ -7,7 +7,7 @@ keeps the text that it was made from, for results to show; two specs are equal i
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from policies.core.scope import Global, Scope
 from traces.errors import InputError, unknown
 
 HALVES = ("evict", "prefetch")
-PARTS = (*HALVES, "scope", "placement", "admission")
+PARTS = (*HALVES, *registry.OTHERS)
 
 SEED = "seed"
 """An option of that name is an int but no quantity: no value is better than another."""
@@ -88,7 +88,7 @@ Half = str | type[Listener | Scope | Placement | Admission] | Part
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a policy, and its value there.
+    """One option of a policy.
 
     It goes by its own name, or by `evict.NAME` and `prefetch.NAME` where both halves of a pair declare it. Of a
     preset, and of halves that share what they learn, it is one option that all parts take that declare it.
@@ -97,7 +97,6 @@ class Option:
     name: str
     key: str  # as declared
     parts: tuple[str, ...]  # of `PARTS`, that take it
-    value: Any
     stated: bool  # typed, not a default
 
 
@@ -126,21 +125,15 @@ class PolicySpec:
 
         A name stands for one half here: `of("eamc")` fetches nothing early.
         """
-        return cls._canonical(
-            _part(evict, registry.keeper),
-            _part(prefetch, registry.fetcher),
-            _part(scope, registry.scope),
-            _part(placement, registry.placement),
-            _part(admission, registry.admission),
-        )
+        return cls._canonical(*map(_part, (evict, prefetch, scope, placement, admission), PARTS))
 
     @classmethod
     def _canonical(cls, evict: Part, prefetch: Part, scope: Part, placement: Part, admission: Part) -> "PolicySpec":
         one = _alike(evict, prefetch) if registry.is_pair(evict.name) else prefetch == NO_PREFETCH
         both = replace(evict, stated=evict.stated | prefetch.stated)
         halves = (both.term,) if one else (evict.term, prefetch.term)
-        others = scope, placement, admission
-        typed = (None if part == default else part.term for part, default in zip(others, DEFAULTS, strict=True))
+        others = zip((scope, placement, admission), DEFAULTS.values(), strict=True)
+        typed = (None if part == default else part.term for part, default in others)
         return cls(evict, prefetch, scope, placement, admission, Expression(halves, *typed))
 
     @property
@@ -232,23 +225,17 @@ class PolicySpec:
     def declared(self) -> list[Option]:
         """Return all options of both halves, of a preset of all parts that it names, in the order of declaration."""
         stated = [{key for key, _ in half.options} for half in self.typed.halves]
-        groups: list[tuple[tuple[str, ...], set[str]]]
-        if self._as_one:
-            own = ["prefetch", "evict"]
-            if self.preset:  # what is typed beside it is no part of it
-                own += [part for part in PARTS[2:] if not getattr(self.typed, part)]
-            groups = [(tuple(own), set().union(*stated))]
-            both: Set[str] = set()
+        groups, both = [([half], typed) for half, typed in zip(HALVES, stated, strict=False)], set[str]()
+        if self._as_one:  # what is typed beside a preset is no part of it
+            own = [part for part in registry.OTHERS if self.preset and not getattr(self.typed, part)]
+            groups = [(["prefetch", "evict", *own], set().union(*stated))]
         else:
-            groups = [((half,), typed) for half, typed in zip(HALVES, stated, strict=True)]
             both = self.evict.values.keys() & self.prefetch.values.keys()
         options = []
         for parts, typed in groups:
-            values = {part: getattr(self, part).values for part in parts}
-            for key in dict.fromkeys(key for own in values.values() for key in own):
-                takers = tuple(part for part in parts if key in values[part])
-                name = f"{parts[0]}.{key}" if key in both else key
-                options.append(Option(name, key, takers, values[takers[0]][key], key in typed))
+            for key in dict.fromkeys(key for part in parts for key in getattr(self, part).values):
+                takers = tuple(part for part in parts if key in getattr(self, part).values)
+                options.append(Option(f"{parts[0]}.{key}" if key in both else key, key, takers, key in typed))
         return options
 
     @property
@@ -275,21 +262,17 @@ class PolicySpec:
         """Return the same retention in the same scope with nothing fetched early: coverage is measured against it."""
         return self._canonical(self.evict, NO_PREFETCH, *self._others)
 
-    def within(self, scope: str) -> "PolicySpec":
-        """Return the same policy in `scope`, with options, unless it, or its preset, names one. Raise InputError."""
-        term = read_scope(scope)
-        part = _part(term, registry.scope)
-        if self.typed.scope or self.scope != GLOBAL or part == GLOBAL:
-            return self
-        return replace(self, scope=part, typed=replace(self.typed, scope=term))
+    def with_part(self, kind: str, text: str | None) -> "PolicySpec":
+        """Return the same policy with this scope or admission, with options, unless it, or its preset, names one.
 
-    def admitting(self, admission: str | None) -> "PolicySpec":
-        """Return the same policy with this admission, with options, unless it names one. Raise InputError."""
-        term = read_scope(admission or Always.name)
-        part = _part(term, registry.admission)
-        if self.typed.admission or part == ADMITTED:
+        text: None leaves it as it is. Raise InputError.
+        """
+        default = DEFAULTS[kind]
+        term: Any = read_scope(text or default.name)
+        part: Any = _part(term, kind)
+        if getattr(self.typed, kind) or getattr(self, kind) != default or part == default:
             return self
-        return replace(self, admission=part, typed=replace(self.typed, admission=term))
+        return replace(self, **{kind: part}, typed=replace(self.typed, **{kind: term}))
 
     def divide(self, shape: Shape, room: int, sizes: Int | None = None) -> tuple[int, ...]:
         """Return the slots of each partition of a cache of `room` slots. Raise InputError where that cannot be.
@@ -346,7 +329,7 @@ NO_PREFETCH = Part(registry.NoPrefetch, registry.NoPrefetch.Options(), registry.
 GLOBAL = Part(Global, Global.Options(), Global.name)
 FETCHED = Part(Fetch, Fetch.Options(), Fetch.name)
 ADMITTED = Part(Always, Always.Options(), Always.name)
-DEFAULTS = GLOBAL, FETCHED, ADMITTED
+DEFAULTS = dict(zip(registry.OTHERS, (GLOBAL, FETCHED, ADMITTED), strict=True))
 
 
 def parse(policy: PolicyLike) -> PolicySpec:
@@ -388,32 +371,27 @@ def _read(text: str) -> PolicySpec:
         for key, times in Counter(key for key, _ in term.options).items():
             if times > 1:
                 raise InputError(f"option {key} of {term.name} is given twice: {text}")
-    scope = _part(typed.scope, registry.scope) if typed.scope else None
-    placement = _part(typed.placement, registry.placement) if typed.placement else None
-    admission = _part(typed.admission, registry.admission) if typed.admission else None
+    others: dict[str, Any] = {kind: _part(term, kind) for kind in registry.OTHERS if (term := getattr(typed, kind))}
     if preset := registry.preset(kept.name):
         if fetched:
             raise InputError(f"{kept.name} is a preset and stands for {preset.policy}: write that to change a half")
-        spec = _read(preset.policy)
         named = replace(typed, halves=(Term(kept.name),))
-        given = (scope, placement, admission)
-        parts = {name: part or old for name, part, old in zip(PARTS[2:], given, spec._others, strict=True)}
-        spec = replace(spec, **parts, typed=named, preset=preset.name)
+        spec = replace(_read(preset.policy), **others, typed=named, preset=preset.name)
         return spec.with_options(dict(kept.options))
-    evict = _part(kept, registry.keeper)
+    evict = _part(kept, "evict")
     if not fetched:
         fetched = [kept] if registry.is_pair(kept.name) else [NO_PREFETCH.term]
-    others = scope or GLOBAL, placement or FETCHED, admission or ADMITTED
-    return PolicySpec(evict, _part(fetched[0], registry.fetcher), *others, typed)
+    others = {**DEFAULTS, **others}
+    return PolicySpec(evict, _part(fetched[0], "prefetch"), **others, typed=typed)
 
 
-def _part(half: Any, find: Callable[[Any], Any]) -> Part:
-    """Return a part from a term, a class or a part; `find` returns the class, and refuses one of the other half."""
+def _part(half: Any, kind: str) -> Part:
+    """Return a part of this kind from a term, a class or a part. Raise InputError for one of the other half."""
     if isinstance(half, Part):
-        find(half.cls)
+        registry.find(kind, half.cls)
         return half
     if isinstance(half, type):
-        part = Part.of(find(half))
+        part = Part.of(registry.find(kind, half))
         same = [table[part.name] for table in registry.tables() if part.name in table]
         if registry.preset(part.name) or (same and part.cls not in same):
             raise InputError(f"there is another policy called {part.name}: give the class another name")
@@ -421,14 +399,15 @@ def _part(half: Any, find: Callable[[Any], Any]) -> Part:
     term = read_term(half) if isinstance(half, str) else half
     if not isinstance(term, Term):
         raise InputError(f"{term!r} is not a policy: use a name such as 'lru', a class, or what make_policy returns")
-    cls = find(term.name)
+    cls = registry.find(kind, term.name)
     return Part(cls, _options(cls, term.options), term.name, frozenset(key for key, _ in term.options))
 
 
 def _read_again(term: Term, stated: frozenset[str]) -> Part:
     """Return a user's half in another process; without content where it is gone (`PolicySpec.files` tells)."""
     try:
-        return replace(_part(term, user_file.load), stated=stated)
+        cls = user_file.load(term.name)
+        return Part(cls, _options(cls, term.options), term.name, stated)
     except InputError:
         return Part(Listener, Listener.Options(), term.name)
 

@@ -94,7 +94,7 @@ class CellOptions:
 
     def chosen(self, loaded: Loaded, admission: str | None = None) -> tuple[PolicySpec, int]:
         """Return the policy, with an admission, and the slots. Raise InputError where the trace cannot be run so."""
-        policy = parse(self.policy or POLICY).admitting(admission)
+        policy = parse(self.policy or POLICY).with_part("admission", admission)
         return policy, loaded.slots_for(policy, self.size)
 
     def taken(self, experiment: Experiment, stated: Mapping[str, Any]) -> list[str]:

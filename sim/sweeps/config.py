@@ -122,8 +122,7 @@ def specs(
     named: dict[str, PolicySpec] = {}
     for policy in policies:
         for each in alternatives(policy) if isinstance(policy, str) else [policy]:
-            spec = parse(each)
-            spec = (spec.within(scope) if scope else spec).admitting(admission)
+            spec = parse(each).with_part("scope", scope).with_part("admission", admission)
             for drawn in (seeded(spec, seed) for seed in seeds):
                 same = named.setdefault(drawn.text, drawn)
                 if (same.evict.cls, same.prefetch.cls) != (drawn.evict.cls, drawn.prefetch.cls):

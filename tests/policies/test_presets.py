@@ -74,9 +74,9 @@ def test_an_option_goes_to_every_part_that_declares_it(monkeypatch, policy, type
 
 def test_a_preset_in_a_scope_of_its_own_keeps_it(monkeypatch):
     made_up(monkeypatch, "lru@layer")
-    assert parse("made-up").within("global").text == "made-up"
-    assert parse("made-up").within("layer:profile=t").text == "made-up"
-    assert parse("pre-gated").within("layer").text == "pre-gated@layer"
-    assert parse("pre-gated").within("layer").options()["preset"] == "pre-gated"
+    assert parse("made-up").with_part("scope", "global").text == "made-up"
+    assert parse("made-up").with_part("scope", "layer:profile=t").text == "made-up"
+    assert parse("pre-gated").with_part("scope", "layer").text == "pre-gated@layer"
+    assert parse("pre-gated").with_part("scope", "layer").options()["preset"] == "pre-gated"
     assert parse("made-up").without_prefetch().text == "lru@layer"
     assert parse("pre-gated").without_prefetch() == parse("fifo")

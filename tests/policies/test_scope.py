@@ -301,11 +301,11 @@ def test_a_scope_belongs_to_the_text_and_to_the_options_of_a_policy():
     assert parse("lru").options() == parse("lru@global").options() != parse("lru@layer").options()
     assert spec.without_prefetch().text == "eamc:capacity=3+none@layer:profile=some/trace"
     assert parse(spec.without_prefetch().text) == spec.without_prefetch()
-    assert parse("lru").within("layer") == parse("lru@layer")
-    assert parse("lru@global").within("layer").text == "lru@global"
-    assert parse("lru").within("global").text == "lru"
+    assert parse("lru").with_part("scope", "layer") == parse("lru@layer")
+    assert parse("lru@global").with_part("scope", "layer").text == "lru@global"
+    assert parse("lru").with_part("scope", "global").text == "lru"
     with pytest.raises(InputError, match="unknown scope"):
-        parse("lru@layer").within("layr")
+        parse("lru@layer").with_part("scope", "layr")
 
 
 def test_a_profile_of_another_model_and_too_few_slots_are_refused(home):

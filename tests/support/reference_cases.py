@@ -189,7 +189,7 @@ def play(case: Case, engine: str = "simpy") -> Case:
         return PolicyResidency(shape, partitions or divided, policy, case.get("one_scale", False), *others)
 
     def parse(text: str) -> PolicySpec:
-        return spec.parse(text).within("layer" if partitions else "global")
+        return spec.parse(text).with_part("scope", "layer" if partitions else "global")
 
     class Scripted(Prefetcher):
         name, observes, at_start = "scripted", False, case.get("at_start", False)
