@@ -20,7 +20,6 @@ from numba.core.registry import cpu_target
 from policies.core.compiled import WHOLE, compiled, inlined, keep_as
 
 # Numba types hardly any of what it offers to those who extend it.
-config: Any = numba.config
 typeof: Any = numba.typeof
 cfunc: Any = numba.cfunc
 intrinsic: Any = numba.extending.intrinsic
@@ -39,9 +38,6 @@ RAISED, NO_EXPERTS = -1, -2
 
 INT = types.int64
 
-UNCOMPILED: dict[int, Any] = {}
-"""What stands at an address where numba compiles nothing (NUMBA_DISABLE_JIT): a function, or a list of one value."""
-
 
 class Scores(NamedTuple):
     """The keep scores of an eviction policy, for its C functions."""
@@ -56,13 +52,8 @@ class Proposal(NamedTuple):
     priorities: np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def _call(address: Any, *words: Any) -> int:
-    given = [word if isinstance(word, list) else UNCOMPILED.get(int(word), word) for word in words]
-    return int(UNCOMPILED[address](*given) if address in UNCOMPILED else QUESTION(int(address))(*words))
-
-
 @intrinsic
-def _compiled_call(context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+def _call(context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         function = ir.FunctionType(given[0].type, [each.type for each in given[1:]])
         return builder.call(builder.inttoptr(given[0], function.as_pointer()), given[1:])
@@ -70,8 +61,14 @@ def _compiled_call(context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -
     return INT(INT, a, b, c, d), code
 
 
+call: Callable[..., int] = _call
+"""(address, and four whole numbers or pointers): what the C function at that address answers."""
+
+
 @intrinsic
-def _compiled_value(context: Any, pointer: Any) -> Any:
+def value(context: Any, pointer: Any) -> Any:
+    """Return what lies at a pointer."""
+
     def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         # as numba hands a value over, which is not how it lies in an array
         kind = context.get_value_type(signature.return_type)
@@ -81,7 +78,9 @@ def _compiled_value(context: Any, pointer: Any) -> Any:
 
 
 @intrinsic
-def _compiled_like(context: Any, address: Any, example: Any) -> Any:
+def like(context: Any, address: Any, example: Any) -> Any:
+    """Return what lies at an address, of the type of the example."""
+
     def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.load(builder.inttoptr(given[0], given[1].type.as_pointer()))
 
@@ -89,30 +88,12 @@ def _compiled_like(context: Any, address: Any, example: Any) -> Any:
 
 
 @intrinsic
-def _compiled_put(context: Any, value: Any, address: Any) -> Any:
+def _put(context: Any, value: Any, address: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         builder.store(given[0], builder.inttoptr(given[1], given[0].type.as_pointer()))
         return given[1]
 
     return INT(value, INT), code
-
-
-call: Callable[..., int] = _call if config.DISABLE_JIT else _compiled_call
-"""(address, and four whole numbers or pointers): what the C function at that address answers."""
-
-value: Callable[[Any], Any] = (lambda pointer: pointer[0]) if config.DISABLE_JIT else _compiled_value
-"""(pointer): what lies there."""
-
-like: Callable[[int, Any], Any] = (
-    (lambda address, example: UNCOMPILED[int(address)][0]) if config.DISABLE_JIT else _compiled_like
-)
-"""(address, example): what lies at an address, of the type of the example."""
-
-_put: Callable[[Any, int], Any] = (
-    (lambda value, address: UNCOMPILED.setdefault(int(address), [value]).__setitem__(0, value))
-    if config.DISABLE_JIT
-    else _compiled_put
-)
 
 
 @inlined
@@ -125,7 +106,7 @@ def ask(address: int, question: int, number: int) -> int:
 def checked(answer: int) -> int:
     """Return the answer of a policy's C function. Raise RuntimeError or ValueError if it failed."""
     if answer == RAISED:
-        raise RuntimeError("a compiled policy raised an error: NUMBA_DISABLE_JIT=1 runs it in Python")
+        raise RuntimeError("a compiled policy raised an error: call the `py_func` of its functions to see which")
     if answer == NO_EXPERTS:
         raise ValueError("a compiled policy proposes ids that no expert has, or more than there are")
     return answer
@@ -162,10 +143,6 @@ class CFunction:
     """A function as compiled code calls it, at `address`; where an argument is a pointer, `examples` has its value."""
 
     def __init__(self, function: Any, *examples: Any) -> None:
-        if config.DISABLE_JIT:
-            self.address = id(function)
-            UNCOMPILED[self.address] = function
-            return
         name, module = function.__qualname__, function.__module__
         guarded = with_names(_guarded, name, function=compiled(function), __name__=module)
         takes = [INT if example is None else pointer_to(typeof(example)) for example in examples]
@@ -175,8 +152,6 @@ class CFunction:
 
 def _words(value: Any) -> int:
     """Return how much memory a NamedTuple takes."""
-    if config.DISABLE_JIT:
-        return 1
     context = cpu_target.target_context
     return int(context.get_abi_sizeof(context.get_value_type(typeof(value)))) // 8 + 1
 
@@ -197,7 +172,7 @@ class Held:
     def hold(self, value: Any) -> None:
         """Replace it by another of the same type."""
         self._value = value
-        put(value if config.DISABLE_JIT else _plain(value), self.address)
+        put(_plain(value), self.address)
 
 
 class Asked:

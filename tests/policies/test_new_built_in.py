@@ -1,7 +1,4 @@
-"""New compiled built-ins take a file, a line and a name in a list each: policies/YOUR_OWN.md, followed in a copy.
-
-The copy runs without compilation, in seconds, and with MOE_FUZZ_CASES compiled, which takes a minute.
-"""
+"""New compiled built-ins take a file, a line and a name in a list each: policies/YOUR_OWN.md, followed in a copy."""
 
 import os
 import re
@@ -84,8 +81,7 @@ def copy(tmp_path_factory):
 
 
 def python(copy, *arguments):
-    compiled = {} if "MOE_FUZZ_CASES" in os.environ else {"NUMBA_DISABLE_JIT": "1"}
-    env = {**os.environ, "PYTHONPATH": str(copy), **compiled}
+    env = {**os.environ, "PYTHONPATH": str(copy)}
     return subprocess.run([sys.executable, *arguments], cwd=copy, env=env, capture_output=True, text=True, timeout=600)
 
 
