@@ -6,7 +6,6 @@ Belady's scores (rule 6). docs/contract.md, *Oracles*.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +13,8 @@ from policies.core.compiled import compiled
 from policies.core.limits import Limits
 from policies.core.policy import NO_INTS, Compiled, Event, Float, Int, Options, Requests, Shape, bounded
 from policies.core.registry import prefetcher
-from policies.prefetch.oracle import Foreseeing
+from policies.prefetch.oracle import Foreseeing, Horizon
+from policies.prefetch.oracle import begin as foreseen
 from policies.retention.belady import NEVER, Belady, next_uses
 
 
@@ -25,28 +25,12 @@ class LeadOptions(Limits, policy="fewest-reads"):
     lead: int = bounded(1, least=1)
 
 
-class Lead(NamedTuple):
-    """The requests that run, one behind the other, and which experts the present proposal has named."""
-
-    offsets: Int  # as in `policies.prefetch.oracle.Horizon`, as the next three
-    experts: Int
-    starts: Int
-    ends: Int
-    following: Int  # [A] the event of the next use of each, numbered as Belady does
-    stamps: Int  # [L*E] number of the proposal that named each last
-    proposals: Int  # [1] how many so far
-    lead: int
-    layers: int
-
-
-def begin(shape: Shape, options: LeadOptions) -> Lead:
-    starts, ends = np.zeros((shape.batch_slots, 2), np.int64), np.zeros(shape.batch_slots, np.int64)
-    stamps, proposals = np.zeros(shape.total, np.int64), np.zeros(1, np.int64)
-    return Lead(NO_INTS, NO_INTS, starts, ends, NO_INTS, stamps, proposals, options.lead, shape.layers)
+def begin(shape: Shape, options: LeadOptions) -> Horizon:
+    return foreseen(shape, options)._replace(horizon=options.lead)
 
 
 @compiled
-def propose(seen: Lead, event: Event, ids: Int, priorities: Float) -> int:
+def propose(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the distinct experts of the next events of each request; how many."""
     seen.proposals[0] += 1
     n = 0
@@ -54,7 +38,7 @@ def propose(seen: Lead, event: Event, ids: Int, priorities: Float) -> int:
         batch_slot = event.batch_slots[r]
         offsets, first = seen.offsets[seen.starts[batch_slot, 0] :], seen.starts[batch_slot, 1]
         now = event.steps[r] * seen.layers + event.layer
-        last = min(now + seen.lead, seen.ends[batch_slot] - 1)
+        last = min(now + seen.horizon, seen.ends[batch_slot] - 1)
         for i in range(first + offsets[now + 1], first + offsets[last + 1]):
             expert = seen.experts[i]
             if seen.stamps[expert] != seen.proposals[0]:

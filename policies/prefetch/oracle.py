@@ -1,11 +1,8 @@
 """Perfect prefetch with a horizon: after an event, the experts of the next `horizon` events of the request.
 
-An event is a (token, layer): a horizon of 1 is one layer ahead, of L one token, a large one the rest of the request.
-It continues from the last layer to the next token. Each expert is proposed once, for its first use; priority is minus
-the distance in events; ties fall to the lower id.
-
-`oracle1` stays within the token: after layer l all experts of layer l + 1, at one priority; none after the last layer.
-It is the bound of what any next-layer predictor can do. Both are oracles.
+A horizon of 1 is one layer ahead, of L one token, and so on to the end of the request. Each expert is proposed once,
+for its first use; priority is minus the distance in events; ties to the lower id. `oracle1` stays within the token:
+after layer l all experts of layer l + 1, at one priority. It is the bound of what any next-layer predictor can do.
 """
 
 from dataclasses import dataclass
@@ -36,6 +33,7 @@ class Horizon(NamedTuple):
     ends: Int  # [batch_slots] events of each
     stamps: Int  # [L*E] number of the proposal that named each last
     proposals: Int  # [1] how many so far
+    following: Int  # [A] of `fewest-reads`, the event of each one's next use, numbered as Belady does
     horizon: int
     layers: int
 
@@ -44,7 +42,7 @@ def begin(shape: Shape, options: Limits) -> Horizon:
     horizon = options.horizon if isinstance(options, OracleOptions) else 1
     starts, ends = np.zeros((shape.batch_slots, 2), np.int64), np.zeros(shape.batch_slots, np.int64)
     stamps, proposals = np.zeros(shape.total, np.int64), np.zeros(1, np.int64)
-    return Horizon(NO_INTS, NO_INTS, starts, ends, stamps, proposals, horizon, shape.layers)
+    return Horizon(NO_INTS, NO_INTS, starts, ends, stamps, proposals, NO_INTS, horizon, shape.layers)
 
 
 @compiled

@@ -1,15 +1,10 @@
 """Belady's rule with forced admission: evict the expert whose next use is furthest away. An oracle, never a winner.
 
 Untimed it is the floor of demand misses (Belady 1966, MIN); with time and prefetch it is a good policy, not a bound.
-An expert's next use is the number of the next event that looks it up; never again is furthest; ties to the lower id.
-
-With several requests at a time the number of an event depends on times. Then the next use is counted within each of the
-requests that run, in events of its own, and the nearest of these decides; an expert that none of them uses again comes
-after all of those, in the order of the trace behind the last request that has begun.
-
-The next uses of a run are learned from its end to its start. All of them would take more memory than the run's ids, so
-only what comes after every sqrt(R)-th of the R requests is kept; a stretch between two of these is gone through again
-when the run comes to it, and a request once more when it begins. Memory is that of 2 sqrt(R) EAMs and one request.
+Ties fall to the lower id. With several requests at a time the next use is counted within each of those that run, in
+events of its own, and the nearest decides; an expert that none of them uses again comes after all of those, in the
+order of the trace. What follows is learned backwards, and kept after every sqrt(R)-th of R requests: a stretch between
+two of these is gone through again when the run comes to it.
 """
 
 from math import isqrt
