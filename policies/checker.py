@@ -7,11 +7,11 @@ among those offered; keep scores and proposals are finite and in range.
 """
 
 import argparse
-import random
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,8 @@ from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.core.runner import PolicyRunner
 from policies.core.spec import PolicyLike, PolicySpec, parse
 from policies.overhead import measured_us
-from policies.random_routing import Script, scripts
+from policies.random_routing import Routed, Script, drawn, scripts
 from traces.errors import InputError
-from traces.schema import Picks, TraceMeta
-from traces.steps import Lookahead, decode_steps
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,7 +62,7 @@ def check_policy(policy: PolicyLike, seed: int = 0) -> Report:
     for check in (_determinism, _causality):
         for number, script in enumerate(scripts(seed)):
             try:
-                events += check(spec, script, random.Random(f"{seed} {number}"))
+                events += check(spec, script, np.random.default_rng([seed, number]))
             except RuleError as broken:
                 failures.setdefault(broken.rule, f"{broken} ({script})")
         if failures:  # the next check takes for granted what this one is about
@@ -87,7 +85,7 @@ class Drive:
         self.log: list[tuple[Any, ...]] = []
         self.marks: list[int] = []
         self._script = script
-        self._turns = random.Random(script.seed)
+        self._turns = Random(script.seed)
         self._active = NO_EXPERT
         try:
             self._run(spec)
@@ -168,17 +166,17 @@ class Drive:
 # The checks: each runs a script some times and returns the number of events
 
 
-def _determinism(spec: PolicySpec, script: Script, rng: random.Random) -> int:
+def _determinism(spec: PolicySpec, script: Script, rng: np.random.Generator) -> int:
     _alike(Drive(spec, script), Drive(spec, script), None, "two runs over the same events do not decide alike")
     return 2 * script.events
 
 
-def _causality(spec: PolicySpec, script: Script, rng: random.Random) -> int:
+def _causality(spec: PolicySpec, script: Script, rng: np.random.Generator) -> int:
     if spec.oracle or not script.events:
         return 0
     as_it_was, events = Drive(spec, script), script.events
     for _ in range(4):
-        cut = rng.randrange(script.events)
+        cut = int(rng.integers(script.events))
         other = script.with_another_future(cut, rng)
         _alike(
             as_it_was, Drive(spec, other), as_it_was.marks[cut], "other routing later on changes a decision before it"
@@ -207,14 +205,9 @@ def _shown(decision: tuple[Any, ...]) -> str:
 
 def _us_per_event(spec: PolicySpec, seed: int) -> float:
     """Return what an event takes of decoded tokens of 26 x 64 experts, top-6."""
-    rng = np.random.default_rng(seed)
-    L, E, k, tokens = 26, 64, 6, 40
-    chosen = np.argsort(rng.random((tokens, L, E)) * (1 + np.arange(E)), axis=-1)[..., :k]
-    request = decode_steps(0, chosen, E, sentinel=E, context=np.arange(1, tokens + 1))
-    meta = TraceMeta("", L, E, k, tuple(map(str, range(L))), lookahead=Picks((1,), k))
-    picks = chosen[:, :, None].astype(meta.id_type)
-    request = replace(request, lookahead=Lookahead.of(np.arange(tokens), picks, np.ones(picks.shape), tokens, meta))
-    return measured_us(spec, Shape(L, E), [request])
+    shape = Shape(26, 64)
+    routed = Routed(0, drawn(np.random.default_rng(seed), shape, tokens=40, k=6, none=0))
+    return measured_us(spec, shape, [routed.of(0, shape.experts)])
 
 
 def main() -> int:

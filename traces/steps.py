@@ -154,12 +154,6 @@ def grouped(event: Int, ids: Int, values: Sequence[NDArray[Any]], events: int, t
     return np.searchsorted(keys[first], np.arange(events + 1) * total), keys[first] % total, *sums
 
 
-def decode_steps(request: int, experts: NDArray[np.integer], E: int, sentinel: int, context: Int) -> RequestSteps:
-    """Run each token as a step. experts: [tokens, L, k] ids in a layer or `sentinel`; context: [tokens]."""
-    phase, ones = np.full(len(experts), DECODE, np.uint8), np.ones(len(experts), np.int64)
-    return RequestSteps(request, phase, ones, context.astype(np.int64), *_token_by_token(experts, E, sentinel))
-
-
 def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
     """Return [tokens, L, k] laid out flat, an event for each (token, layer)."""
     tokens, L, k = chosen.shape

@@ -23,9 +23,9 @@ from sim.profiles.timing import FixedTiming, Link
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
 from tests.support.untimed_oracle import SHARED, oracle_misses
-from traces import InputError
+from traces import InputError, Trace
 from traces.importers import import_dump
-from traces.steps import RequestSteps, decode_steps
+from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -44,7 +44,7 @@ LINK = Link(latency_ns=10, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=40
 
 def request_of(experts: np.ndarray, E: int) -> RequestSteps:
     """experts: [tokens, L, k] ids within a layer."""
-    return decode_steps(0, experts.astype(np.uint16), E, 65535, np.arange(1, len(experts) + 1))
+    return Trace.from_arrays([experts], E).steps(0)
 
 
 def by_layer(requests: list[RequestSteps], L: int, E: int) -> list[np.ndarray]:

@@ -4,12 +4,12 @@ A run is repeated with another future behind some event, and SimPy's decisions a
 the compiled engine: it must leave the same log as SimPy, of both runs.
 """
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from policies.core.catalog import available
@@ -69,11 +69,11 @@ def watched(script: Script, policy: str) -> Watched:
 
 def futures() -> Iterator[tuple[Script, list[tuple[int, Script]]]]:
     """A run, with events of it and for each a run that is the same before that event."""
-    rng = random.Random(5)
+    rng = np.random.default_rng(5)
     script = next(script for script in scripts(0) if script.shape == SHAPE)
     for slots, cold in ((3, False), (6, True), (9, False)):
         one = replace(script, slots=slots, cold=cold)
-        cuts = (rng.randrange(script.events) for _ in range(5))
+        cuts = rng.integers(script.events, size=5).tolist()
         yield one, [(cut, one.with_another_future(cut, rng)) for cut in cuts]
 
 

@@ -14,7 +14,7 @@ from sim.loop.log import STALLS, RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces import DECODE, Trace
-from traces.steps import RequestSteps, decode_steps
+from traces.steps import RequestSteps
 
 L, E, K = 3, 8, 2
 TIMING = FixedTiming(dense=1_000, expert=300, expert_per_token=20, combine=50, head=700)
@@ -24,7 +24,7 @@ TRANSFER_NS = 100 + 10_000
 
 
 def request_of(tokens: np.ndarray) -> RequestSteps:
-    return decode_steps(0, tokens, E, 255, np.arange(1, len(tokens) + 1))
+    return Trace.from_arrays([tokens], E).steps(0)
 
 
 def random_tokens(n: int, seed: int = 0) -> np.ndarray:

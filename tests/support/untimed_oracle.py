@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces.steps import RequestSteps, decode_steps
+from traces import Trace
+from traces.steps import RequestSteps
 
 NEVER = np.iinfo(np.int64).max
 
@@ -15,7 +16,7 @@ SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 
 def accesses(ids: np.ndarray, total: int) -> list[RequestSteps]:
     """A model of one layer and one expert a token: a plain sequence of accesses."""
-    return [decode_steps(0, ids.reshape(-1, 1, 1).astype(np.uint16), total, 65535, np.arange(1, len(ids) + 1))]
+    return [Trace.from_arrays([ids.reshape(-1, 1, 1)], total).steps(0)]
 
 
 HASH_POWER = 14
