@@ -118,39 +118,27 @@ class Events:
             mine = slice(bounds[0], bounds[-1])
             offsets = bounds - bounds[0]
             own = routing.own_experts[mine].copy(), routing.own_counts[mine].copy()
-        chosen = experts, counts, offsets, *own
-        return self._made(step, layer, number, *chosen, picks=picks, weights=routing.weights[first:last].copy())
+        weights = routing.weights[first:last].copy()
+        return self._made(step, layer, number, (experts, counts, offsets, *own), (*picks, weights))
 
     def start(self, step: int) -> Event:
         """Return what is known when step number `step` of these starts."""
         offsets = np.zeros(len(self.routing.batch_slots) + 1, np.int64)
         none = NO_INTS, NO_INTS
-        return self._made(step, START, step * self.layers - 1, *none, offsets, *none)
+        return self._made(step, START, step * self.layers - 1, (*none, offsets, *none), (*NOTHING_PICKED, NO_FLOATS))
 
     def _up_to(self, n: int) -> Int:
         if n not in self._offsets:
             self._offsets[n] = np.array([0, n])
         return self._offsets[n]
 
-    def _made(
-        self,
-        step: int,
-        layer: int,
-        number: int,
-        experts: Int,
-        counts: Int,
-        offsets: Int,
-        *others: Any,
-        picks: Picked = NOTHING_PICKED,
-        weights: Float = NO_FLOATS,
-    ) -> Event:
-        routing = self.routing
+    def _made(self, step: int, layer: int, number: int, chosen: tuple[Int, ...], others: tuple[Any, ...]) -> Event:
+        routing, (experts, counts, *own) = self.routing, chosen
         if step != self._step:
             self._step, self._steps = step, routing.first + step
             self._token_ids = routing.token_ids[self._first_token[step] : self._first_token[step + 1]].copy()
-        together = self._before + number + 1, self._phases[step], layer, experts, counts
-        own = routing.batch_slots, self._steps, offsets, *others, self._token_ids
-        return Event._make((*together, *own, *picks, weights))
+        known = self._before + number + 1, self._phases[step], layer, experts, counts
+        return Event._make((*known, routing.batch_slots, self._steps, *own, self._token_ids, *others))
 
 
 def routing_of(request: RequestSteps, bending: Bending | None = None) -> Routing:
