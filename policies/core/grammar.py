@@ -55,13 +55,13 @@ def read(text: str, placements: Container[str] = (), admissions: Container[str] 
     text, placement = _split_last(text, placements)
     policy, at, scope = text.partition("@")
     halves = tuple(map(read_term, policy.split("+", 1)))
-    return Expression(halves, read_scope(scope) if at else None, placement, admission)
+    return Expression(halves, read_term(scope) if at else None, placement, admission)
 
 
 def _split_last(text: str, names: Container[str]) -> tuple[str, Term | None]:
     """Return what stands before the last /, and the term behind it if that has one of these names."""
     before, slash, last = text.rpartition("/")
-    term = read_scope(last)
+    term = read_term(last)
     return (before, term) if slash and term.name in names else (text, None)
 
 
@@ -69,11 +69,6 @@ def read_term(text: str) -> Term:
     """Return the term that `text` writes; any text is one."""
     if found := _IN_A_FILE.fullmatch(text.strip()):
         return Term(found["name"], read_options(found["options"] or ""))
-    return read_scope(text)
-
-
-def read_scope(text: str) -> Term:
-    """Return the same of a scope, which is in no file."""
     name, _, options = text.strip().partition(":")
     return Term(name, read_options(options))
 
@@ -115,7 +110,7 @@ def alternatives(text: str) -> Iterator[str]:
 def split_size(text: str, scopes: Container[str]) -> tuple[str, str]:
     """Return policy and size of `policy@size`, each empty where not named; scopes: names that are no sizes."""
     policy, at, size = text.rpartition("@")
-    return (policy, size) if at and read_scope(size).name not in scopes else (text, "")
+    return (policy, size) if at and read_term(size).name not in scopes else (text, "")
 
 
 def policy_title(text: str, oracle: bool) -> str:

@@ -4,7 +4,6 @@ A placement is asked at each lookup, after hits and late experts are known. It n
 the others are fetched. `fetch` is what every policy does that names no placement.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -25,7 +24,7 @@ class Costs(NamedTuple):
     host: Callable[[int], int]
 
 
-class Placement(ABC):
+class Placement:
     """Where misses are computed."""
 
     name: ClassVar[str]
@@ -37,21 +36,18 @@ class Placement(ABC):
 
     @property
     def layers(self) -> int:
-        """How many layers it treats apart, the first ones."""
+        """Of how many layers, the first ones, the host computes every miss."""
         return 0
 
-    @abstractmethod
     def on_host(self, layer: int, misses: Sequence[int], tokens: dict[int, int], costs: Costs) -> list[int]:
         """Return which of the misses the host computes; misses: ascending ids, tokens: of each expert of the event."""
+        return list(misses) if layer < self.layers else []
 
 
 class Fetch(Placement):
     """Fetch every miss and compute it on the GPU."""
 
     name, number = "fetch", FETCH
-
-    def on_host(self, layer: int, misses: Sequence[int], tokens: dict[int, int], costs: Costs) -> list[int]:
-        return []
 
 
 class Host(Placement):
@@ -97,9 +93,6 @@ class Layers(Placement):
     @property
     def layers(self) -> int:
         return self.options.n
-
-    def on_host(self, layer: int, misses: Sequence[int], tokens: dict[int, int], costs: Costs) -> list[int]:
-        return list(misses) if layer < self.options.n else []
 
 
 class Admitted(Fetch):

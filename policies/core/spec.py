@@ -16,7 +16,7 @@ from typing import Any
 from policies.core import dispatch, guard, registry, user_file
 from policies.core.admission import ADMISSIONS, Admission, Always, Own, Score
 from policies.core.bent import RULES, Rule
-from policies.core.grammar import Expression, Term, file_and_class, read, read_scope, read_term, value_text
+from policies.core.grammar import Expression, Term, file_and_class, read, read_term, value_text
 from policies.core.per_layer import PerLayer
 from policies.core.placement import PLACEMENTS, Admitted, Fetch, Placement
 from policies.core.policy import Int, Listener, Policy, Prefetcher, ScorePolicy, Shape
@@ -268,7 +268,7 @@ class PolicySpec:
         text: None leaves it as it is. Raise InputError.
         """
         default = DEFAULTS[kind]
-        term: Any = read_scope(text or default.name)
+        term: Any = read_term(text or default.name)
         part: Any = _part(term, kind)
         if getattr(self.typed, kind) or getattr(self, kind) != default or part == default:
             return self
@@ -341,7 +341,7 @@ def parse(policy: PolicyLike) -> PolicySpec:
 
 def read_rule(text: str) -> Rule:
     """Return the rule that bends routing which a text says, `drop:below=0.1`. Raise InputError."""
-    term = read_scope(text)
+    term = read_term(text)
     if term.name not in RULES:
         raise unknown("routing", term.name, RULES)
     return RULES[term.name](_options(RULES[term.name], term.options), text)

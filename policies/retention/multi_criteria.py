@@ -14,23 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.policy import Compiled, Event, Float, Int, ScorePolicy, Shape
+from policies.core.policy import Compiled, Event, Float, Int, Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
-from traces.errors import InputError
 
 
 @dataclass(frozen=True)
-class MultiCriteriaOptions:
-    """recency, frequency, distance: weights of the criteria, each 0 to 1."""
+class MultiCriteriaOptions(Options, policy="multi-criteria"):
+    """recency, frequency, distance: weights of the criteria."""
 
-    recency: float = 0.4
-    frequency: float = 0.4
-    distance: float = 0.2
-
-    def __post_init__(self) -> None:
-        weights = self.recency, self.frequency, self.distance
-        if not all(0 <= weight <= 1 for weight in weights) or not any(weights):
-            raise InputError(f"multi-criteria needs weights of 0 to 1, not all 0, and has {weights}")
+    recency: float = bounded(0.4, least=0, most=1)
+    frequency: float = bounded(0.4, least=0, most=1)
+    distance: float = bounded(0.2, least=0, most=1)
 
 
 class Uses(NamedTuple):
@@ -46,8 +40,7 @@ class Uses(NamedTuple):
 
 def begin(shape: Shape, options: MultiCriteriaOptions) -> Uses:
     last, used = np.zeros((2, shape.batch_slots, shape.total), np.int64)
-    weights = float(options.recency), float(options.frequency), float(options.distance)
-    return Uses(last, used, shape.layers, *weights)
+    return Uses(last, used, shape.layers, options.recency, options.frequency, options.distance)
 
 
 def begin_request(uses: Uses, batch_slot: int) -> None:
