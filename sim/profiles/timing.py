@@ -73,7 +73,7 @@ class DurationTables:
         self._expert = self._extended(self._expert, self._timing.expert_ns, most)
         if self._host.size:
             self._host = self._extended(self._host, self._timing.host_ns, most)
-        rows = self._table[[*map(self._places.get, steps)]]
+        rows = self._table[[*map(self._places.__getitem__, steps)]]
         L = self._layers
         dense, combine, head = (np.ascontiguousarray(part) for part in (rows[:, :L], rows[:, L:-1], rows[:, -1]))
         return Durations(dense, self._expert, self._host, combine, head)
