@@ -1,8 +1,6 @@
 """What is run: the one description of a run, from which all that names an option is read off.
 
-Options of commands (`sim.commands.options`), keys of a sweep's TOML, keywords (`sim.keywords`), a cell's key and what a
-worker is sent are the fields of `Experiment`. Policy and cache size are not among them: an experiment is what cells of
-different policies and cache sizes have in common.
+Policy and cache size are not among its fields: it is what cells of different policies and cache sizes have in common.
 """
 
 import math

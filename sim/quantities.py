@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from traces.errors import InputError
 
 CacheSize = str | int | float
-"""A share of all experts ("25%", or 0.25), a number of experts (64), slots a layer ("12/layer"), or bytes ("8GiB")."""
 
 UNITS = {"": 1} | {
     f"{prefix}{end}": base**power for power, prefix in enumerate("kmgt", 1) for end, base in (("", 1_000), ("i", 1_024))

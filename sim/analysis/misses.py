@@ -1,8 +1,7 @@
 """Is it the policy or the cache size? What a trace lets any cache do, and what each policy makes of it, untimed.
 
-Misses split into compulsory (first uses), capacity (Belady's beyond those) and policy (the rest), as docs/contract.md
-defines them. LRU and Belady are known from one pass at all sizes of at least the largest event
-(`sim.analysis.curves`); other policies are run.
+docs/contract.md defines misses by cause. LRU and Belady are known from one pass at all sizes of at least the largest
+event (`sim.analysis.curves`); other policies are run.
 """
 
 from collections.abc import Callable, Sequence

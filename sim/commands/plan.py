@@ -135,20 +135,19 @@ def plan(
         (here.verify and model != str(here.verify), "--verify runs its file: leave --model out"),
     )
     facts = _facts(here, machine.stated())
+    sources = {name: vars(fact) for name, fact in facts.items()}
     where = resources(**(of_facts(facts) if facts else machine.stated()))
     if len(names) != 1:
         found = list(ranked(where, context, names or CURRENT, precision))
         typed = _typed({**machine.stated(), **({"precision": precision} if precision else {})}, here.hardware)
         models = [{**vars(each), "speed": each.speed and vars(each.speed)} for each in found]
-        output.show(
-            lambda: {"machine": _sources(facts), "models": models}, lambda: _ranking(facts, found, context, typed)
-        )
+        output.show(lambda: {"machine": sources, "models": models}, lambda: _ranking(facts, found, context, typed))
         return
     layout, notes = planner.chosen_or_smaller(model, where, context, precision)
     calibration, checked = _measured(model, layout, here, output.quiet or output.as_json)
     result = planner.of_layout(layout, notes, prompt, calibration)
     output.show(
-        lambda: {**result.facts(), "detected": _sources(facts), "verified": [_checked_facts(each) for each in checked]},
+        lambda: {**result.facts(), "detected": sources, "verified": [_checked_facts(each) for each in checked]},
         lambda: _shown(result, model, facts, checked, details),
     )
 
@@ -186,10 +185,6 @@ def _measured(model: str, layout: Layout, here: HereOptions, quiet: bool) -> tup
 
 
 # Printing
-
-
-def _sources(facts: Facts) -> dict[str, Any]:
-    return {name: {"value": fact.value, "source": fact.source} for name, fact in facts.items()}
 
 
 def _machine(facts: Facts) -> Table:

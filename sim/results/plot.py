@@ -1,8 +1,7 @@
 """The figures of results, in one style: those of a sweep, of README, notebooks and report.
 
 Colours are distinct without colour vision (Okabe and Ito), and each goes with a marker of its own; a policy has the
-same ones in all figures, and nothing else has them: parts of a time and measurements have others. Axes have units,
-small multiples share their scales, and a bound is drawn wherever there is one. A phone can show narrow figures.
+same ones in all figures, and nothing else has them: parts of a time and measurements have others.
 """
 
 import textwrap

@@ -1,8 +1,7 @@
 """Cells that are finished, on disk: each has a file the moment it ends, so that nothing which kills a sweep loses one.
 
 FOLDER/cells/results holds a row and FOLDER/cells/requests the requests' rows of each, Parquet files named by the cell's
-key. A file appears whole or not at all, the row last: a key with a row is done. At the sweep's end they become the
-tables of its results, and the folder `cells` goes; what else lies there is left alone (`traces.output`).
+key. A file appears whole or not at all, the row last: a key with a row is done. What else lies there is left alone.
 """
 
 import re

@@ -1,8 +1,7 @@
 """winner.toml: what a sweep recommends, and all that is needed to replay it.
 
-Per cache size the causal policy with the least mean TPOT (TTFT where nothing is decoded, misses where nothing
-is timed); of equal ones the first typed. Oracles are drawn, never chosen, nor is a cache that does not fit into GPU
-memory.
+Per cache size the policy that `metric` judges best, of equal ones the first typed. Oracles are drawn, never chosen, nor
+is a cache that does not fit into GPU memory.
 """
 
 import dataclasses
