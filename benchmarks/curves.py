@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 
 from policies.core.stack_distances import Ids, each_alone, lru_misses
-from sim.analysis.curves import Accesses, belady_misses, next_uses
+from sim.analysis.curves import accesses, belady_misses, next_uses
 from traces.synthetic import synthetic
 
 SHAPES = {"24 x 32, top-4": (24, 32, 4), "26 x 64, top-6": (26, 64, 6)}
@@ -32,11 +32,6 @@ def seconds(work: Callable[[], object]) -> float:
     began = time.process_time()
     work()
     return time.process_time() - began
-
-
-def accesses(layers: int, experts: int, top_k: int) -> Accesses:
-    trace = synthetic(REQUESTS, TOKENS, layers, experts, top_k, seed=1)
-    return Accesses.of((trace.steps(i) for i in range(REQUESTS)), layers, experts)
 
 
 def write_accesses(experts: Ids, file: Path) -> None:
@@ -91,8 +86,9 @@ def main() -> None:
         print("curves: skipped, libcachesim (GPL, for tests only) is not installed: pip install -e '.[oracle]'")
         return
     for shape, (layers, experts, top_k) in SHAPES.items():
-        run = accesses(layers, experts, top_k)
-        measure(libcachesim, shape, run.experts, run.total)
+        trace = synthetic(REQUESTS, TOKENS, layers, experts, top_k, seed=1)
+        used, _ = accesses(trace.steps(i) for i in range(REQUESTS))
+        measure(libcachesim, shape, used, layers * experts)
 
 
 if __name__ == "__main__":

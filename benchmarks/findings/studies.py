@@ -22,7 +22,7 @@ from replay.live.opening import open_live
 from replay.live.quality import prices
 from sim import simulate, sweep
 from sim.analysis import speculation as analysis
-from sim.analysis.curves import Accesses, belady_misses
+from sim.analysis.curves import accesses, belady_misses
 from sim.experiment import Experiment
 from sim.loaded import TimedRun
 from sim.sweeps.grid import grid_of, summed
@@ -115,10 +115,10 @@ def users(trace: Trace, rows: Sequence[int]) -> pd.DataFrame:
 def curves(trace: Trace, rows: Sequence[int]) -> pd.DataFrame:
     """Return LRU's and Belady's hit rate at every cache size, layers sharing the cache."""
     some = trace.select(np.array(rows))
-    accesses = Accesses.of((some.steps(i) for i in range(len(some.requests))), some.layers, some.num_experts)
-    lookups = len(accesses.experts)
-    lru, belady = (f(accesses.experts, accesses.total) for f in (lru_misses, belady_misses))
-    slots = np.arange(accesses.total + 1)
+    experts, _ = accesses(some.steps(i) for i in range(len(some.requests)))
+    lookups, total = len(experts), some.layers * some.num_experts
+    lru, belady = (f(experts, total) for f in (lru_misses, belady_misses))
+    slots = np.arange(total + 1)
     return pd.DataFrame({"slots": slots, "lru": 1 - lru / lookups, "belady": 1 - belady / lookups})
 
 

@@ -5,7 +5,6 @@ holds of events. The counts are those of the counted mode: layers share the cach
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,28 +14,14 @@ from policies.core.stack_distances import Ids, each_alone, misses_by_slots
 from traces.steps import RequestSteps
 
 
-@dataclass(frozen=True)
-class Accesses:
-    """All lookups of a run, in order."""
-
-    experts: Ids  # [N] ids, layer * E + expert
-    ends: Int  # [events] where each ends in `experts`
-    total: int  # experts of all layers
-
-    @property
-    def largest_event(self) -> int:
-        """From so many slots on what is known of all sizes is exact."""
-        return int(np.diff(self.ends, prepend=0).max(initial=1))
-
-    @staticmethod
-    def of(requests: Iterable[RequestSteps], layers: int, experts: int) -> "Accesses":
-        """Lay the requests of a model of `layers` layers of `experts` experts end to end."""
-        ids, ends, before = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
-        for request in requests:
-            ids.append(request.experts.astype(np.int32))
-            ends.append(before + request.offsets[1:])
-            before += len(request.experts)
-        return Accesses(np.concatenate(ids), np.concatenate(ends), layers * experts)
+def accesses(requests: Iterable[RequestSteps]) -> tuple[Ids, Int]:
+    """Return all lookups in order, ids layer * E + expert, [N], and where each event ends in them, [events]."""
+    ids, ends, before = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
+    for request in requests:
+        ids.append(request.experts.astype(np.int32))
+        ends.append(before + request.offsets[1:])
+        before += len(request.experts)
+    return np.concatenate(ids), np.concatenate(ends)
 
 
 def belady_misses(experts: Ids, total: int, first: int = 0, ends: Int | None = None) -> Int:

@@ -16,7 +16,7 @@ from policies.core.grammar import policy_title
 from policies.core.policy import Int
 from policies.core.spec import PolicySpec
 from policies.core.stack_distances import lru_misses
-from sim.analysis.curves import Accesses, belady_misses
+from sim.analysis.curves import accesses, belady_misses
 from sim.loaded import Loaded
 from sim.loop.log import RunLog
 from sim.loop.requests import Requests
@@ -83,10 +83,10 @@ class Analysis:
 
 def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] = lambda requests: None) -> Analysis:
     """Analyse a run that counts experts of one size. advance: gets the requests run, `to_play(grid)` times each."""
-    accesses = Accesses.of(Requests(loaded.trace), loaded.trace.layers, loaded.trace.num_experts)
-    known = {"lru": lru_misses(accesses.experts, accesses.total, accesses.ends)}
-    known["belady"] = belady = belady_misses(accesses.experts, accesses.total, ends=accesses.ends)
-    smallest = accesses.largest_event
+    experts, ends = accesses(Requests(loaded.trace))
+    known = {"lru": lru_misses(experts, loaded.all_experts, ends)}
+    known["belady"] = belady = belady_misses(experts, loaded.all_experts, ends=ends)
+    smallest = int(np.diff(ends, prepend=0).max(initial=1))  # the largest event
 
     def misses(policy: PolicySpec, slots: int) -> int:
         if policy.text in CURVED and slots >= smallest:
@@ -100,7 +100,7 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] = lambda 
         loaded.play(policy, slots, ended)
         return sum(missed)
 
-    lookups, first_uses = len(accesses.experts), int(belady[-1])
+    lookups, first_uses = len(experts), int(belady[-1])
 
     def split(policy: PolicySpec, slots: int) -> Row:
         missed, best = misses(policy, slots), misses(BELADY, slots)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from policies.core.policy import Int
 from policies.core.spec import parse
 from policies.core.stack_distances import lru_misses
-from sim.analysis.curves import Accesses, belady_misses
+from sim.analysis.curves import accesses, belady_misses
 from sim.engines.untimed import count
 from tests.support.strategies import traces
 from tests.support.untimed_oracle import EXPECTED, SHARED, oracle_misses
@@ -67,13 +67,14 @@ def test_no_choice_of_victims_beats_the_belady_curve_and_one_reaches_it(sequence
 def test_curves_equal_untimed_counts_of_any_trace(trace, pick):
     requests = [trace.steps(i) for i in range(len(trace.requests))]
     total = trace.layers * trace.num_experts
-    run = Accesses.of(requests, trace.layers, trace.num_experts)
-    slots = run.largest_event + pick % (total - run.largest_event + 1)
+    experts, ends = accesses(requests)
+    largest = int(np.diff(ends, prepend=0).max(initial=1))
+    slots = largest + pick % (total - largest + 1)
     for policy, curve in CURVES.items():
         log = count(requests, trace.layers, trace.num_experts, slots, parse(policy))
-        assert curve(run.experts, total, ends=run.ends)[slots] == log.misses.sum(), policy
+        assert curve(experts, total, ends=ends)[slots] == log.misses.sum(), policy
         alone = count(requests, trace.layers, trace.num_experts, slots, parse(policy), one_at_a_time=True)
-        assert curve(run.experts, total)[slots] == alone.misses.sum(), policy
+        assert curve(experts, total)[slots] == alone.misses.sum(), policy
 
 
 @pytest.mark.parametrize(("policy", "theirs"), [("lru", "LRU"), ("belady", "Belady")])
@@ -101,9 +102,9 @@ def test_curves_of_real_traces_go_through_what_two_independent_simulators_counte
     played = trace.head(cases[0]["requests"])
     played = played if played.phases == "decode" else played.as_decode()
     requests = (played.steps(i) for i in range(len(played.requests)))
-    run = Accesses.of(requests, trace.layers, trace.num_experts)
-    assert {case["accesses"] for case in cases} == {len(run.experts)}
+    experts, _ = accesses(requests)
+    assert {case["accesses"] for case in cases} == {len(experts)}
     assert {case["requests"] for case in cases} == {len(played.requests)}
     for policy, curve in CURVES.items():
-        misses = curve(run.experts, run.total)
+        misses = curve(experts, trace.layers * trace.num_experts)
         assert [misses[case["capacity"]] for case in cases] == [case[policy] for case in cases], policy
