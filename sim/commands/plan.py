@@ -18,7 +18,7 @@ from sim.planner.plan import AssumedFact, CachePlan, Plan, Speed
 from sim.planner.ranking import CURRENT, Ranked, ranked
 from sim.planner.resources import resources, show_gib
 from sim.planner.verification import Checked, verify
-from sim.prediction.errors import CONFIDENCE
+from sim.prediction.errors import CONFIDENCE, NARROWER
 from sim.probe import busy
 from sim.probe.detection import Facts, detected, of_profile, with_stated
 from sim.probe.detection import options as of_facts
@@ -339,7 +339,7 @@ def _details(plan: Plan, facts: Facts) -> Iterator[str | Table]:
     each = plan.interval
     yield (
         f"The interval is to hold {CONFIDENCE:.0%} of machines of which as much is known ({each.kind}), and rests on "
-        f"{each.machines} of moe-sim backtest. It would be narrower with {each.narrower}."
+        f"{each.machines} of moe-sim backtest. It would be narrower with {NARROWER[each.kind]}."
         if not plan.calibration
         else f"Calibrated with llama-bench: {plan.calibration['fixed_ms']:.3g} ms a token and "
         f"{plan.calibration['ms_per_layer']:.3g} ms a layer on the CPU, and "

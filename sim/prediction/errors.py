@@ -70,10 +70,6 @@ class Interval:
     rows: int
     machines: int
 
-    @property
-    def narrower(self) -> str:
-        return NARROWER[self.kind]
-
     def with_spread(self, spread: Spread) -> "Interval":
         """Return the interval where facts are assumed besides, whose errors are independent of its own."""
         low = math.exp(-math.hypot(math.log(self.low), spread.slower))
