@@ -1,9 +1,8 @@
 """Which policy and cache size count the hits that the recorded engine counted itself (the column `hits` of a trace).
 
 An expert that several tokens of a step choose in a layer is looked up once, so the first of them says whether it was
-there. Candidates are all eviction policies without an oracle, in one cache for all layers and in one for each layer.
-For each the size with as many hits in all is searched, as more memory gives more hits; of the best few, sizes near it
-whose hits differ least, summed over the steps.
+there. For each eviction policy the size with as many hits in all is searched, as more memory gives more hits; of the
+best few, sizes near it whose hits differ least, summed over the steps.
 """
 
 import itertools

@@ -74,14 +74,14 @@ def gpu_that_reads(gb_per_s: float, title: str = "") -> Gpu:
     return alike[-1][2] if alike else Gpu(gb_per_s)
 
 
-def link_named(text: str) -> tuple[str, Entries]:
-    """Return a link by its name, such as `pcie4x16`. Raise InputError for an unknown one."""
+def link_named(text: str) -> str:
+    """Return the catalogue's name of a link, such as `pcie4x16`. Raise InputError for an unknown one."""
     parts = _LINK.fullmatch(text.strip())
     name = f"PCIe {parts[1]}.0 x{parts[2]}" if parts else text
     if name not in LINKS:
         names = [each.replace(" ", "").replace(".0", "").lower() for each in LINKS]
         raise unknown("link", text, [*names, "25GB/s"])
-    return name, LINKS[name]
+    return name
 
 
 def ram_gb_per_s(text: str) -> float:

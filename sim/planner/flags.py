@@ -1,9 +1,8 @@
 """A plan as the command line of llama.cpp and of vLLM.
 
 `--n-cpu-moe N` keeps the experts of the first N layers of the file in host memory, layers without experts counted;
-`-ot` states the same by the names of tensors. llama.cpp copies quantised weights into memory in another order, so what
-memory does not hold needs `--no-repack`. `-ts` splits layers over GPUs, and an expert cache
-likewise. vLLM: `--cpu-offload-gb` is in GiB.
+`-ot` states the same by the names of tensors. `-ts` splits layers over GPUs, and an expert cache likewise. vLLM:
+`--cpu-offload-gb` is in GiB.
 """
 
 from collections.abc import Sequence

@@ -202,7 +202,7 @@ def _link(text: str | None, gpus: tuple[Gpu, ...], assumed: list[Assumed]) -> tu
     if text and "/" in text:
         return "", parse_gb_per_s(text, "--link")
     if text:
-        return link_named(text)[0], 0.0
+        return link_named(text), 0.0
     name = (gpus and gpus[0].link) or LINK
     if gpus:
         changed = {"link_gb_per_s": LINKS[name].gb_per_s / 2}

@@ -1,8 +1,7 @@
 """How far predictions were off, by what was known of the machine: what the interval of a prediction follows from.
 
 `data/errors.toml` holds measured / predicted of every speed and latency, without a fitted parameter, as `python -m
-benchmarks.planner --write` writes it. Each machine counts as one, however many rows it has. What is assumed widens an
-interval by what its other values would change, and counts for the rows that a class is made of likewise.
+benchmarks.planner --write` writes it. docs/backtest.md says how intervals follow.
 """
 
 import math

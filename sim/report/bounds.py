@@ -1,9 +1,8 @@
-"""What no policy gets below: Belady's misses, and the physical floor of a token.
+"""What no policy gets below: Belady's misses, and the physical floor of a token (docs/contract.md).
 
-The floor is the longer of computing with every expert at hand, and moving what Belady would miss in decoding alone, at
-the link's bandwidth without latencies; where a policy computes misses on the CPU, at link and CPU together, with one
-slot more, through which they would pass. What a prefill or the warm-up leaves in the cache costs a token nothing. Of a
-large trace it is that of a sample of requests (`Loaded.sampled`).
+What must be moved is what Belady would miss in decoding alone, without latencies; where a policy computes misses on the
+CPU, link and CPU move it together, with one slot more, through which they would pass. Of a large trace it is that of a
+sample of requests (`Loaded.sampled`).
 """
 
 from collections.abc import Sequence
