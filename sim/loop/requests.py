@@ -1,7 +1,7 @@
 """The requests of a trace as engines run them, and when they arrive where several run at a time (rule 18)."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,15 @@ from traces.steps import RequestSteps
 from traces.trace import Trace
 
 
+@dataclass(frozen=True, eq=False)
 class Requests(Sequence[RequestSteps]):
-    """A trace's requests as an engine runs them, laid out again each time: only one is held at once.
+    """A trace's requests as an engine runs them, laid out again each time: only one is held at once."""
 
-    draft_ns: what one drafted token takes at a context (rule 20); None: no time.
-    """
-
-    def __init__(self, trace: Shards | Trace, draft_ns: Callable[[int], int] | None = None):
-        self._trace = trace
-        self._draft_ns = draft_ns
+    trace: Shards | Trace
+    draft_ns: Callable[[int], int] | None = None  # of one drafted token at a context (rule 20); None: no time
 
     def __len__(self) -> int:
-        return len(self._trace.requests)
+        return len(self.trace.requests)
 
     def __getitem__(self, i: Any) -> Any:
         places = range(len(self))[i]
@@ -35,10 +32,10 @@ class Requests(Sequence[RequestSteps]):
         return (self._steps(i) for i in range(len(self)))
 
     def _steps(self, i: int) -> RequestSteps:
-        steps = self._trace.steps(i)
-        if self._draft_ns is None or steps.drafted is None:
+        steps = self.trace.steps(i)
+        if self.draft_ns is None or steps.drafted is None:
             return steps
-        each = np.array([self._draft_ns(context) for context in steps.context.tolist()], np.int64)
+        each = np.array([self.draft_ns(context) for context in steps.context.tolist()], np.int64)
         return replace(steps, draft_ns=steps.drafted * each)
 
 

@@ -17,6 +17,7 @@ from sim.planner.placements import DISK, Layout, Placement
 from sim.planner.resources import GIB, described, margins, resources, upgrades
 from sim.prediction import errors
 from sim.prediction.described import Machine, Model
+from sim.prediction.machine import FITTED
 from sim.profiles.hardware_profile import Hardware
 from sim.quantities import show_bytes
 from traces.errors import InputError
@@ -45,13 +46,7 @@ TIERS: Mapping[str, tuple[str, ...]] = {
     "link": ("link_bandwidth_gb_per_s",),
     "disk": ("disk_bandwidth_gb_per_s",),
 }
-OVERHEADS = (
-    "host_hop_us",
-    "host_us_per_layer",
-    "framework_us_per_layer",
-    "framework_us_per_expert",
-    "framework_us_per_token",
-)
+OVERHEADS = [name for name in FITTED.values() if name.startswith(("host_hop", "host_us", "framework"))]
 
 PRECISIONS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "iq2_m")
 FOUR = "q4_k_m"
@@ -72,9 +67,6 @@ class Speed:
     tokens_per_s: float
     low: float
     high: float
-
-    def times(self, factor: float) -> "Speed":
-        return Speed(self.tokens_per_s * factor, self.low * factor, self.high * factor)
 
 
 MATTERS = 1.02
@@ -270,7 +262,7 @@ def of_layout(layout: Layout, notes: Sequence[str], prompt: int, calibration: Ca
         wall=max(shares, key=lambda tier: shares[tier]),
         shares=shares,
         past_cache=expected(past_cache(layout), past_cache)[0] if placement.kind == DISK else None,
-        cache=cache and replace(cache, speed=cache.speed.times(times)),
+        cache=cache and replace(cache, speed=Speed(*(each * times for each in vars(cache.speed).values()))),
         upgrades=_upgrades(layout, modelled, times),
         precisions=tuple(_at(each, modelled, times) for each in _others(layout) if not each.lack),
         llama_cpp=tuple(flags.llama_cpp(layout)),
