@@ -7,7 +7,6 @@ Expert `e` of layer `l` has the id `l * E + e`; ids ascend within an event.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -114,22 +113,20 @@ def steps_of_rows(
     """
     experts, E, sentinel = rows["experts"], meta.experts, meta.sentinel
     decoded, cuts = len(experts) - prompt, [*range(0, prompt, chunk or prompt or 1), prompt]
-    parts = [_all_together(experts[first:last], E, sentinel) for first, last in pairwise(cuts)]
-    if decoded or not parts:
-        parts.append(_token_by_token(experts[prompt:], E, sentinel))
+    tokens = np.concatenate([np.diff(cuts), np.ones(decoded, np.int64)])
+    step, count = np.repeat(np.arange(len(tokens)), tokens), len(tokens)
     steps = RequestSteps(
         request,
         np.repeat(np.array([PREFILL, DECODE], np.uint8), [len(cuts) - 1, decoded]),
-        np.concatenate([np.diff(cuts), np.ones(decoded, np.int64)]),
+        tokens,
         np.concatenate([cuts[1:], rows["position"][prompt:].astype(np.int64) + 1]).astype(np.int64),
-        *(_end_to_end(parts) if len(parts) > 1 else parts[0]),
+        *_flat(experts, step, count, E, sentinel),
     )
     names = ("token_id", "weights", "lookahead", "candidates", "scores")
     token_id, weights, ahead, candidates, scores = map(rows.get, names)
     distances = meta.lookahead.distances if meta.lookahead else ()
     choices = Choices(experts, sentinel, weights, candidates, scores, ahead, distances)
     steps = replace(steps, choices=choices)
-    step, count = np.repeat(np.arange(len(steps.tokens)), steps.tokens), len(steps.tokens)
     if weights is not None:
         row, layer, rank = np.nonzero(experts != sentinel)
         event, ids = step[row] * meta.layers + layer, layer * E + experts[row, layer, rank]
@@ -154,33 +151,12 @@ def grouped(event: Int, ids: Int, values: Sequence[NDArray[Any]], events: int, t
     return np.searchsorted(keys[first], np.arange(events + 1) * total), keys[first] % total, *sums
 
 
-def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
-    """Return [tokens, L, k] laid out flat, an event for each (token, layer)."""
-    tokens, L, k = chosen.shape
-    ids = np.sort(chosen.astype(np.int64), axis=-1)  # numpy sorts short rows of wide numbers fastest
-    here = ids != sentinel
-    ids += (np.arange(L) * E)[None, :, None]
-    offsets = np.arange(tokens * L + 1) * k
-    if not here.all():
-        np.cumsum(here.sum(axis=-1).ravel(), out=offsets[1:])
-    flat = ids[here]
-    return offsets, flat, np.ones(len(flat), np.int64)
-
-
-def _all_together(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
-    """Return [tokens, L, k] laid out flat, an event for each layer."""
+def _flat(chosen: NDArray[np.integer], step: Int, steps: int, E: int, sentinel: int) -> Flat:
+    """Return [tokens, L, k] laid out flat, an event for each (step, layer); step: [tokens] of each, one of `steps`."""
     L = chosen.shape[1]
-    wide = chosen.astype(np.int64)
-    ids = wide + (np.arange(L, dtype=np.int64) * E)[None, :, None]
-    counts = np.bincount(ids[wide != sentinel], minlength=L * E)
-    used = np.flatnonzero(counts)
-    offsets = np.zeros(L + 1, np.int64)
-    np.cumsum(np.bincount(used // E, minlength=L), out=offsets[1:])
-    return offsets, used.astype(np.int64), counts[used].astype(np.int64)
-
-
-def _end_to_end(parts: list[Flat]) -> Flat:
-    ends = np.cumsum([0] + [len(ids) for _, ids, _ in parts])
-    shifted = [offsets[1:] + end for (offsets, _, _), end in zip(parts, ends, strict=False)]
-    offsets = np.concatenate([np.zeros(1, np.int64), *shifted])
-    return offsets, np.concatenate([ids for _, ids, _ in parts]), np.concatenate([counts for _, _, counts in parts])
+    narrow = np.min_scalar_type(-1 - max(1, steps) * L * E)  # sorts in less time
+    events = (step[:, None] * L + np.arange(L)).astype(narrow) * E
+    keys, counts = np.unique((events[..., None] + chosen)[chosen != sentinel], return_counts=True)
+    offsets = np.zeros(steps * L + 1, np.int64)
+    np.cumsum(np.bincount(keys // E, minlength=steps * L), out=offsets[1:])
+    return offsets, (keys % (L * E)).astype(np.int64), counts
