@@ -22,15 +22,7 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError, unknown
 from traces.location import Location
-from traces.schema import (
-    GROWING,
-    OPTIONAL,
-    REQUESTS,
-    ROUTING,
-    TraceMeta,
-    requests_schema,
-    routing_schema,
-)
+from traces.schema import GROWING, OPTIONAL, REQUESTS, ROUTING, TraceMeta, requests_schema, routing_schema
 
 EXTRA = (*OPTIONAL, "token_id")
 """What is read only when it is requested."""

@@ -27,16 +27,7 @@ from traces.index import Index
 from traces.location import Location
 from traces.output import ELSEWHERE, LOCK, only_writer, refuse_address, unlink_link
 from traces.reader import open_folder
-from traces.schema import (
-    GROWING,
-    OPTIONAL,
-    REQUESTS,
-    ROUTING,
-    TraceMeta,
-    requests_schema,
-    routing_schema,
-    row_bytes,
-)
+from traces.schema import GROWING, OPTIONAL, REQUESTS, ROUTING, TraceMeta, requests_schema, routing_schema, row_bytes
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 

@@ -18,18 +18,7 @@ from policies.blend.neighbours import LATEST
 from policies.blend.series import near_chance, near_log
 from policies.blend.worth import CHARGE, WORKS, Worth
 from policies.core.compiled import compiled
-from policies.core.policy import (
-    CHANGED,
-    CHANGED_HERE,
-    DID_NOTHING,
-    LEAVES,
-    UNCHANGED,
-    Event,
-    Float,
-    Int,
-    Shape,
-    Single,
-)
+from policies.core.policy import CHANGED, CHANGED_HERE, DID_NOTHING, LEAVES, UNCHANGED, Event, Float, Int, Shape, Single
 from policies.core.ranking import add
 from traces.steps import DECODE
 

@@ -94,9 +94,8 @@ def _kept(function: Callable[P, R], _nrt: bool, forceinline: bool = False) -> Ca
     # Numba takes an option that is not given from the function by whose call this one is first compiled: given are all.
     options: dict[str, Any] = {"nogil": True, "_nrt": _nrt, "forceinline": forceinline}
     made: Any = njit(cache=keep_as(function), **WHOLE, **options)(function)
-    if hasattr(made, "overloads"):  # not under NUMBA_DISABLE_JIT
-        part = _Part(function, targetoptions={"nopython": True, **options}, **_PART)
-        made.get_call_template, made.get_overload, made.part = part.get_call_template, part.get_overload, part
+    part = _Part(function, targetoptions={"nopython": True, **options}, **_PART)
+    made.get_call_template, made.get_overload, made.part = part.get_call_template, part.get_overload, part
     return made  # type: ignore[no-any-return]
 
 
@@ -108,10 +107,8 @@ def keep_as(function: Any) -> bool:
     return ours
 
 
-def kept_for(function: Any) -> list[Any] | None:
-    """Return the types of arguments that a function is compiled for, in this process or on disk; None: it never is."""
-    if not hasattr(function, "overloads"):  # under NUMBA_DISABLE_JIT
-        return None
+def kept_for(function: Any) -> list[Any]:
+    """Return the types of arguments that a function is compiled for, in this process or on disk."""
     file = getattr(function._cache, "_cache_file", None)
     return [*function.overloads, *(key[0] for key in (file._load_index() if file else ()))]
 
@@ -122,8 +119,6 @@ def entry_point(function: Callable[..., R], *examples: Any) -> Callable[..., R]:
     It skips numba's look at the types, which takes microseconds for every NamedTuple of arrays.
     """
     made: Any = function
-    if not hasattr(made, "overloads"):  # under NUMBA_DISABLE_JIT
-        return function
     types_of = tuple(map(typeof, examples))
     made.compile(types_of)
     entry: Callable[..., R] = made.overloads[types_of].entry_point
@@ -135,8 +130,8 @@ def apart(function: Callable[P, R]) -> Callable[P, R]:
 
     Only the function that Python calls has it, so it is handed no more of its arguments than it reads.
     """
-    if part := getattr(function, "part", None):  # none under NUMBA_DISABLE_JIT
-        part.apart = True
+    made: Any = function
+    made.part.apart = True
     return function
 
 

@@ -95,18 +95,9 @@ class Native:
 
     @property
     def observe(self) -> int:
-        return self._declared("observe") if self._half.observes else 0
+        return self.declared("observe") if self._half.observes else 0
 
-    @property
-    def learn(self) -> int:
-        """What learns from an event once for several caches; `follow`: what each of them does then."""
-        return self._declared("learn")
-
-    @property
-    def follow(self) -> int:
-        return self._declared("follow")
-
-    def _declared(self, name: str) -> int:
+    def declared(self, name: str) -> int:
         cls = type(self._half)
         return _address(cls, name) if self._held and getattr(cls.compiled, name) else 0
 
@@ -139,20 +130,15 @@ def _address(cls: type[Listener], name: str) -> int:
         declared = cls.compiled
         assert declared
         state = declared.start(Shape(1, 1), cls.Options()) if declared.start else NO_STATE
-        template: Any
-        if name == "propose":
-            made = CFunction(_adapted(_propose, cls, name), state, EVENT, PROPOSAL, None)
-        elif name == "learn":
-            made = CFunction(_adapted(_learn, cls, name), state, EVENT, None, None)
-        elif name == "follow":
-            made = CFunction(_adapted(_follow, cls, name), state, SCORES, EVENT, None)
-        elif name == "observe":
-            template = _observe if issubclass(cls, Policy) else _observe_without_scores
-            made = CFunction(_adapted(template, cls, name), state, SCORES, EVENT, None)
-        else:
-            template = {"on_insert": _on_insert, "on_evict": _on_evict}.get(name, _on_lookup)
-            made = CFunction(_adapted(template, cls, name), SCORES, None, None, None)
-        MADE[cls, name] = made
+        template, *taken = {
+            "propose": (_propose, state, EVENT, PROPOSAL, None),
+            "learn": (_learn, state, EVENT, None, None),
+            "follow": (_follow, state, SCORES, EVENT, None),
+            "observe": (_observe if issubclass(cls, Policy) else _observe_without_scores, state, SCORES, EVENT, None),
+            "on_insert": (_on_insert, SCORES, None, None, None),
+            "on_evict": (_on_evict, SCORES, None, None, None),
+        }.get(name, (_on_lookup, SCORES, None, None, None))
+        MADE[cls, name] = CFunction(_adapted(template, cls, name), *taken)
     return MADE[cls, name].address
 
 

@@ -10,17 +10,7 @@ from policies.core.admission import Own
 from policies.core.calling import ADMIT, OBSERVE, START, Asked, Proposal
 from policies.core.events import Events
 from policies.core.limits import limiter
-from policies.core.policy import (
-    DID_NOTHING,
-    NO_INTS,
-    Event,
-    Float,
-    Int,
-    Policy,
-    Prefetcher,
-    Requests,
-    Shape,
-)
+from policies.core.policy import DID_NOTHING, NO_INTS, Event, Float, Int, Policy, Prefetcher, Requests, Shape
 from policies.core.policy import START as STEP_STARTS
 from policies.core.residency import PolicyResidency
 from policies.core.spec import PolicySpec

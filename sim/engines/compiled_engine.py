@@ -92,8 +92,8 @@ def tiered(run: Run) -> bool:
 
 def on_disk(tiered: bool) -> bool:
     """Return whether that version is on disk, compiled from these sources, or in this process."""
-    kept, place = kept_for(streams.run_steps), streams.Streams._fields.index("tiers")
-    return kept is None or any(bool(len(types[1].types[place])) == tiered for types in kept)
+    place = streams.Streams._fields.index("tiers")
+    return any(bool(len(types[1].types[place])) == tiered for types in kept_for(streams.run_steps))
 
 
 def prepare(versions: Iterable[bool] = (False,)) -> None:
@@ -299,8 +299,8 @@ class Engine:
             fetches=IN_PYTHON if asked and prefetcher.proposes else fetcher.propose,
             fetcher=fetcher.state,
             proposers=NO_INTS,
-            learns=keeper.learn if self.apart else 0,
-            follows=keeper.follow if self.apart else 0,
+            learns=keeper.declared("learn") if self.apart else 0,
+            follows=keeper.declared("follow") if self.apart else 0,
             event=self.event.address,
             asks=asked.address if asked else 0,
             hears=not runner.silent,

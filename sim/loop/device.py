@@ -83,7 +83,7 @@ class Device(ABC):
 
     @cached_property
     def inside_ns(self) -> Counter[str]:
-        """Time that the host has spent in calls of this device, by call, waiting included; none on a clock of its own."""
+        """Return the host's time in calls of this device, by call, waiting included; none on a clock of its own."""
         return Counter()
 
     def prepare(self, contexts: Iterable[int]) -> None:  # noqa: B027  most have nothing to prepare

@@ -1,14 +1,7 @@
 import numpy as np
 import pytest
 
-from sim.quantities import (
-    exceeds,
-    parse_bytes,
-    parse_cache_bytes,
-    parse_cache_size,
-    parse_whole,
-    show_bytes,
-)
+from sim.quantities import exceeds, parse_bytes, parse_cache_bytes, parse_cache_size, parse_whole, show_bytes
 from traces import InputError
 
 

@@ -13,13 +13,7 @@ from typing import Any
 import pytest
 
 from tests import reference
-from tests.support.reference_cases import (
-    STORED_CASES,
-    STORED_TIERS_CASES,
-    Case,
-    draw_tiers_case,
-    stored_cases,
-)
+from tests.support.reference_cases import STORED_CASES, STORED_TIERS_CASES, Case, draw_tiers_case, stored_cases
 
 SHARED = Path(__file__).parents[3] / "shared" / "design"
 SEEDS = 600
