@@ -157,6 +157,7 @@ def _flat(chosen: NDArray[np.integer], step: Int, steps: int, E: int, sentinel: 
     narrow = np.min_scalar_type(-1 - max(1, steps) * L * E)  # sorts in less time
     events = (step[:, None] * L + np.arange(L)).astype(narrow) * E
     keys, counts = np.unique((events[..., None] + chosen)[chosen != sentinel], return_counts=True)
+    event = keys // E
     offsets = np.zeros(steps * L + 1, np.int64)
-    np.cumsum(np.bincount(keys // E, minlength=steps * L), out=offsets[1:])
-    return offsets, (keys % (L * E)).astype(np.int64), counts
+    np.cumsum(np.bincount(event, minlength=steps * L), out=offsets[1:])
+    return offsets, (keys - event // L * (L * E)).astype(np.int64), counts  # a remainder takes twice as long
