@@ -1,6 +1,7 @@
 """Arrays in files, .npy and .npz: no pickle is run, and whatever is wrong with them is an InputError."""
 
 import io
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,12 @@ def read_npy(file: Path | io.BytesIO, where: str = "") -> NDArray[Any]:
             return np.lib.format.open_memmap(file, mode="r")
         with open(file, "rb") if isinstance(file, Path) else file as opened:
             return np.asarray(np.lib.format.read_array(opened, allow_pickle=False))
+
+
+def forget(array: Any) -> None:
+    """Give back what was read of an array that is mapped into memory; it is read again where it is needed again."""
+    if isinstance(array, np.memmap) and hasattr(mmap, "MADV_DONTNEED"):
+        array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:

@@ -128,6 +128,8 @@ def _dump(
             restarts = again[(again >= first) & (again < last)] - first if again is not None and again.size else None
             bounds = offsets[a : b + 1] - first
             yield Routing(offsets=bounds, requests=requests[a:b], layers=layers, restarts=restarts, **made)
+            for name in names:
+                arrays.forget(values[name])
 
     return Again(parts) if len(ends) > 2 else next(parts())
 
