@@ -29,6 +29,8 @@ class Entries(dict[str, Any]):
     """A table of a TOML file, whose keys are attributes as well; the file says what each means."""
 
     def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"there is no {name} here, but {', '.join(self)}")
         return self[name]
 
 

@@ -13,7 +13,7 @@ class Derived:
     timing: Timing
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.timing, name)
+        return getattr(object.__getattribute__(self, "timing"), name)  # AttributeError before it is there, as in pickle
 
 
 @dataclass(frozen=True)
