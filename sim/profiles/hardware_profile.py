@@ -73,6 +73,10 @@ class Hardware:
     calibration: Mapping[str, Any] = field(default_factory=dict, hash=False)
     measured: tuple[MeasuredModel, ...] = field(default=(), hash=False)
 
+    def __post_init__(self) -> None:
+        if len({(each.model, each.expert_bytes, each.layer_bytes) for each in self.measured}) < len(self.measured):
+            raise InputError("measured: a model with experts of the same sizes stands there twice")
+
     @property
     def host_expert_bandwidth_gb_per_s(self) -> float:
         return self.host_memory_bandwidth_gb_per_s * self.host_expert_share
