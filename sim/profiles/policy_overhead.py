@@ -5,13 +5,13 @@ the line through both, over the experts of a layer or over all of them, whicheve
 flattered. Recency, victims and the queue are any cache's work, so `lru` costs 0; so do oracles, which cannot be run.
 """
 
-from functools import cache
 from pathlib import Path
 
 from policies.core.spec import PolicySpec, parse
 from traces.files import read_toml
 
 TABLE = Path(__file__).parent / "predictors.toml"
+COSTS: dict[str, dict[str, list[float]]] = read_toml(TABLE)["us"]
 
 MEASURED = ((26, 64, 6), (58, 256, 8))
 """Layers, experts and top-k at which the table's two columns were measured (DeepSeek-V2-Lite, DeepSeek-V3)."""
@@ -22,20 +22,19 @@ def cost_us(policy: PolicySpec, layers: int, experts: int) -> float | None:
 
     A preset's own row counts; halves that share what they learn are one predictor, others add up; options do not count.
     """
-    table = _table()
     rows: list[list[float] | None]
     halves = policy.evict, policy.prefetch
     presets = [
         row
-        for name, row in table["preset"].items()
+        for name, row in COSTS["preset"].items()
         if name == policy.preset or ((preset := parse(name)).evict, preset.prefetch) == halves
     ]
     if presets:
         rows = list(presets[:1])
     elif policy.shares:
-        rows = [table["pair"].get(policy.evict.name)]
+        rows = [COSTS["pair"].get(policy.evict.name)]
     else:
-        rows = [table["retention"].get(policy.evict.name), table["prefetch"].get(policy.prefetch.name)]
+        rows = [COSTS["retention"].get(policy.evict.name), COSTS["prefetch"].get(policy.prefetch.name)]
     costs = [_at(layers, experts, row) for row in rows if row is not None]
     return sum(costs) if len(costs) == len(rows) else None
 
@@ -46,8 +45,3 @@ def _at(layers: int, experts: int, row: list[float]) -> float:
     over_layer = (experts - small) / (large - small)
     over_all = (layers * experts - few * small) / (many * large - few * small)
     return max(row[0] + (row[1] - row[0]) * max(over_layer, over_all), min(row) / 2)
-
-
-@cache
-def _table() -> dict[str, dict[str, list[float]]]:
-    return read_toml(TABLE)["us"]  # type: ignore[no-any-return]
